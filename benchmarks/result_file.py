@@ -1,0 +1,59 @@
+"""The form of every result: machine, commit, command and date, and one row a measured case."""
+
+import json
+import os
+import platform
+import shlex
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+Cell = float | int | str | bool
+
+
+def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
+    """Writes rows as `{"machine", "commit", "command", "date", "rows"}`.
+
+    Args:
+        path: The JSON file; its folder is made where it is missing.
+        rows: One a measured case: plain numbers, with the unit in the field's name.
+    """
+    result = {
+        "machine": machine(),
+        "commit": commit(),
+        "command": shlex.join(["python", *sys.argv]),
+        "date": datetime.now(UTC).date().isoformat(),
+        "rows": list(rows),
+    }
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def machine() -> str:
+    """Says what the figures were measured on: the GPUs if there are any, the processor, its cores, the memory."""
+    import torch
+
+    gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
+    memory_gib = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1024**3
+    processor = f"{_processor()}, {len(os.sched_getaffinity(0))} cores, {memory_gib:.0f} GiB"
+    return ", ".join([*(f"{gpus.count(name)} x {name}" for name in dict.fromkeys(gpus)), processor])
+
+
+def commit() -> str:
+    """Returns the commit that is checked out, with `+changes` where tracked files differ from it."""
+    head = _git("rev-parse", "--short", "HEAD")
+    return f"{head}+changes" if _git("status", "--porcelain", "--untracked-files=no") else head
+
+
+def _git(*arguments: str) -> str:
+    folder = Path(__file__).parent
+    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
+
+
+def _processor() -> str:
+    for line in Path("/proc/cpuinfo").read_text().splitlines():
+        if line.startswith("model name"):
+            return line.split(":", 1)[1].strip()
+    return platform.machine()

@@ -1,0 +1,83 @@
+"""The rollouts that a step trains on: every prompt's, or with dynamic sampling only those that can teach something."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.algorithms.advantages import informative_groups
+from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.generation.interface import SamplingParams
+from nemo_offload_rl.metrics.timer import Timer
+
+
+@dataclass(frozen=True)
+class GroupSettings:
+    """Numbers of the recipe's ``grpo`` section, by its names."""
+
+    num_prompts_per_step: int
+    num_generations_per_prompt: int
+    use_dynamic_sampling: bool
+    dynamic_sampling_max_gen_batches: int
+
+
+@dataclass(frozen=True)
+class GroupSampler:
+    """Draws prompts and samples answers to them until a step's batch is full.
+
+    Attributes:
+        prompts: the training data.
+        rollout: generates answers and judges them.
+        sampling: how answers are sampled.
+        settings: numbers of the recipe.
+    """
+
+    prompts: ProblemLoader
+    rollout: RolloutMaker
+    sampling: SamplingParams
+    settings: GroupSettings
+
+    def __call__(self, step: int, timer: Timer) -> tuple[Rollouts, dict[str, float]]:
+        """Rollouts of ``num_prompts_per_step`` prompts, and metrics of everything that was sampled.
+
+        With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward are
+        left out, and further batches are sampled in their place.
+
+        Raises:
+            RuntimeError: dynamic sampling found too few prompts in the batches it may use.
+        """
+        settings, pad_token_id = self.settings, self.rollout.tokenizer.pad_token_id
+        max_batches = settings.dynamic_sampling_max_gen_batches if settings.use_dynamic_sampling else 1
+        sampled: list[Rollouts] = []
+        kept: list[Rollouts] = []
+        while sum(rollouts.num_prompts for rollouts in kept) < settings.num_prompts_per_step:
+            if len(sampled) == max_batches:
+                raise RuntimeError(
+                    f"{max_batches} generation batches of step {step} did not give {settings.num_prompts_per_step} "
+                    "prompts whose answers got different rewards: raise grpo.dynamic_sampling_max_gen_batches, take "
+                    "problems of another difficulty, or set grpo.use_dynamic_sampling=false."
+                )
+            rollouts = self._sample(step, timer, first_sample_id=len(sampled) * settings.num_generations_per_prompt)
+            sampled.append(rollouts)
+            useful = informative_groups(rollouts.rewards) | (not settings.use_dynamic_sampling)
+            kept.append(rollouts.select_prompts(useful.nonzero().flatten()))
+        batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
+        return batch, _metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
+
+    def _sample(self, step: int, timer: Timer, first_sample_id: int) -> Rollouts:
+        problems = self.prompts.next_batch(self.settings.num_prompts_per_step)
+        return self.rollout(
+            problems, self.settings.num_generations_per_prompt, self.sampling, step, timer, first_sample_id
+        )
+
+
+def _metrics(rollouts: Rollouts, num_batches: int) -> dict[str, float]:
+    return {
+        "train/reward": float(rollouts.rewards.mean()),
+        "train/informative_prompts": float(informative_groups(rollouts.rewards).float().mean()),
+        "train/truncation_rate": float(rollouts.truncated.float().mean()),
+        "train/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
+        "train/num_generation_batches": float(num_batches),
+    }

@@ -1,0 +1,275 @@
+"""GRPO: sample answers, judge them against each other, move the policy towards the better ones."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
+from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.algorithms.metric_names import training_metrics
+from nemo_offload_rl.algorithms.policy_verbs import Policy
+from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.algorithms.setup import (
+    Preparation,
+    fields_from,
+    make_prompt_format,
+    make_schedule,
+    read_data,
+    read_tokenizer,
+)
+from nemo_offload_rl.algorithms.weights import WeightSync
+from nemo_offload_rl.config.schema.grpo import GRPOConfig
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.environments import Reward, make_reward
+from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
+from nemo_offload_rl.metrics.timer import Timer
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.schema import GRPOMasterConfig
+    from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
+    from nemo_offload_rl.placement.cluster import Cluster
+
+VALIDATION_METRICS = ("accuracy", "reward", "mean_gen_tokens_per_sample")
+
+
+@dataclass(frozen=True)
+class BatchSizes:
+    """Rows of an optimizer step (over all ranks), of a micro-batch in training, and of one in log-prob passes."""
+
+    train_global: int
+    train_micro: int
+    logprob: int
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What validation samples.
+
+    Attributes:
+        problems: one answer is sampled to each; may be empty.
+        batch_size: problems of one generation request.
+        sampling: how answers are sampled.
+    """
+
+    problems: Sequence[Problem]
+    batch_size: int
+    sampling: SamplingParams
+
+
+class GRPO:
+    """The algorithm as ``step_end.Run`` drives it.
+
+    Args:
+        policy: what is trained.
+        generation: what samples.
+        weights: brings the policy's weights to the generation engine.
+        sample: gives the rollouts of a step.
+        validation: what validation samples.
+        advantages: from rewards [P, N] to advantages of that shape.
+        loss_fn: what is trained on them.
+        batch_sizes: of the policy's passes.
+        overlong_filtering: leave answers that were cut off out of the loss.
+        save_optimizer: whether checkpoints hold the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        generation: GenerationInterface,
+        weights: WeightSync,
+        sample: GroupSampler,
+        validation: Validation,
+        advantages: Callable[[torch.Tensor], torch.Tensor],
+        loss_fn: ClippedPGLoss,
+        batch_sizes: BatchSizes,
+        overlong_filtering: bool,
+        save_optimizer: bool,
+    ) -> None:
+        self._policy = policy
+        self._generation = generation
+        self._weights = weights
+        self._sample = sample
+        self._validation = validation
+        self._advantages = advantages
+        self._loss_fn = loss_fn
+        self._batch_sizes = batch_sizes
+        self._overlong_filtering = overlong_filtering
+        self._save_optimizer = save_optimizer
+
+    def step(self, step: int, timer: Timer) -> dict[str, float]:
+        """Samples a batch and trains on it; see ``step_end.Algorithm``."""
+        with timer.phase("refit"):
+            self._weights.refresh()
+        rollouts, metrics = self._sample(step, timer)
+        self._generation.finish_generation()
+
+        batch = rollouts.batch
+        if self._overlong_filtering:
+            batch["sample_mask"] = batch["sample_mask"] * ~rollouts.truncated
+        batch["advantages"] = self._advantages(rollouts.rewards).view(-1, 1) * batch["token_mask"]
+        self._add_logprobs(batch, timer)
+
+        with timer.phase("training"):
+            self._policy.prepare_for_training()
+            result = self._policy.train(
+                batch, self._loss_fn, gbs=self._batch_sizes.train_global, mbs=self._batch_sizes.train_micro
+            )
+        self._weights.mark_stale()
+        return metrics | training_metrics(result) | {"train/num_tokens": float(batch["input_lengths"].sum())}
+
+    def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
+        """Log-probs of the tokens before the update, as far as the loss needs them."""
+        mbs = self._batch_sizes.logprob
+        if self._loss_fn.needs_prev_logprobs:
+            with timer.phase("logprobs"):
+                self._policy.prepare_for_lp_inference()
+                batch["prev_logprobs"] = self._policy.get_logprobs(batch, mbs=mbs)["logprobs"]
+        if self._loss_fn.needs_reference_logprobs:
+            with timer.phase("reference_logprobs"):
+                self._policy.prepare_for_lp_inference()
+                reference = self._policy.get_reference_policy_logprobs(batch, mbs=mbs)
+                batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+
+    def validate(self, step: int) -> dict[str, float]:
+        """One answer to each validation problem.
+
+        Returns:
+            ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
+            reward, and the mean length of an answer; nothing where there are no problems.
+        """
+        problems, size = self._validation.problems, self._validation.batch_size
+        if not problems:
+            return {}
+        self._weights.refresh()
+        parts = [
+            self._sample.rollout(problems[start : start + size], 1, self._validation.sampling, step, Timer())
+            for start in range(0, len(problems), size)
+        ]
+        self._generation.finish_generation()
+        rollouts = Rollouts.concat(parts, self._sample.rollout.tokenizer.pad_token_id)
+        return {
+            "validation/accuracy": float((rollouts.rewards >= 1).float().mean()),
+            "validation/reward": float(rollouts.rewards.mean()),
+            "validation/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
+        }
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the training data goes on."""
+        return self._sample.prompts.position
+
+    @position.setter
+    def position(self, position: DataPosition) -> None:
+        self._sample.prompts.position = position
+
+    def save(self, folder: Path) -> None:
+        """Writes the policy; see ``step_end.Algorithm``."""
+        self._policy.save_checkpoint(str(folder / "policy"), self._save_optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Reads what ``save`` wrote."""
+        self._policy.load_checkpoint(str(folder / "policy"))
+        self._weights.mark_stale()
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        self._policy.export_hf(str(folder))
+
+    def shutdown(self) -> None:
+        """Ends everything that the algorithm runs on."""
+        self._generation.shutdown()
+        self._policy.shutdown()
+
+
+def prepare(config: GRPOMasterConfig) -> Preparation:
+    """Reads what a GRPO recipe names; see ``setup.Preparation``.
+
+    Raises:
+        DataError: the data, a template or the tokenizer cannot be used.
+        RewardError: the reward cannot be used.
+    """
+    section, policy_config = config["grpo"], config["policy"]
+    train, validation = read_data(config["data"], section["seed"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    prompts = make_prompt_format(config["data"], tokenizer, policy_config["tokenizer"])
+    reward = _make_reward(config)
+    loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
+    generation_config = policy_config["generation"]
+    stop_token_ids = generation_config["stop_token_ids"]
+    sampling = SamplingParams(
+        max_new_tokens=generation_config["max_new_tokens"],
+        temperature=generation_config["temperature"],
+        top_p=generation_config["top_p"],
+        top_k=generation_config["top_k"],
+        stop_token_ids=(tokenizer.eos_token_id,) if stop_token_ids is None else tuple(stop_token_ids),
+        seed=section["seed"],
+    )
+    validation_sampling = replace(
+        sampling,
+        temperature=generation_config["val_temperature"],
+        top_p=generation_config["val_top_p"],
+        top_k=generation_config["val_top_k"],
+    )
+    schedule = make_schedule("grpo", section, config["checkpointing"], validation, VALIDATION_METRICS)
+
+    def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
+        from nemo_offload_rl.generation import make_generation
+        from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+        from nemo_offload_rl.worker.group import PolicyWorkerGroup
+
+        policy = PolicyWorkerGroup(
+            fitted_policy, cluster, seed=section["seed"], init_reference_model=loss_fn.needs_reference_logprobs
+        )
+        generation = make_generation(fitted_policy, cluster)
+        verify = bool(fitted_policy.get("verify_refit"))
+        transport = ObjectStoreTransport(generation.receivers, verify=verify)
+        rollout = RolloutMaker(generation, prompts, tokenizer, reward, fitted_policy["max_total_sequence_length"])
+        return GRPO(
+            policy=policy,
+            generation=generation,
+            weights=WeightSync(policy, generation, transport, verify=verify),
+            sample=GroupSampler(train, rollout, sampling, GroupSettings(**fields_from(GroupSettings, section))),
+            validation=Validation(
+                problems=validation[: section["max_val_samples"]],
+                batch_size=section["val_batch_size"],
+                sampling=validation_sampling,
+            ),
+            advantages=_make_advantages(section),
+            loss_fn=loss_fn,
+            batch_sizes=BatchSizes(
+                train_global=fitted_policy["train_global_batch_size"],
+                train_micro=fitted_policy["train_micro_batch_size"],
+                logprob=fitted_policy["logprob_batch_size"],
+            ),
+            overlong_filtering=section["overlong_filtering"],
+            save_optimizer=config["checkpointing"]["save_optimizer"],
+        )
+
+    return Preparation(build, schedule, tokenizer)
+
+
+def _make_reward(config: GRPOMasterConfig) -> Reward:
+    environment = config["env"][config["data"]["default"]["env_name"]]
+    return make_reward(environment["reward"], environment.get("reward_function"))
+
+
+def _make_advantages(section: GRPOConfig) -> Callable[[torch.Tensor], torch.Tensor]:
+    advantages = GroupAdvantages(
+        leave_one_out=section["use_leave_one_out_baseline"],
+        normalize=section["normalize_rewards"],
+        clip_low=section.get("advantage_clip_low"),
+        clip_high=section.get("advantage_clip_high"),
+    )
+    if "reward_scaling" not in section or not section["reward_scaling"]["enabled"]:
+        return advantages
+    scale = RewardScaling(**fields_from(RewardScaling, section["reward_scaling"]))
+    return lambda rewards: advantages(scale(rewards))

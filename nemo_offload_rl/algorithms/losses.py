@@ -1,0 +1,202 @@
+"""Losses over next-token log-probs.
+
+Both follow the contract of ``nemo_offload_rl.data.loss_contract``: what they return is a micro-batch's share of a mean
+over the global batch, so cutting a batch into micro-batches never changes the gradient.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+import torch
+
+from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+
+
+@dataclass(frozen=True)
+class NLLLoss:
+    """Negative log-likelihood of the trained tokens, averaged over all of them in the global batch.
+
+    Metrics: ``answer_probability``, the mean over samples of the probability of the whole answer, which is how often
+    sampling at temperature 1 gives exactly that answer; ``num_valid_samples``, a sum.
+    """
+
+    def __call__(
+        self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See ``LossFunction``."""
+        sample_mask = data["sample_mask"]
+        answer_logprobs = torch.where(data["token_mask"][:, 1:] > 0, logprobs[:, 1:], 0.0).sum(dim=1)
+        loss = -_share(answer_logprobs, sample_mask, counts.valid_toks)
+        with torch.no_grad():
+            metrics = {
+                "answer_probability": _share(answer_logprobs.exp(), sample_mask, counts.valid_seqs),
+                "num_valid_samples": sample_mask.sum(),
+            }
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class ClippedPGLoss:
+    """Clipped policy-gradient loss with a KL penalty: PPO's, GRPO's, DAPO's and GSPO's, by its settings.
+
+    Every name is that of NeMo-RL's ``loss_fn`` section.
+
+    Attributes:
+        ratio_clip_min: the ratio is clipped below at 1 - ratio_clip_min (PPO, https://arxiv.org/abs/1707.06347).
+        ratio_clip_max: the ratio is clipped above at 1 + ratio_clip_max; larger than ratio_clip_min is DAPO's
+            "clip higher" (https://arxiv.org/abs/2503.14476).
+        ratio_clip_c: above 1, bounds the loss where the advantage is negative at ratio_clip_c times its size (dual-clip
+            PPO, https://arxiv.org/abs/1912.09729); None for no bound.
+        reference_policy_kl_penalty: weight of KL(policy || reference); 0 needs no reference log-probs.
+        reference_policy_kl_type: k1, k2 or k3, see ``kl.py``.
+        kl_input_clamp_value: bound on the log-ratio that the KL estimate gets; None for none.
+        kl_output_clamp_value: bound on the KL estimate; None for none.
+        token_level_loss: average over all tokens; otherwise over the tokens of a sample, then over samples.
+        use_importance_sampling_correction: weigh by exp(prev_logprobs - generation_logprobs), the training policy's
+            probability over the sampler's; of the whole sample with sequence-level ratios.
+        sequence_level_importance_ratios: one ratio a sample, the geometric mean of its tokens' ratios (GSPO,
+            https://arxiv.org/abs/2507.18071).
+        disable_ppo_ratio: plain REINFORCE, advantage times log-prob, without ratio or clipping.
+        force_on_policy_ratio: the ratio is 1, with the gradient of the log-prob: the log-probs at hand stand in for
+            prev_logprobs, which need not be computed. The batch must be one optimizer step.
+        use_on_policy_kl_approximation: weigh the KL estimate, whose samples are the sampler's, by
+            exp(logprobs - generation_logprobs).
+    """
+
+    ratio_clip_min: float
+    ratio_clip_max: float
+    ratio_clip_c: float | None
+    reference_policy_kl_penalty: float
+    token_level_loss: bool
+    reference_policy_kl_type: str
+    kl_input_clamp_value: float | None
+    kl_output_clamp_value: float | None
+    use_importance_sampling_correction: bool
+    sequence_level_importance_ratios: bool
+    disable_ppo_ratio: bool
+    force_on_policy_ratio: bool
+    use_on_policy_kl_approximation: bool
+
+    def __post_init__(self) -> None:
+        if self.ratio_clip_c is not None and self.ratio_clip_c <= 1:
+            raise ValueError(f"loss_fn.ratio_clip_c must be above 1 or null, found {self.ratio_clip_c}.")
+        if self.reference_policy_kl_type not in KL_ESTIMATORS:
+            raise ValueError(
+                f"loss_fn.reference_policy_kl_type is one of {', '.join(KL_ESTIMATORS)}, "
+                f"found {self.reference_policy_kl_type!r}."
+            )
+        if self.disable_ppo_ratio and (self.force_on_policy_ratio or self.sequence_level_importance_ratios):
+            raise ValueError(
+                "loss_fn.disable_ppo_ratio leaves no ratio, so loss_fn.force_on_policy_ratio and "
+                "loss_fn.sequence_level_importance_ratios must be false with it."
+            )
+
+    @property
+    def needs_prev_logprobs(self) -> bool:
+        """Whether the log-probs before the update have to be computed for it."""
+        return not self.force_on_policy_ratio
+
+    @property
+    def needs_reference_logprobs(self) -> bool:
+        """Whether the reference policy's log-probs have to be computed for it."""
+        return self.reference_policy_kl_penalty != 0
+
+    def __call__(
+        self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See ``LossFunction``; needs advantages and the log-probs of the old policy, the sampler and the reference."""
+        token_mask = data["token_mask"][:, 1:]
+        sample_mask = data["sample_mask"]
+        previous_logprobs = logprobs.detach() if self.force_on_policy_ratio else data["prev_logprobs"]
+        current, previous, sampler = (
+            torch.where(token_mask > 0, values[:, 1:], 0.0)
+            for values in (logprobs, previous_logprobs, data["generation_logprobs"])
+        )
+        advantages = data["advantages"][:, 1:]
+
+        def mean(per_token: torch.Tensor) -> torch.Tensor:
+            if self.token_level_loss:
+                return _token_share(per_token, token_mask, sample_mask, counts)
+            return _share(_mean_over_tokens(per_token, token_mask), sample_mask, counts.valid_seqs)
+
+        ratio = self._ratio(current, previous, token_mask)
+        clipped_ratio = (
+            ratio if self.disable_ppo_ratio else ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+        )
+        weight = self._sampler_correction(previous, sampler, token_mask)
+        loss = mean(weight * self._policy_gradient(advantages, ratio, clipped_ratio))
+
+        kl = torch.zeros_like(loss)
+        if self.needs_reference_logprobs:
+            reference = torch.where(token_mask > 0, data["reference_policy_logprobs"][:, 1:], 0.0)
+            kl = mean(self._reference_kl(current, reference, sampler))
+            loss = loss + self.reference_policy_kl_penalty * kl
+
+        with torch.no_grad():
+            per_token_metrics = {
+                "probs_ratio": ratio,
+                "probs_ratio_clamped": clipped_ratio,
+                "token_mult_prob_error": (sampler - previous).abs().exp(),
+                "gen_kl_error": estimate_kl(sampler, previous, "k3"),
+                "approx_entropy": -(current - sampler).exp() * current,
+            }
+            metrics = {
+                name: _token_share(values, token_mask, sample_mask, counts)
+                for name, values in per_token_metrics.items()
+            }
+            metrics["kl_penalty"] = kl.detach()
+            metrics["num_valid_samples"] = sample_mask.sum()
+        return loss, metrics
+
+    def _ratio(self, current: torch.Tensor, previous: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+        if self.disable_ppo_ratio:
+            return current
+        log_ratio = current - previous
+        if self.sequence_level_importance_ratios:
+            log_ratio = _mean_over_tokens(log_ratio, token_mask)[:, None].expand_as(current)
+        return log_ratio.exp()
+
+    def _clip(self, ratio: torch.Tensor) -> torch.Tensor:
+        return ratio if self.disable_ppo_ratio else ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
+
+    def _policy_gradient(
+        self, advantages: torch.Tensor, ratio: torch.Tensor, clipped_ratio: torch.Tensor
+    ) -> torch.Tensor:
+        pessimistic = torch.maximum(-advantages * ratio, -advantages * clipped_ratio)
+        ceiling = inf if self.ratio_clip_c is None else -advantages * self.ratio_clip_c
+        return torch.where(advantages < 0, pessimistic.clamp(max=ceiling), pessimistic)
+
+    def _sampler_correction(
+        self, previous: torch.Tensor, sampler: torch.Tensor, token_mask: torch.Tensor
+    ) -> torch.Tensor:
+        if not self.use_importance_sampling_correction:
+            return torch.ones_like(previous)
+        log_weight = previous - sampler
+        if self.sequence_level_importance_ratios:
+            log_weight = (log_weight * token_mask).sum(dim=1, keepdim=True).expand_as(previous)
+        return log_weight.exp()
+
+    def _reference_kl(self, current: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
+        kl = estimate_kl(
+            current, reference, self.reference_policy_kl_type, self.kl_input_clamp_value, self.kl_output_clamp_value
+        )
+        return kl * (current - sampler).exp().detach() if self.use_on_policy_kl_approximation else kl
+
+
+def _share(per_sample: torch.Tensor, sample_mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
+    """Sum over the samples kept, divided by a global count; 0 where the count is 0."""
+    return torch.where(sample_mask > 0, per_sample * sample_mask, 0.0).sum() / count.clamp(min=1)
+
+
+def _token_share(
+    per_token: torch.Tensor, token_mask: torch.Tensor, sample_mask: torch.Tensor, counts: GlobalCounts
+) -> torch.Tensor:
+    return _share((per_token * token_mask).sum(dim=1), sample_mask, counts.valid_toks)
+
+
+def _mean_over_tokens(per_token: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
+    """Mean over the trained tokens of each sample: [B, S] to [B]."""
+    return (per_token * token_mask).sum(dim=1) / token_mask.sum(dim=1).clamp(min=1)

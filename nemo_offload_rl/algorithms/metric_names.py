@@ -1,0 +1,28 @@
+"""Names of metrics: NeMo-RL's recipes write ``val:accuracy`` for what the logs call ``validation/accuracy``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+_SECTIONS = {"val": "validation", "train": "train"}
+
+
+def logged_name(recipe_name: str) -> str:
+    """From a recipe's name of a metric to the one in metrics.jsonl.
+
+    Raises:
+        ValueError: the name has neither ``val:`` nor ``train:`` in front.
+    """
+    section, separator, metric = recipe_name.partition(":")
+    if not separator or section not in _SECTIONS:
+        raise ValueError(
+            f"A metric is named val:NAME or train:NAME in a recipe, such as val:accuracy; found {recipe_name!r}."
+        )
+    return f"{_SECTIONS[section]}/{metric}"
+
+
+def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
+    """The metrics of a policy's ``train``, as logged."""
+    own = {name: float(result[name]) for name in ("loss", "grad_norm", "lr", "num_skipped")}
+    return {f"train/{name}": value for name, value in (own | result["metrics"]).items()}

@@ -1,0 +1,53 @@
+"""The verbs of a policy that loops use: those of ``worker.group.PolicyWorkerGroup``, with global batches."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from nemo_offload_rl.algorithms.weights import WeightSource
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loss_contract import LossFunction
+
+
+class Policy(WeightSource, Protocol):
+    """A policy that is trained, asked for log-probs, and saved."""
+
+    def prepare_for_training(self) -> None:
+        """Makes ready for ``train``."""
+        ...
+
+    def prepare_for_lp_inference(self) -> None:
+        """Makes ready for log-probs."""
+        ...
+
+    def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
+        """One optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""
+        ...
+
+    def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
+        """Forward only; returns loss and metrics."""
+        ...
+
+    def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """``logprobs`` float32 [B, S]."""
+        ...
+
+    def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """``reference_logprobs`` float32 [B, S]."""
+        ...
+
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Writes weights, and the optimizer's state if asked to."""
+        ...
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Reads what ``save_checkpoint`` wrote."""
+        ...
+
+    def export_hf(self, folder: str) -> None:
+        """Writes a Hugging Face folder."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends the policy's processes."""
+        ...

@@ -1,0 +1,128 @@
+"""Rollouts: prompts, what the policy answered, and what that was worth."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Self
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.sequences import response_batch, response_logprobs
+from nemo_offload_rl.environments import Reward
+from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
+from nemo_offload_rl.metrics.timer import Timer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class Rollouts:
+    """Sampled answers, those of one prompt next to each other.
+
+    Attributes:
+        batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs.
+        rewards: float32 [P, N].
+        truncated: bool [P x N], true where the answer was cut off at its length limit.
+    """
+
+    batch: BatchedData
+    rewards: torch.Tensor
+    truncated: torch.Tensor
+
+    @property
+    def num_prompts(self) -> int:
+        """P."""
+        return self.rewards.shape[0]
+
+    @property
+    def mean_response_tokens(self) -> float:
+        """Mean number of tokens of an answer, its stop token included."""
+        return float(self.batch["token_mask"].sum(dim=1).mean())
+
+    def select_prompts(self, prompts: torch.Tensor) -> Self:
+        """The rollouts of some prompts, given by their indices (int64 [K])."""
+        num_generations = self.rewards.shape[1]
+        rows = (prompts[:, None] * num_generations + torch.arange(num_generations)).flatten()
+        return replace(
+            self, batch=self.batch.select(rows), rewards=self.rewards[prompts], truncated=self.truncated[rows]
+        )
+
+    @classmethod
+    def concat(cls, parts: Sequence[Rollouts], pad_token_id: int) -> Self:
+        """Rollouts of several batches as one."""
+        return cls(
+            batch=BatchedData.concat([part.batch for part in parts], pad_values={"input_ids": pad_token_id}),
+            rewards=torch.cat([part.rewards for part in parts]),
+            truncated=torch.cat([part.truncated for part in parts]),
+        )
+
+
+@dataclass(frozen=True)
+class RolloutMaker:
+    """Generates answers and judges them.
+
+    Attributes:
+        generation: the engine; its weights are the caller's business.
+        prompt_format: turns problems into prompts.
+        tokenizer: turns answers into text.
+        reward: from the answer's text and the known answer to a number.
+        max_total_tokens: limit on prompt and answer together.
+    """
+
+    generation: GenerationInterface
+    prompt_format: PromptFormat
+    tokenizer: PreTrainedTokenizerFast
+    reward: Reward
+    max_total_tokens: int
+
+    def __call__(
+        self,
+        problems: Sequence[Problem],
+        num_generations: int,
+        sampling: SamplingParams,
+        step: int,
+        timer: Timer,
+        first_sample_id: int = 0,
+    ) -> Rollouts:
+        """Samples ``num_generations`` answers to each problem.
+
+        Args:
+            problems: P of them.
+            num_generations: N.
+            sampling: how; its limit on new tokens is lowered where a prompt leaves less room.
+            step: of the run; with the sample's id and the prompt it settles what is sampled.
+            timer: gets the phases ``generation`` and ``rewards``.
+            first_sample_id: id of each prompt's first sample; the others follow it.
+        """
+        prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
+        prompt_ids = [prompt.prompt_ids for prompt in prompts]
+        sample_ids = list(range(first_sample_id, first_sample_id + num_generations)) * len(problems)
+        room = [self.max_total_tokens - len(ids) for ids in prompt_ids]
+        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, max(room))))
+        with timer.phase("generation"):
+            output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
+        response_ids = [ids[:limit] for ids, limit in zip(output.output_ids, room, strict=True)]
+        with timer.phase("rewards"):
+            texts = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+            answers = [problem.answer for problem in problems for _ in range(num_generations)]
+            rewards = torch.tensor([self.reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
+        batch = response_batch(prompt_ids, response_ids, self.tokenizer.pad_token_id)
+        batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
+        batch["generation_logprobs"] = response_logprobs(
+            batch, [values[:limit] for values, limit in zip(output.logprobs, room, strict=True)]
+        )
+        return Rollouts(
+            batch=batch,
+            rewards=rewards.view(len(problems), num_generations),
+            truncated=torch.tensor(
+                [
+                    reason == "length" or len(ids) > limit
+                    for reason, ids, limit in zip(output.finish_reasons, output.output_ids, room, strict=True)
+                ]
+            ),
+        )

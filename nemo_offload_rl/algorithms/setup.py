@@ -1,0 +1,163 @@
+"""What the algorithms' preparations share: from sections of a recipe to data, formats and schedules.
+
+Preparing reads everything that a run depends on and starts nothing, so that a mistake is answered first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Self, assert_never
+
+from nemo_offload_rl.algorithms.metric_names import logged_name
+from nemo_offload_rl.algorithms.step_end import Algorithm, Schedule, StopTarget
+from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_offload_rl.config.schema.data import DataConfig, Dataset
+from nemo_offload_rl.config.schema.grpo import GRPOConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
+from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.data.arithmetic import Role, make_arithmetic
+from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.problem import Problem, ProblemSet
+from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+    from nemo_offload_rl.placement.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class Preparation:
+    """A run that is ready to start.
+
+    Attributes:
+        build: starts the processes and returns the algorithm; takes the policy section as the machine can run it.
+        schedule: when what is due.
+        tokenizer: kept with every checkpoint.
+    """
+
+    build: Callable[[PolicyConfig, Cluster], Algorithm]
+    schedule: Schedule
+    tokenizer: PreTrainedTokenizerFast
+
+
+def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader, Sequence[Problem]]:
+    """Reads the training and the validation data; where there is none of the latter, it is empty.
+
+    Raises:
+        DataError: one of them cannot be used.
+    """
+    validation = data.get("validation")
+    return (
+        ProblemLoader(_read_problems("train", data["train"]), data["shuffle"], seed),
+        [] if validation is None else _read_problems("validation", validation),
+    )
+
+
+def _read_problems(role: Role, dataset: Dataset) -> ProblemSet:
+    if dataset["dataset_name"] == "arithmetic":
+        return make_arithmetic(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
+    path = Path(dataset["data_path"])
+    if dataset["dataset_name"] == "ResponseDataset":
+        return load_jsonl(path, dataset["input_key"], dataset["output_key"])
+    if dataset["dataset_name"] == "HFDataset":
+        return load_hf_folder(path, dataset.get("split"), dataset["input_key"], dataset["output_key"])
+    assert_never(dataset)
+
+
+def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
+    """The recipe's tokenizer; an explicit null as its chat template leaves it without one."""
+    tokenizer = load_tokenizer(config["name"])
+    if "chat_template" in config:
+        tokenizer.chat_template = config["chat_template"]
+    return tokenizer
+
+
+def make_prompt_format(
+    data: DataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig, **special_tokens: bool
+) -> PromptFormat:
+    """How the recipe's problems become tokens.
+
+    Args:
+        data: the recipe's section.
+        tokenizer: of the policy.
+        tokenizer_config: its section.
+        special_tokens: add_bos, add_eos and add_generation_prompt of ``PromptFormat``.
+
+    Raises:
+        DataError: a prompt file cannot be used.
+    """
+    shared = data.get("default") or {}
+    system_file = shared.get("system_prompt_file")
+    return PromptFormat(
+        tokenizer=tokenizer,
+        max_tokens=data["max_input_seq_length"],
+        prompt_template=read_prompt_file(shared.get("prompt_file"), "data.default.prompt_file"),
+        system_prompt=None if system_file is None else read_text_file(system_file, "data.default.system_prompt_file"),
+        chat_template_kwargs=tokenizer_config.get("chat_template_kwargs") or {},
+        **special_tokens,
+    )
+
+
+def make_schedule(
+    name: str,
+    section: GRPOConfig | SFTConfig,
+    checkpointing: CheckpointingConfig,
+    validation: Sequence[Problem],
+    validation_metrics: Sequence[str],
+) -> Schedule:
+    """When a run validates, saves and ends.
+
+    Args:
+        name: of the section, for messages.
+        section: of the algorithm.
+        checkpointing: the section of that name.
+        validation: the validation data.
+        validation_metrics: names of what the algorithm's validation measures.
+
+    Raises:
+        DataError: a metric is asked for that is not measured.
+    """
+    measured = [f"val:{metric}" for metric in validation_metrics] if validation else []
+    ranked_by = checkpointing["metric_name"] if checkpointing["enabled"] else None
+    if ranked_by is not None and ranked_by.startswith("val:"):
+        _require_measured("checkpointing.metric_name", ranked_by, measured)
+    return Schedule(
+        max_num_steps=section["max_num_steps"],
+        max_num_epochs=section["max_num_epochs"],
+        val_period=section["val_period"],
+        val_at_start=section["val_at_start"],
+        val_at_end=section["val_at_end"],
+        save_period=checkpointing["save_period"],
+        target=_stop_target(name, section, measured),
+    )
+
+
+def _stop_target(name: str, section: GRPOConfig | SFTConfig, measured: Sequence[str]) -> StopTarget | None:
+    metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
+    if metric is None and threshold is None:
+        return None
+    if metric is None or threshold is None:
+        raise DataError(
+            f"{name}.stop_at_validation_metric ({metric}) and {name}.stop_at_validation_threshold ({threshold}) go "
+            "together: give both, or null for both."
+        )
+    _require_measured(f"{name}.stop_at_validation_metric", metric, measured)
+    return StopTarget(logged_name(metric), threshold)
+
+
+def _require_measured(key: str, metric: str, measured: Sequence[str]) -> None:
+    if metric not in measured:
+        known = f"it is one of {', '.join(measured)}" if measured else "nothing is, as data.validation is null"
+        raise DataError(f"{key}: {metric!r} is not measured by validation; {known}.")
+
+
+def fields_from(cls: type, *sections: Mapping[str, Any]) -> dict[str, Any]:
+    """The entries of recipe sections that are fields of a dataclass; an absent key is left to the field's default."""
+    names = {field.name for field in fields(cls)}
+    return {name: value for section in sections for name, value in section.items() if name in names}

@@ -1,0 +1,176 @@
+"""SFT: train on known answers."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.algorithms.metric_names import training_metrics
+from nemo_offload_rl.algorithms.policy_verbs import Policy
+from nemo_offload_rl.algorithms.setup import (
+    Preparation,
+    make_prompt_format,
+    make_schedule,
+    read_data,
+    read_tokenizer,
+)
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.metrics.timer import Timer
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.schema import SFTMasterConfig
+    from nemo_offload_rl.config.schema.policy import PolicyConfig
+    from nemo_offload_rl.placement.cluster import Cluster
+
+VALIDATION_METRICS = ("val_loss", "answer_probability")
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What validation measures the loss of.
+
+    Attributes:
+        problems: all that are used; may be empty.
+        micro_batch_size: rows of one forward pass on a rank.
+    """
+
+    problems: Sequence[Problem]
+    micro_batch_size: int
+
+
+class SFT:
+    """The algorithm as ``step_end.Run`` drives it.
+
+    Args:
+        policy: what is trained.
+        example_format: turns problems into prompts and answers.
+        examples: the training data.
+        validation: the validation data.
+        train_global_batch_size: rows of an optimizer step, over all ranks.
+        train_micro_batch_size: rows of a micro-batch.
+        save_optimizer: whether checkpoints hold the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        example_format: PromptFormat,
+        examples: ProblemLoader,
+        validation: Validation,
+        train_global_batch_size: int,
+        train_micro_batch_size: int,
+        save_optimizer: bool,
+    ) -> None:
+        self._policy = policy
+        self._format = example_format
+        self._examples = examples
+        self._validation = validation
+        self._loss_fn = NLLLoss()
+        self._gbs = train_global_batch_size
+        self._mbs = train_micro_batch_size
+        self._save_optimizer = save_optimizer
+
+    def step(self, step: int, timer: Timer) -> dict[str, float]:
+        """Trains on the next global batch; see ``step_end.Algorithm``."""
+        with timer.phase("data"):
+            batch = self._batch(self._examples.next_batch(self._gbs))
+        with timer.phase("training"):
+            self._policy.prepare_for_training()
+            result = self._policy.train(batch, self._loss_fn, gbs=self._gbs, mbs=self._mbs)
+        return training_metrics(result) | {"train/num_tokens": float(batch["input_lengths"].sum())}
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Loss of the validation answers per token, and the mean probability of a whole answer."""
+        if not self._validation.problems:
+            return {}
+        batch = self._batch(self._validation.problems)
+        self._policy.prepare_for_lp_inference()
+        result = self._policy.evaluate(batch, self._loss_fn, mbs=self._validation.micro_batch_size)
+        return {
+            "validation/val_loss": result["loss"],
+            "validation/answer_probability": result["metrics"]["answer_probability"],
+        }
+
+    def _batch(self, problems: Sequence[Problem]) -> BatchedData:
+        examples = self._format.examples(problems)
+        batch = response_batch(
+            [example.prompt_ids for example in examples],
+            [example.answer_ids for example in examples],
+            self._format.tokenizer.pad_token_id,
+        )
+        batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
+        return batch
+
+    @property
+    def position(self) -> DataPosition:
+        """Where the training data goes on."""
+        return self._examples.position
+
+    @position.setter
+    def position(self, position: DataPosition) -> None:
+        self._examples.position = position
+
+    def save(self, folder: Path) -> None:
+        """Writes the policy; see ``step_end.Algorithm``."""
+        self._policy.save_checkpoint(str(folder / "policy"), self._save_optimizer)
+
+    def load(self, folder: Path) -> None:
+        """Reads what ``save`` wrote."""
+        self._policy.load_checkpoint(str(folder / "policy"))
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        self._policy.export_hf(str(folder))
+
+    def shutdown(self) -> None:
+        """Ends everything that the algorithm runs on."""
+        self._policy.shutdown()
+
+
+def prepare(config: SFTMasterConfig) -> Preparation:
+    """Reads what an SFT recipe names; see ``setup.Preparation``.
+
+    Raises:
+        DataError: the data, a template or the tokenizer cannot be used.
+    """
+    section, data, policy_config = config["sft"], config["data"], config["policy"]
+    train, validation = read_data(data, section["seed"])
+    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    examples = make_prompt_format(
+        data,
+        tokenizer,
+        policy_config["tokenizer"],
+        add_bos=data["add_bos"],
+        add_eos=data["add_eos"],
+        add_generation_prompt=data["add_generation_prompt"],
+    )
+    num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
+    schedule = make_schedule("sft", section, config["checkpointing"], validation, VALIDATION_METRICS)
+
+    def build(fitted_policy: PolicyConfig, cluster: Cluster) -> SFT:
+        from nemo_offload_rl.worker.group import PolicyWorkerGroup
+
+        return SFT(
+            policy=PolicyWorkerGroup(fitted_policy, cluster, seed=section["seed"], init_reference_model=False),
+            example_format=examples,
+            examples=train,
+            validation=Validation(
+                problems=validation[:num_validation],
+                micro_batch_size=section["val_micro_batch_size"],
+            ),
+            train_global_batch_size=fitted_policy["train_global_batch_size"],
+            train_micro_batch_size=fitted_policy["train_micro_batch_size"],
+            save_optimizer=config["checkpointing"]["save_optimizer"],
+        )
+
+    return Preparation(build, schedule, tokenizer)

@@ -1,0 +1,210 @@
+"""The frame of every run: steps until a reason to stop; after each, what is due: validation, metrics, a checkpoint."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import Enum
+from pathlib import Path
+from typing import Protocol
+
+from nemo_offload_rl.algorithms.checkpoints import Checkpoints
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.state import TrainingState, Validation
+from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.metrics.timer import Timer
+
+
+class Algorithm(Protocol):
+    """What a run needs of an algorithm."""
+
+    position: DataPosition
+    """Where the training data goes on; set when a run resumes."""
+
+    def step(self, step: int, timer: Timer) -> dict[str, float]:
+        """One training step, the first being 1; its phases are timed. Returns metrics with their full names."""
+        ...
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measures the policy after ``step`` steps; empty where there is no validation data."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Writes the policy into a checkpoint folder."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Continues from a checkpoint folder."""
+        ...
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder."""
+        ...
+
+    def shutdown(self) -> None:
+        """Ends everything that the algorithm runs on."""
+        ...
+
+
+class StopReason(Enum):
+    """Why a run ended, as the user reads it."""
+
+    STEPS = "all steps are done"
+    EPOCHS = "the training data was used as often as the recipe says"
+    TARGET = "validation reached the recipe's target"
+    INTERRUPTED = "interrupted"
+
+
+@dataclass(frozen=True)
+class StopTarget:
+    """A validation metric, as logged, and the value at which training has done its work."""
+
+    metric: str
+    threshold: float
+
+    def is_reached(self, metrics: Mapping[str, float]) -> bool:
+        """Whether the metric is there and at the threshold or beyond: below it for a loss, above it otherwise."""
+        if self.metric not in metrics:
+            return False
+        value = metrics[self.metric]
+        return value <= self.threshold if self.metric.endswith("loss") else value >= self.threshold
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """When a run validates, saves and ends, in steps.
+
+    Attributes:
+        max_num_steps: at most so many steps.
+        max_num_epochs: at most so many passes over the training data.
+        val_period: steps between validations; 0 for none in between.
+        val_at_start: validate before the first step.
+        val_at_end: validate after the last step.
+        save_period: steps between checkpoints.
+        target: where to end early; None for nowhere.
+    """
+
+    max_num_steps: int
+    max_num_epochs: int
+    val_period: int
+    val_at_start: bool
+    val_at_end: bool
+    save_period: int
+    target: StopTarget | None
+
+
+class Outputs(Protocol):
+    """Where the metrics of a step go."""
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Stores metrics of a step; more for the same step are added to them."""
+        ...
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows the user a step, with all its metrics."""
+        ...
+
+
+class Run:
+    """Drives an algorithm through its schedule.
+
+    Args:
+        algorithm: what is run.
+        schedule: when what is due.
+        state: where it starts; kept up to date.
+        checkpoints: where to save.
+        outputs: everything that stores or shows metrics.
+        interrupt: asks for an end after the current step.
+    """
+
+    def __init__(
+        self,
+        algorithm: Algorithm,
+        schedule: Schedule,
+        state: TrainingState,
+        checkpoints: Checkpoints,
+        outputs: Outputs,
+        interrupt: Interrupt,
+    ) -> None:
+        self._algorithm = algorithm
+        self._schedule = schedule
+        self._checkpoints = checkpoints
+        self._outputs = outputs
+        self._interrupt = interrupt
+        self._timer = Timer()
+        self._saved_step = state.step
+        self._metrics: dict[str, float] = {}
+        self.state = state
+
+    def resume(self, checkpoint: Path) -> None:
+        """Continues from a checkpoint."""
+        self.state = TrainingState.read(checkpoint)
+        self._saved_step = self.state.step
+        self._algorithm.position = self.state.position
+        self._algorithm.load(checkpoint)
+
+    def train(self) -> StopReason:
+        """Steps until there is a reason to stop. Whatever the reason, the last step is saved."""
+        if self.state.step == 0 and self._schedule.val_at_start:
+            self._metrics = self._validate()
+            self._finish()
+        while (reason := self._reason_to_stop()) is None:
+            self._step()
+        if self.state.step > self._saved_step:
+            self._save()
+        return reason
+
+    def _step(self) -> None:
+        start = time.perf_counter()
+        metrics = self._algorithm.step(self.state.step + 1, self._timer)
+        metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
+        self.state.step += 1
+        self.state.position = self._algorithm.position
+        self._metrics = metrics
+        if self._is_validation_due():
+            metrics |= self._validate()
+        self._outputs.log(self.state.step, metrics)  # before saving: a checkpoint's steps are all in the log
+        if self.state.step % self._schedule.save_period == 0 or self._reason_to_stop() is not None:
+            self._save()
+        metrics["timing/train/total_step_time"] = time.perf_counter() - start
+        self._finish()
+
+    def _finish(self) -> None:
+        self._metrics |= {f"timing/train/{phase}": seconds for phase, seconds in self._timer.seconds().items()}
+        self._timer.reset()
+        self._outputs.log(self.state.step, self._metrics)
+        self._outputs.show(self.state.step, self._metrics)
+
+    def _reason_to_stop(self) -> StopReason | None:
+        schedule = self._schedule
+        if self._interrupt.requested:
+            return StopReason.INTERRUPTED
+        newest = self.state.validations[-1].metrics if self.state.validations else {}
+        if schedule.target is not None and schedule.target.is_reached(newest):
+            return StopReason.TARGET
+        return self._reason_to_end()
+
+    def _reason_to_end(self) -> StopReason | None:
+        if self.state.step >= self._schedule.max_num_steps:
+            return StopReason.STEPS
+        if self.state.position.epoch >= self._schedule.max_num_epochs:
+            return StopReason.EPOCHS
+        return None
+
+    def _is_validation_due(self) -> bool:
+        period = self._schedule.val_period
+        if period > 0 and self.state.step % period == 0:
+            return True
+        return self._schedule.val_at_end and self._reason_to_end() is not None
+
+    def _validate(self) -> dict[str, float]:
+        with self._timer.phase("validation"):
+            metrics = self._algorithm.validate(self.state.step)
+        self.state.validations.append(Validation(self.state.step, metrics))
+        return dict(metrics)
+
+    def _save(self) -> None:
+        with self._timer.phase("checkpointing"):
+            self._checkpoints.save(self.state, self._metrics, self._algorithm.save)
+        self._saved_step = self.state.step

@@ -1,0 +1,155 @@
+"""Megatron's fields that this package sets itself or does not support yet, each with the values a recipe may give.
+
+Whoever adds support for one takes its row out.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Owned:
+    """The only values that a recipe may give a field, and why."""
+
+    values: tuple[Any, ...]
+    why: str
+
+
+_ELSEWHERE = "comes from the model's Hugging Face config; set it there (policy.hf_config, policy.hf_config_overrides)"
+_PRECISION = "follows from policy.precision; set that"
+_ITSELF = "is set by this package for the device it runs on; delete it"
+_FP8 = "fp8 is not supported here yet; leave it off"
+_FP4 = "fp4 is not supported here yet; leave it off"
+_GRAPHS = "CUDA graphs are not supported here yet; leave them off"
+_CP = "context parallelism is not supported here yet; leave it at 1 and off"
+_CPU_OFFLOADING = "megatron-core's layer-wise cpu_offloading is not supported here; leave it off"
+_ACTIVATIONS = "activation offloading is not supported here yet; leave it off"
+_MTP = "multi-token prediction is not supported here; leave it off"
+_FSDP = "Megatron-FSDP is not supported here; leave it off"
+_CPU_OPTIMIZER = "the CPU optimizer is not supported here yet; leave it off"
+_NOT_HERE = "is not supported here; leave it off"
+
+OFF = (False, None)
+
+OWNED_FIELDS: dict[str, dict[str, Owned]] = {
+    "policy.megatron_cfg": {
+        # The model's shape.
+        **dict.fromkeys(
+            (
+                "num_layers",
+                "hidden_size",
+                "ffn_hidden_size",
+                "num_attention_heads",
+                "num_query_groups",
+                "kv_channels",
+                "num_moe_experts",
+                "vocab_size",
+                "position_embedding_type",
+                "share_embeddings_and_output_weights",
+                "multi_latent_attention",
+                "is_hybrid_model",
+                "hf_model_id",
+                "hf_model_revision",
+                "experimental_attention_variant",
+            ),
+            Owned((), _ELSEWHERE),
+        ),
+        # Precision.
+        **dict.fromkeys(("params_dtype", "bf16", "fp16", "autocast_dtype"), Owned((), _PRECISION)),
+        "enable_autocast": Owned(OFF, _PRECISION),
+        # What the worker derives.
+        **dict.fromkeys(
+            (
+                "perform_initialization",
+                "use_cpu_initialization",
+                "init_model_with_meta_device",
+                "transformer_impl",
+                "variable_seq_lengths",
+                "calculate_per_token_loss",
+                "deallocate_pipeline_outputs",
+                "seq_length",
+                "parallel_output",
+                "should_pad_vocab",
+                "use_te_rng_tracker",
+                "hidden_dropout",
+                "attention_dropout",
+                "cross_entropy_loss_fusion",
+                "restore_modelopt_state",
+            ),
+            Owned((), _ITSELF),
+        ),
+        # fp8 and fp4.
+        **dict.fromkeys(("fp8", "fp8_quantizer_factory"), Owned((None,), _FP8)),
+        **dict.fromkeys(
+            ("fp8_param", "fp8_output_proj", "fp8_dot_product_attention", "fp8_multi_head_attention"), Owned(OFF, _FP8)
+        ),
+        **dict.fromkeys(("fp4", "fp4_quantizer_factory"), Owned((None,), _FP4)),
+        "fp4_param": Owned(OFF, _FP4),
+        "quant_recipe": Owned((None,), _FP8),
+        "use_kitchen": Owned(OFF, _FP8),
+        # CUDA graphs.
+        "cuda_graph_impl": Owned(("none",), _GRAPHS),
+        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), Owned(OFF, _GRAPHS)),
+        "cuda_graph_scope": Owned((None,), _GRAPHS),
+        "inference_cuda_graph_scope": Owned((None, "none"), _GRAPHS),
+        # Parallelism.
+        "context_parallel_size": Owned((1,), _CP),
+        "hierarchical_context_parallel_sizes": Owned((None,), _CP),
+        "hybrid_context_parallel": Owned(OFF, _CP),
+        "max_seqlen_per_dp_cp_rank": Owned((None,), _CP),
+        "cp_comm_type": Owned((None,), _CP),
+        "tp_comm_overlap": Owned(OFF, "needs user buffers of Transformer Engine, which are not set up here; leave it off"),
+        **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), Owned((1,), _NOT_HERE)),
+        **dict.fromkeys(
+            ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+            Owned(OFF, _NOT_HERE),
+        ),
+        # Offloading.
+        "fine_grained_activation_offloading": Owned((False,), _ACTIVATIONS),
+        "delay_offload_until_cuda_graph": Owned(OFF, _ACTIVATIONS),
+        "cpu_offloading": Owned(OFF, _CPU_OFFLOADING),
+        "cpu_offloading_num_layers": Owned((0,), _CPU_OFFLOADING),
+        "moe_paged_stash": Owned(OFF, _ACTIVATIONS),
+        # Features of other kinds.
+        "mtp_num_layers": Owned((0, None), _MTP),
+        "mtp_enabled": Owned(OFF, _MTP),
+        "mtp_standalone": Owned(OFF, _MTP),
+        "moe_per_layer_logging": Owned(OFF, _NOT_HERE),
+        "moe_enable_routing_replay": Owned(OFF, _NOT_HERE),
+        "heterogeneous_block_specs": Owned(OFF, _NOT_HERE),
+        "use_inference_optimized_layers": Owned(OFF, _NOT_HERE),
+        "test_mode": Owned(OFF, _NOT_HERE),
+    },
+    "policy.megatron_cfg.optimizer": {
+        "fp16": Owned((False,), "float16 training is not supported here; use bfloat16"),
+        "fp8_recipe": Owned((None,), _FP8),
+        "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),
+        "optimizer_cpu_offload": Owned((False,), _CPU_OPTIMIZER),
+        "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
+        "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
+        "optimizer_cuda_graph": Owned(OFF, _GRAPHS),
+        "overlap_param_gather": Owned((), "is set in policy.megatron_cfg.distributed_data_parallel_config; delete it here"),
+    },
+    "policy.megatron_cfg.distributed_data_parallel_config": {
+        "use_distributed_optimizer": Owned((), "is set in policy.megatron_cfg.optimizer; delete it here"),
+        **dict.fromkeys(("use_custom_fsdp", "use_megatron_fsdp"), Owned(OFF, _FSDP)),
+        "fp8_param_gather": Owned(OFF, _FP8),
+        "fp4_param_gather": Owned(OFF, _FP4),
+        "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),
+        "delay_wgrad_compute": Owned(OFF, _NOT_HERE),
+        "num_distributed_optimizer_instances": Owned((1,), _NOT_HERE),
+    },
+}
+
+
+def refuse(section: str, name: str, value: Any) -> str | None:
+    """Why a recipe may not give this field this value; None where it may."""
+    owned = OWNED_FIELDS[section].get(name)
+    if owned is None or any(same(value, allowed) for allowed in owned.values):
+        return None
+    return owned.why
+
+
+def same(value: Any, other: Any) -> bool:
+    """Equal, where false is not 0 and true is not 1."""
+    return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,0 +1,80 @@
+"""What a user is told about a recipe: problems, each with its key, its place and its remedy."""
+
+import difflib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a key was written: a line of a file, or an override of the command line."""
+
+    file: str | None = None
+    line: int | None = None
+    override: str | None = None
+
+    def __str__(self) -> str:
+        if self.override is not None:
+            return f"command line: {self.override}"
+        return f"{self.file}:{self.line}" if self.line else f"{self.file}"
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One mistake: the full path of its key ("" for the recipe as a whole), where it was written, and what to do."""
+
+    path: str
+    origin: Origin | None
+    message: str
+
+    def __str__(self) -> str:
+        return ": ".join(str(part) for part in (self.origin, self.path, self.message) if part)
+
+
+class RecipeError(ValueError):
+    """A recipe that cannot be used; `str()` is what the user reads.
+
+    Attributes:
+        problems: every mistake that was found, in the order of the recipe.
+    """
+
+    def __init__(self, recipe: str, problems: Sequence[Problem]) -> None:
+        self.recipe = recipe
+        self.problems = tuple(problems)
+        count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
+        super().__init__("\n".join([f"recipe {recipe}: {count}", *(f"  {problem}" for problem in problems)]))
+
+
+def show(value: Any) -> str:
+    """The value as YAML writes it on one line, cut after 80 characters."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, dict):
+        text = "{" + ", ".join(f"{key}: {show(item)}" for key, item in value.items()) + "}"
+    elif isinstance(value, list):
+        text = "[" + ", ".join(show(item) for item in value) + "]"
+    else:
+        text = repr(value)
+    return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+def show_choices(values: Iterable[Any]) -> str:
+    """The values as a list in prose: 1, 2 or 3."""
+    shown = [show(value) for value in values]
+    return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
+
+
+def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
+    """The candidate that is spelt most like the name, if one is."""
+    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
+    return matches[0] if matches else None
+
+
+def show_file(path: Path) -> str:
+    """The path as users would type it: relative to the current folder where it lies below that."""
+    resolved, here = path.resolve(), Path.cwd()
+    return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)

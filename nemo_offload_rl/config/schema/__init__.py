@@ -1,0 +1,66 @@
+"""The schema of recipes: a TypedDict a section, a comment a key, and no default anywhere."""
+
+from typing import NotRequired, TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
+from nemo_offload_rl.config.schema.cluster import ClusterConfig
+from nemo_offload_rl.config.schema.data import DataConfig, SFTDataConfig
+from nemo_offload_rl.config.schema.env import EnvConfig
+from nemo_offload_rl.config.schema.grpo import GRPOConfig, WarmStartConfig
+from nemo_offload_rl.config.schema.logger import LoggerConfig
+from nemo_offload_rl.config.schema.loss_fn import LossConfig
+from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig
+from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.schema.value_types import STRICT
+
+
+@with_config(STRICT)
+class GRPOMasterConfig(TypedDict):
+    """A GRPO recipe."""
+
+    # The algorithm.
+    grpo: GRPOConfig
+    # Its loss.
+    loss_fn: LossConfig
+    # The model that is trained and sampled from.
+    policy: GRPOPolicyConfig
+    # Problems and their answers.
+    data: DataConfig
+    # What judges answers, one section an environment; `data.default.env_name` names the one in use.
+    env: dict[str, EnvConfig]
+    # The machines.
+    cluster: ClusterConfig
+    # Where metrics go.
+    logger: LoggerConfig
+    # What is saved.
+    checkpointing: CheckpointingConfig
+    # An SFT run before GRPO. Absent: GRPO starts from policy.model_name itself.
+    warm_start: NotRequired[WarmStartConfig]
+
+
+@with_config(STRICT)
+class SFTMasterConfig(TypedDict):
+    """An SFT recipe."""
+
+    # The algorithm.
+    sft: SFTConfig
+    # The model that is trained.
+    policy: PolicyConfig
+    # Problems and their answers.
+    data: SFTDataConfig
+    # The machines.
+    cluster: ClusterConfig
+    # Where metrics go.
+    logger: LoggerConfig
+    # What is saved.
+    checkpointing: CheckpointingConfig
+
+
+MasterConfig = GRPOMasterConfig | SFTMasterConfig
+
+# The section that marks an algorithm's recipes, and the schema of those.
+ALGORITHMS: dict[str, type] = {"grpo": GRPOMasterConfig, "sft": SFTMasterConfig}
+
+__all__ = ["ALGORITHMS", "GRPOMasterConfig", "MasterConfig", "PolicyConfig", "SFTMasterConfig"]

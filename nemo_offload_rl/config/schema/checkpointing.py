@@ -1,0 +1,27 @@
+"""The section `checkpointing`: what is saved, when, and what is kept."""
+
+from typing import TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, PositiveInt
+
+
+@with_config(STRICT)
+class CheckpointingConfig(TypedDict):
+    """Section `checkpointing`."""
+
+    # Save checkpoints. Recommended: true.
+    enabled: bool
+    # Folder of the checkpoints; a run that finds some there resumes from the latest.
+    checkpoint_dir: NonEmptyStr
+    # Metric by which checkpoints are ranked, such as val:accuracy; null ranks them by age.
+    metric_name: NonEmptyStr | None
+    # Whether a larger value of that metric is better: true for val:accuracy, false for val:val_loss.
+    higher_is_better: bool
+    # Checkpoints that are kept; null keeps all. 1 or more; recommended 3.
+    keep_top_k: PositiveInt | None
+    # Steps between checkpoints. 1 or more; recommended a multiple of the validation period.
+    save_period: PositiveInt
+    # Save optimizer state too, without which a run cannot resume. Recommended: true.
+    save_optimizer: bool

@@ -1,0 +1,21 @@
+"""The section `cluster`: the machines of the run."""
+
+from typing import NotRequired, TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.value_types import STRICT, Port, PositiveInt
+
+
+@with_config(STRICT)
+class ClusterConfig(TypedDict):
+    """Section `cluster`."""
+
+    # GPUs of each node; where there is no GPU, the ranks (processes) of each node. 1 or more.
+    gpus_per_node: PositiveInt
+    # Nodes. 1 or more.
+    num_nodes: PositiveInt
+    # First port that the ranks may meet at. 1024 to 65535. Absent: any free port.
+    master_port_range_low: NotRequired[Port]
+    # Last port that the ranks may meet at. 1024 to 65535. Absent: any free port.
+    master_port_range_high: NotRequired[Port]

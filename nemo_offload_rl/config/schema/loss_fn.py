@@ -1,0 +1,46 @@
+"""The section `loss_fn`: the clipped policy-gradient loss."""
+
+from typing import Annotated, Literal, TypedDict
+
+from pydantic import Field, with_config
+
+from nemo_offload_rl.config.schema.value_types import STRICT, NonNegativeFloat, PositiveFloat
+
+
+@with_config(STRICT)
+class LossConfig(TypedDict):
+    """Section `loss_fn`."""
+
+    # Weight of the KL divergence to the reference policy; 0 skips the reference pass and its memory. 0 or more;
+    # recommended 0 to 0.01.
+    reference_policy_kl_penalty: NonNegativeFloat
+    # Estimator of that divergence: k1 (log ratio), k2 (half its square) or k3 (unbiased and never negative).
+    # Recommended: k3.
+    reference_policy_kl_type: Literal["k1", "k2", "k3"]
+    # Largest absolute log ratio that the estimator is given; null for no bound. Recommended: 20.0.
+    kl_input_clamp_value: PositiveFloat | None
+    # Largest absolute value of the estimate; null for no bound. Recommended: 10.0.
+    kl_output_clamp_value: PositiveFloat | None
+    # How far the probability ratio may fall below 1 before its gradient is cut. 0 to 1; recommended 0.2.
+    ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
+    # How far the probability ratio may rise above 1 before its gradient is cut. 0 or more; recommended 0.2.
+    ratio_clip_max: NonNegativeFloat
+    # Dual clipping: bound of the loss for negative advantages, as a multiple of the advantage. Above 1; null for none.
+    # Recommended: null, or 3.0.
+    ratio_clip_c: Annotated[float, Field(gt=1)] | None
+    # Average over all tokens of the batch (true) or over samples of their token averages (false). Recommended: true.
+    token_level_loss: bool
+    # Weigh tokens by training over generation probability, which corrects for a sampler of another precision.
+    # Recommended: false.
+    use_importance_sampling_correction: bool
+    # One ratio for a sample, the geometric mean of its tokens' ratios (GSPO); needs token_level_loss false.
+    # Recommended: false.
+    sequence_level_importance_ratios: bool
+    # Plain policy gradient without a probability ratio (REINFORCE). Recommended: false.
+    disable_ppo_ratio: bool
+    # Take the probability ratio as 1 in value, which skips the log-prob pass before training; needs one optimizer step
+    # a GRPO step. Recommended: false.
+    force_on_policy_ratio: bool
+    # Weigh the KL estimate by the ratio of current to generation probability, which makes it that of the current
+    # policy. Recommended: false.
+    use_on_policy_kl_approximation: bool

@@ -1,0 +1,196 @@
+"""The section `policy.megatron_cfg` and what it holds: optimizer, scheduler, data parallelism, checkpoint format.
+
+All but the scheduler and the checkpoint also take any field of the megatron-core config that they stand for
+(config.megatron_fields); the keys below are those that this package reads itself or that every recipe has to state.
+"""
+
+from typing import Literal, NotRequired, TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    STRICT_WITH_MEGATRON_FIELDS,
+    Fraction,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+)
+
+
+@with_config(STRICT_WITH_MEGATRON_FIELDS)
+class MegatronOptimizerConfig(TypedDict):
+    """Section `policy.megatron_cfg.optimizer`; takes any further field of megatron-core's OptimizerConfig."""
+
+    # Algorithm: adam or sgd (adam decouples weight decay, so it is AdamW). Recommended: adam.
+    optimizer: Literal["adam", "sgd"]
+    # Peak learning rate, per step. Above 0; recommended 1e-6 to 1e-5 for RL on a pretrained model.
+    lr: PositiveFloat
+    # Learning rate at the end of the decay. 0 to lr; equal to lr with a constant schedule.
+    min_lr: NonNegativeFloat
+    # Decoupled weight decay. 0 or more; recommended 0.01.
+    weight_decay: NonNegativeFloat
+    # Whether parameters are bfloat16. True exactly when policy.precision is bfloat16.
+    bf16: bool
+    # Whether parameters are float16. Only false: float16 training is not supported here.
+    fp16: bool
+    # Type of the optimizer's own parameters: float32 or bfloat16. Recommended: float32.
+    params_dtype: Precision
+    # Adam's decay of the first moment. 0 to 1; recommended 0.9.
+    adam_beta1: Fraction
+    # Adam's decay of the second moment. 0 to 1; recommended 0.999 (0.98 for short runs).
+    adam_beta2: Fraction
+    # Added to Adam's denominator. Above 0; recommended 1e-8.
+    adam_eps: PositiveFloat
+    # Momentum of sgd, read only with `optimizer: sgd`. 0 to 1; recommended 0.9.
+    sgd_momentum: Fraction
+    # Shard optimizer state over the data-parallel ranks. Recommended: true.
+    use_distributed_optimizer: bool
+    # Keep optimizer state and gradients in the types that Transformer Engine's Adam is given; needs a GPU and the
+    # distributed optimizer, and is switched off on a CPU. Recommended: true on GPUs.
+    use_precision_aware_optimizer: bool
+    # Largest norm of the gradient; larger ones are scaled down to it, 0 clips nothing. Recommended:
+    # "${policy.max_grad_norm}".
+    clip_grad: NonNegativeFloat
+    # Keep a share of the optimizer on the CPU and step it there. Only false: not supported here yet.
+    # Absent: false.
+    optimizer_cpu_offload: NotRequired[bool]
+    # Share of the parameters whose optimizer lives on the CPU, 0 to 1; read only with optimizer_cpu_offload.
+    # Absent: 0.
+    optimizer_offload_fraction: NotRequired[Fraction]
+    # Overlap the CPU optimizer's copies with its steps; read only with optimizer_cpu_offload.
+    # Absent: false.
+    overlap_cpu_optimizer_d2h_h2d: NotRequired[bool]
+
+
+@with_config(STRICT)
+class MegatronSchedulerConfig(TypedDict):
+    """Section `policy.megatron_cfg.scheduler`: learning rate and weight decay over optimizer steps."""
+
+    # Weight decay at the first step. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
+    start_weight_decay: NonNegativeFloat
+    # Weight decay at the last step. 0 or more; recommended "${policy.megatron_cfg.optimizer.weight_decay}".
+    end_weight_decay: NonNegativeFloat
+    # How weight decay goes from start to end: constant, linear or cosine. Recommended: constant.
+    weight_decay_incr_style: Literal["constant", "linear", "cosine"]
+    # How the learning rate falls after the warm-up: constant, linear, cosine or inverse-square-root.
+    # Recommended: constant for RL, cosine for SFT.
+    lr_decay_style: Literal["constant", "linear", "cosine", "inverse-square-root"]
+    # Optimizer steps until the learning rate has reached min_lr, warm-up included; null is the run's own number of
+    # steps. Absent: as null.
+    lr_decay_iters: NotRequired[PositiveInt | None]
+    # Optimizer steps of linear warm-up from lr_warmup_init to lr. 0 or more; recommended 1 to 5% of the run.
+    lr_warmup_iters: NonNegativeInt
+    # Learning rate at the start of the warm-up. 0 to lr; recommended a tenth of lr.
+    lr_warmup_init: NonNegativeFloat
+
+
+@with_config(STRICT_WITH_MEGATRON_FIELDS)
+class MegatronDDPConfig(TypedDict):
+    """Section `policy.megatron_cfg.distributed_data_parallel_config`.
+
+    Takes any further field of megatron-core's DistributedDataParallelConfig.
+    """
+
+    # Sum gradients over ranks in float32. Costs twice the gradient memory of bfloat16; recommended false for short
+    # runs, true for long ones.
+    grad_reduce_in_fp32: bool
+    # Reduce gradients while the backward pass still runs. Recommended: true.
+    overlap_grad_reduce: bool
+    # Gather updated parameters while the next forward pass already runs; needs the distributed optimizer and
+    # overlap_grad_reduce. Recommended: true.
+    overlap_param_gather: bool
+
+
+@with_config(STRICT)
+class MegatronCheckpointConfig(TypedDict):
+    """Section `policy.megatron_cfg.checkpoint`: how checkpoints are written."""
+
+    # Write checkpoints in the background. Only false where checkpointing is enabled: not supported here.
+    # Absent: false.
+    async_save: NotRequired[bool]
+    # Reuse the save plan of the last checkpoint. Only false where checkpointing is enabled: not supported here.
+    # Absent: false.
+    ckpt_assume_constant_structure: NotRequired[bool]
+    # Save optimizer state in the format that loads at any parallel size. Only false: megatron-core 0.19.2 restores
+    # wrong values from it when a model has several gradient buckets. Absent: false.
+    dist_ckpt_optim_fully_reshardable: NotRequired[bool]
+
+
+@with_config(STRICT_WITH_MEGATRON_FIELDS)
+class MegatronConfig(TypedDict):
+    """Section `policy.megatron_cfg`; takes any further field of megatron-core's TransformerConfig."""
+
+    # Train with Megatron. Only true: it is the one policy backend here.
+    enabled: Literal[True]
+    # Ranks that share each layer. 1 or more; recommended 1 until a layer no longer fits one GPU.
+    tensor_model_parallel_size: PositiveInt
+    # Ranks that the layers are dealt out to. 1 or more; recommended 1 until the model no longer fits one node.
+    pipeline_model_parallel_size: PositiveInt
+    # Ranks that share a sequence. Only 1: not supported here yet.
+    context_parallel_size: PositiveInt
+    # Ranks that the experts of a mixture-of-experts model are dealt out to. 1 or more; 1 for dense models.
+    expert_model_parallel_size: PositiveInt
+    # Ranks that share each expert. 1 or more; recommended 1.
+    expert_tensor_parallel_size: PositiveInt
+    # Layer chunks of a pipeline stage (interleaved schedule). 2 or more with pipeline parallelism; null for none.
+    # Absent: as null.
+    virtual_pipeline_model_parallel_size: NotRequired[PositiveInt | None]
+    # Split the sequence over tensor-parallel ranks outside attention and MLP. Counts only with
+    # tensor_model_parallel_size above 1; recommended true there on GPUs.
+    sequence_parallel: bool
+    # Type of what pipeline stages send each other: bfloat16 or float32. Recommended: "${policy.precision}".
+    pipeline_dtype: Precision
+    # Layers of the first pipeline stage where it differs from the rest; null for an even split.
+    num_layers_in_first_pipeline_stage: PositiveInt | None
+    # Layers of the last pipeline stage where it differs from the rest; null for an even split.
+    num_layers_in_last_pipeline_stage: PositiveInt | None
+    # Recompute activations in the backward pass instead of keeping them. Saves most of their memory for about a third
+    # more compute; recommended false while they fit.
+    activation_checkpointing: bool
+    # What is recomputed, counts only with activation_checkpointing: full (whole layers) or selective
+    # (recompute_modules). Recommended: full.
+    recompute_granularity: Literal["full", "selective"] | None
+    # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
+    # shared_experts; null for megatron-core's default, core_attn.
+    recompute_modules: list[str] | None
+    # Move chosen activations to the host between forward and backward. Only false: not supported here yet.
+    fine_grained_activation_offloading: bool
+    # Modules whose activations move with fine_grained_activation_offloading; null while that is false.
+    offload_modules: list[str] | None
+    # Which CUDA graphs are captured. Only none: not supported here yet.
+    cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
+    # Parts of a layer that are captured; read only with cuda_graph_impl other than none.
+    cuda_graph_modules: list[str]
+    # Steps before the capture; read only with cuda_graph_impl other than none. 0 or more; recommended 3.
+    cuda_graph_warmup_steps: NonNegativeInt
+    # When unused GPU memory goes back to CUDA: 0 never, 1 after each optimizer step, 2 also before it.
+    # Recommended: 1 where generation shares the GPU.
+    empty_unused_memory_level: Literal[0, 1, 2]
+    # Do not train the routers of a mixture-of-experts model (nothing on a dense one). Recommended for RL: true.
+    freeze_moe_router: bool
+    # Fuse rotary embeddings into one kernel; needs Transformer Engine, switched off on a CPU. Recommended: true.
+    # Absent: what Megatron-Bridge sets for the model.
+    apply_rope_fusion: NotRequired[bool]
+    # Fuse bias and activation of the MLP; switched off on a CPU. Recommended: true.
+    # Absent: what Megatron-Bridge sets for the model.
+    bias_activation_fusion: NotRequired[bool]
+    # Accumulate weight gradients inside the matrix product; needs a GPU kernel, switched off on a CPU.
+    # Recommended: false. Absent: on where the kernel is installed.
+    gradient_accumulation_fusion: NotRequired[bool]
+    # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
+    # Absent: what Megatron-Bridge sets for the model.
+    moe_permute_fusion: NotRequired[bool]
+    # Environment variables of the policy workers, set before they import anything; null or {} for none.
+    # Absent: none.
+    env_vars: NotRequired[dict[str, str] | None]
+    # The optimizer.
+    optimizer: MegatronOptimizerConfig
+    # Learning rate and weight decay over the run.
+    scheduler: MegatronSchedulerConfig
+    # Data parallelism.
+    distributed_data_parallel_config: MegatronDDPConfig
+    # How checkpoints are written. Absent: synchronously.
+    checkpoint: NotRequired[MegatronCheckpointConfig]

@@ -1,0 +1,111 @@
+"""The section `policy`: the model that is trained, and how."""
+
+from typing import Any, Literal, NotRequired, TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.generation import GenerationConfig
+from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+    Precision,
+)
+
+
+@with_config(STRICT)
+class TokenizerConfig(TypedDict):
+    """Section `policy.tokenizer`."""
+
+    # A folder, a hub name, or `arithmetic` for the built-in tokenizer of the arithmetic task.
+    # Recommended: "${policy.model_name}".
+    name: NonEmptyStr
+    # Jinja template that turns messages into a prompt; null gives the plain text, unwrapped.
+    # Absent: the tokenizer's own template where it has one, else the plain text.
+    chat_template: NotRequired[str | None]
+    # Further arguments of the template, such as {enable_thinking: false}; null for none. Absent: none.
+    chat_template_kwargs: NotRequired[dict[str, Any] | None]
+
+
+@with_config(STRICT)
+class SequencePackingConfig(TypedDict):
+    """Section `policy.sequence_packing`: several samples in one row, without padding between them."""
+
+    # Pack micro-batches. Needs Transformer Engine; on a CPU batches are padded instead. Recommended: true on GPUs.
+    enabled: bool
+    # Most tokens of a packed row while training. Recommended: max_total_sequence_length x train_micro_batch_size.
+    # Absent: enabled is false.
+    train_mb_tokens: NotRequired[PositiveInt]
+    # Most tokens of a packed row of a log-prob pass. Recommended: max_total_sequence_length x logprob_batch_size.
+    # Absent: enabled is false, or the algorithm has no log-prob pass.
+    logprob_mb_tokens: NotRequired[PositiveInt]
+    # How samples are dealt out to rows. Only modified_first_fit_decreasing. Absent: enabled is false.
+    algorithm: NotRequired[Literal["modified_first_fit_decreasing"]]
+    # A packed row's length is rounded up to a multiple of this many tokens. 1 or more; recommended 64.
+    # Absent: enabled is false.
+    sequence_length_round: NotRequired[PositiveInt]
+
+
+@with_config(STRICT)
+class PolicyConfig(TypedDict):
+    """Section `policy`, as every algorithm needs it."""
+
+    # The model: a folder in Hugging Face format or a hub name; only a label where hf_config is given.
+    model_name: NonEmptyStr
+    # A Hugging Face config as a mapping (model_type, hidden_size ...), from which a model with random weights is built.
+    # Null or absent: the model's own config and weights, from model_name.
+    hf_config: NotRequired[dict[str, Any] | None]
+    # Fields of the Hugging Face config that are set anew, such as {rope_theta: 1000000}. Absent: none.
+    hf_config_overrides: NotRequired[dict[str, Any]]
+    # The tokenizer.
+    tokenizer: TokenizerConfig
+    # Type of parameters and activations: bfloat16 or float32. Recommended: bfloat16 on GPUs, float32 on a CPU.
+    precision: Precision
+    # Most tokens of a prompt with its answer. 1 or more; as long as the task needs, since memory follows it.
+    max_total_sequence_length: PositiveInt
+    # Padded lengths are rounded up to a multiple of this. Recommended:
+    # "${policy.megatron_cfg.tensor_model_parallel_size}", which sequence parallelism needs.
+    make_sequence_length_divisible_by: PositiveInt
+    # Samples of one optimizer step, over all ranks. A multiple of data-parallel size x train_micro_batch_size.
+    train_global_batch_size: PositiveInt
+    # Samples of one forward and backward pass on one rank. 1 or more; as large as memory allows.
+    train_micro_batch_size: PositiveInt
+    # Largest norm of the gradient, for megatron_cfg.optimizer.clip_grad to refer to; 0 clips nothing.
+    # Recommended: 1.0.
+    max_grad_norm: NonNegativeFloat
+    # Steps whose loss or gradient is not finite that a run may skip before it stops. 0 or more; recommended 10.
+    # Absent: 0, the first one stops the run.
+    max_skipped_steps: NotRequired[NonNegativeInt]
+    # Megatron: parallelism, optimizer, memory.
+    megatron_cfg: MegatronConfig
+    # Packing of micro-batches.
+    sequence_packing: SequencePackingConfig
+    # Size of the pieces in which weights go to generation, in GiB. Above 0; recommended 1.0. Larger is faster and
+    # takes up to twice this memory on both sides. Absent: 1.0.
+    refit_buffer_size_gb: NotRequired[PositiveFloat]
+    # Compare a checksum of the weights on both sides after every refit. Recommended: true in tests. Absent: false.
+    verify_refit: NotRequired[bool]
+    # Move optimizer state to the host while weights are sent to generation. Recommended: true. Absent: true.
+    offload_optimizer_for_refit: NotRequired[bool]
+    # Move optimizer state to the host during log-prob passes. Only false: not supported here yet. Absent: false.
+    offload_optimizer_for_logprob: NotRequired[bool]
+    # Keep one page-locked host buffer for optimizer state, so that moving it runs at link speed. Only false: not
+    # supported here yet. Absent: false.
+    use_pinned_optimizer_offload: NotRequired[bool]
+
+
+@with_config(STRICT)
+class GRPOPolicyConfig(PolicyConfig):
+    """Section `policy` of a GRPO recipe: with generation."""
+
+    # Samples of one forward pass on one rank where only log-probs are wanted. 1 or more; recommended
+    # "${policy.train_micro_batch_size}" or more.
+    logprob_batch_size: PositiveInt
+    # Samples that one generation batch holds, on one GPU or CPU. 1 or more; as large as the KV cache allows.
+    generation_batch_size: PositiveInt
+    # How answers are sampled.
+    generation: GenerationConfig

@@ -1,0 +1,20 @@
+"""Value types that the sections of the schema share."""
+
+from typing import Annotated, Literal
+
+from pydantic import ConfigDict, Field
+
+# Values keep their YAML type ("1" is no int), and a key that the schema lacks is an error.
+STRICT = ConfigDict(strict=True, extra="forbid")
+# Strict too, but further keys are fields of a Megatron config, checked by config.megatron_fields.
+STRICT_WITH_MEGATRON_FIELDS = ConfigDict(strict=True, extra="allow")
+
+PositiveInt = Annotated[int, Field(ge=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
+PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
+NonEmptyStr = Annotated[str, Field(min_length=1)]
+Port = Annotated[int, Field(ge=1024, le=65535)]
+Precision = Literal["bfloat16", "float32"]

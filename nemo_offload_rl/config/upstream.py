@@ -1,0 +1,344 @@
+"""NeMo-RL's keys that belong to features this package lacks.
+
+Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns something
+on, and never silently ignored. The three tables below are the whole of it; whoever adds a feature takes its rows out.
+"""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.owned_fields import same
+from nemo_offload_rl.config.problems import nearest, show, show_choices
+
+
+@dataclass(frozen=True)
+class OffOnly:
+    """A key that may only have the values that leave its feature off."""
+
+    path: str
+    off: tuple[Any, ...]
+    feature: str
+    remedy: str = "leave it at {off} or delete the key"
+
+
+@dataclass(frozen=True)
+class SwitchedOff:
+    """A section of a feature that is off: its switch may only say so, and its other keys then mean nothing."""
+
+    section: str
+    switch: str
+    off: tuple[Any, ...]
+    feature: str
+    keys: tuple[str, ...]  # an entry stands for everything below it too
+    remedy: str = "set it to {off} or delete the section"
+
+
+@dataclass(frozen=True)
+class WithoutEffect:
+    """A key that is accepted with any value, since here there is nothing that it could change.
+
+    Attributes:
+        reason: why; printed as a note unless `silent`.
+        silent: for keys that only tune a part which is not in use.
+    """
+
+    path: str
+    reason: str
+    silent: bool = False
+
+
+_FALSE = (False, None)
+_NULL = (None,)
+
+OFF_ONLY: tuple[OffOnly, ...] = (
+    OffOnly("on_policy_distillation", _NULL, "on-policy distillation"),
+    OffOnly("checkpointing.checkpoint_must_save_by", _NULL, "saving before a time limit", "use a smaller save_period"),
+    OffOnly(
+        "checkpointing.save_consolidated",
+        _FALSE,
+        "saving in Hugging Face format while training",
+        "run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
+    ),
+    OffOnly("cluster.segment_size", _NULL, "placement by NVLink domain"),
+    OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
+    OffOnly(
+        "data.train.split_validation_size",
+        (0, None),
+        "splitting validation data off the training data",
+        "split the file and name the second part in data.validation",
+    ),
+    OffOnly(
+        "env.*.math_verify_impl",
+        _NULL,
+        "math-verify",
+        "name a reward in env.NAME.reward: exact_match, numeric_match or python",
+    ),
+    OffOnly("grpo.batch_multiplier", (1, None), "generating more prompts than a step trains on"),
+    OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
+    OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
+    OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
+    OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by log-prob error"),
+    OffOnly("grpo.val_num_generations_per_prompt", (1, None), "several validation answers to a prompt"),
+    OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
+    OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
+    OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
+    OffOnly("logger.monitor_gpus", _FALSE, "sampling GPU utilisation"),
+    OffOnly("logger.num_val_samples_to_print", (0, None), "printing validation samples"),
+    OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
+    OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood of correct answers"),
+    OffOnly("loss_fn.truncated_importance_sampling_ratio", _NULL, "truncated importance sampling"),
+    OffOnly("loss_fn.truncated_importance_sampling_ratio_min", _NULL, "truncated importance sampling"),
+    OffOnly("loss_fn.truncated_importance_sampling_type", _NULL, "truncated importance sampling"),
+    OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
+    OffOnly("loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"),
+    OffOnly("policy.generation.colocated.enabled", (True,), "generation on GPUs of its own"),
+    OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
+    OffOnly("policy.generation.stop_strings", _NULL, "stop strings", "use stop_token_ids"),
+    OffOnly("policy.logprob_chunk_size", _NULL, "chunked log-probs", "lower logprob_batch_size"),
+    OffOnly("policy.megatron_cfg.defer_fp32_logits", _FALSE, "logits that stay in bfloat16"),
+    OffOnly("policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"),
+    OffOnly("policy.megatron_cfg.use_fused_linear_logprobs", _FALSE, "fused linear log-probs"),
+    OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
+    OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
+    OffOnly("policy.tokenizer.use_fastokens", _FALSE, "fastokens"),
+    OffOnly("reward_penalties.penalize_duplicated_reasoning", _FALSE, "reward penalties"),
+    OffOnly("reward_penalties.penalize_empty_final_answer", _FALSE, "reward penalties"),
+    OffOnly("reward_penalties.penalize_malformed_think_tag", _FALSE, "reward penalties"),
+    OffOnly("reward_penalties.penalize_unwanted_tokens", _FALSE, "reward penalties"),
+    OffOnly("reward_penalties.token_ids", _NULL, "reward penalties"),
+    OffOnly("sft.only_unmask_final", _FALSE, "training on the last turn alone"),
+)
+
+_LORA_KEYS = (
+    "a2a_experimental",
+    "alpha",
+    "dim",
+    "dropout",
+    "dropout_position",
+    "exclude_modules",
+    "lora_A_init",
+    "lora_A_init_method",
+    "lora_B_init_method",
+    "lora_dtype",
+    "match_all_linear",
+    "target_modules",
+    "use_triton",
+)
+
+SWITCHED_OFF: tuple[SwitchedOff, ...] = (
+    SwitchedOff(
+        "data_plane",
+        "enabled",
+        _FALSE,
+        "the data plane",
+        (
+            "backend",
+            "claim_meta_poll_interval_s",
+            "global_segment_size",
+            "impl",
+            "local_buffer_size",
+            "num_storage_units",
+            "storage_capacity",
+        ),
+    ),
+    SwitchedOff(
+        "grpo.async_grpo",
+        "enabled",
+        _FALSE,
+        "asynchronous GRPO",
+        (
+            "in_flight_weight_updates",
+            "max_generation_failures",
+            "max_trajectory_age_steps",
+            "recompute_kv_cache_after_weight_updates",
+        ),
+    ),
+    SwitchedOff(
+        "grpo.reward_shaping",
+        "enabled",
+        _FALSE,
+        "reward shaping",
+        ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty", "stop_properly_penalty_coef"),
+    ),
+    SwitchedOff(
+        "policy.draft", "enabled", _FALSE, "draft models", ("aux_layer_indices", "loss_weight", "model_name", "num_layers")
+    ),
+    SwitchedOff(
+        "policy.dtensor_cfg",
+        "enabled",
+        _FALSE,
+        "the DTensor policy",
+        (
+            "_v2",
+            "activation_checkpointing",
+            "automodel_kwargs",
+            "clear_cache_every_n_steps",
+            "context_parallel_size",
+            "cpu_offload",
+            "custom_parallel_plan",
+            "dp_replicate_size",
+            "env_vars",
+            "expert_parallel_size",
+            "lora_cfg.enabled",
+            *(f"lora_cfg.{key}" for key in _LORA_KEYS),
+            "sequence_parallel",
+            "tensor_parallel_size",
+        ),
+        "set it to {off}; the Megatron policy is policy.megatron_cfg",
+    ),
+    SwitchedOff(
+        "policy.dynamic_batching",
+        "enabled",
+        _FALSE,
+        "dynamic batching",
+        ("logprob_mb_tokens", "sequence_length_round", "train_mb_tokens"),
+        "set it to {off}; sequence_packing does its work",
+    ),
+    SwitchedOff("policy.megatron_cfg.fp8_cfg", "enabled", _FALSE, "fp8", ("fp8", "fp8_param", "fp8_recipe")),
+    SwitchedOff("policy.megatron_cfg.peft", "enabled", _FALSE, "LoRA", _LORA_KEYS),
+)
+
+_VLLM = "tunes the vLLM backend, which is not in use"
+_MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
+_NIXL = "tunes the NIXL transport, which is not in use"
+_DTENSOR_ONLY = "is read by the DTensor policy alone; Megatron's is policy.megatron_cfg.{0}"
+
+WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
+    WithoutEffect("checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True),
+    WithoutEffect("data.default.processor", "prompts are built from prompt_file, system_prompt_file and the chat template"),
+    WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
+    WithoutEffect("env.*.num_workers", "rewards are computed in the driver", True),
+    WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
+    WithoutEffect("logger.gpu_monitoring", "tunes monitor_gpus, which is off", True),
+    WithoutEffect("logger.mlflow", "tunes mlflow_enabled, which is off", True),
+    WithoutEffect("logger.swanlab", "tunes swanlab_enabled, which is off", True),
+    WithoutEffect("logger.tensorboard.log_dir", "TensorBoard files go into the run folder"),
+    WithoutEffect("logger.tensorboard", "TensorBoard files go into the run folder", True),
+    WithoutEffect("policy.generation.colocated.resources", "generation shares the policy's devices", True),
+    WithoutEffect("policy.generation.mcore_generation_config", _MCORE_GENERATION, True),
+    WithoutEffect("policy.generation.port_range_high", "the transformers backend opens no port", True),
+    WithoutEffect("policy.generation.port_range_low", "the transformers backend opens no port", True),
+    WithoutEffect("policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True),
+    WithoutEffect("policy.generation.refit_cfg", _NIXL, True),
+    WithoutEffect("policy.generation.vllm_cfg", _VLLM, True),
+    WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True),
+    WithoutEffect("policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True),
+    WithoutEffect("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "tunes use_fused_linear_logprobs, which is off", True),
+    WithoutEffect("policy.optimizer", _DTENSOR_ONLY.format("optimizer")),
+    WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),
+)
+
+# Values that NeMo-RL has for keys of ours, and this package has not.
+OTHER_VALUES: dict[str, str] = {
+    "policy.generation.backend": "set policy.generation.backend=transformers",
+    "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the one policy backend here",
+    "policy.precision": "set policy.precision=bfloat16",
+    "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
+    "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",
+    "data.train.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+    "data.validation.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+}
+OTHER_ALGORITHMS: dict[str, str] = {"dpo": "DPO", "rm": "reward-model training", "distillation": "distillation", "ppo": "PPO"}
+
+
+@dataclass(frozen=True)
+class Screened:
+    """A recipe without the keys of upstream's other features.
+
+    Attributes:
+        config: what the schema is asked about.
+        problems: (path, message) of keys that turn something on.
+        notes: what was accepted without effect and is worth saying.
+    """
+
+    config: dict[str, Any]
+    problems: list[tuple[str, str]]
+    notes: list[str]
+
+
+def screen(config: dict[str, Any]) -> Screened:
+    """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
+    screened = Screened(copy.deepcopy(config), [], [])
+    for row in OFF_ONLY:
+        for path, value in _matches(screened.config, row.path):
+            if not any(same(value, off) for off in row.off):
+                screened.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
+            _remove(screened.config, path)
+    for feature in SWITCHED_OFF:
+        _screen_feature(screened, feature)
+    for plain in WITHOUT_EFFECT:
+        for path, value in _matches(screened.config, plain.path):
+            if not plain.silent and value not in (None, {}, []):
+                screened.notes.append(f"{path} has no effect: {plain.reason}")
+            _remove(screened.config, path)
+    _drop_emptied(screened.config, config)
+    return screened
+
+
+def upstream_paths() -> tuple[str, ...]:
+    """Every path that the tables name."""
+    features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in (feature.switch, *feature.keys)]
+    return (*(row.path for row in OFF_ONLY), *features, *(row.path for row in WITHOUT_EFFECT))
+
+
+def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
+    return f"{feature}: not supported here; found {show(value)}, {remedy.format(off=show_choices(off))}"
+
+
+def _screen_feature(screened: Screened, feature: SwitchedOff) -> None:
+    for path, section in _matches(screened.config, feature.section):
+        _remove(screened.config, path)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            screened.problems.append((path, f"must be a section (a mapping), found {show(section)}"))
+            continue
+        for name in _names_below(section):
+            if name == feature.switch:
+                if not any(same(section[name], off) for off in feature.off):
+                    message = _refusal(feature.feature, section[name], feature.off, feature.remedy)
+                    screened.problems.append((f"{path}.{name}", message))
+            elif not any(name == key or name.startswith(f"{key}.") for key in feature.keys):
+                close = nearest(name, (feature.switch, *feature.keys))
+                suggestion = f"; nearest valid key: {path}.{close}" if close else ""
+                screened.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
+
+
+def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _names_below(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _matches(config: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
+    """The paths of the config that a pattern with `*` names, and their values."""
+    found: list[tuple[str, Any]] = [("", config)]
+    for part in pattern.split("."):
+        found = [
+            (f"{path}.{name}" if path else name, section[name])
+            for path, section in found
+            if isinstance(section, dict)
+            for name in (list(section) if part == "*" else [part])
+            if name in section
+        ]
+    return found
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config[section]
+    del config[name]
+
+
+def _drop_emptied(config: dict[str, Any], original: dict[str, Any]) -> None:
+    """Drop the sections that held nothing but keys of the tables."""
+    for name in list(config):
+        if isinstance(config[name], dict) and original[name]:
+            _drop_emptied(config[name], original[name])
+            if not config[name]:
+                del config[name]

@@ -1,0 +1,167 @@
+"""YAML files as trees of values that know their line."""
+
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from nemo_offload_rl.config.problems import Origin, Problem, show_file
+
+# With C where PyYAML has it: five times faster.
+_Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+
+# YAML 1.1 takes 1e-8 for text; the number forms are those of YAML 1.2.
+_FLOAT = re.compile(
+    r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
+    r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
+)
+
+
+class _RecipeLoader(_Loader):
+    """`safe_load`, but 1e-8 is a number and a date is text."""
+
+
+_RecipeLoader.yaml_implicit_resolvers = {
+    first: [
+        (tag, pattern)
+        for tag, pattern in resolvers
+        if tag not in ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:float")
+    ]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
+_RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+@dataclass
+class Node:
+    """A value of a recipe: a scalar, a dict of nodes or a list of nodes, and where it was written."""
+
+    value: Any
+    origin: Origin
+
+    @classmethod
+    def of(cls, value: Any, origin: Origin) -> "Node":
+        """A plain value as a tree whose every node has this origin."""
+        if isinstance(value, dict):
+            return cls({str(key): cls.of(item, origin) for key, item in value.items()}, origin)
+        if isinstance(value, list | tuple):
+            return cls([cls.of(item, origin) for item in value], origin)
+        return cls(value, origin)
+
+    def plain(self) -> Any:
+        """The tree without its origins."""
+        if isinstance(self.value, dict):
+            return {key: node.plain() for key, node in self.value.items()}
+        if isinstance(self.value, list):
+            return [node.plain() for node in self.value]
+        return self.value
+
+    def origins(self, path: str = "") -> dict[str, Origin]:
+        """The origin of every key, by its full path; items of lists are `key.0`, `key.1` ..."""
+        found = {path: self.origin} if path else {}
+        prefix = f"{path}." if path else ""
+        if isinstance(self.value, dict):
+            for key, node in self.value.items():
+                found |= node.origins(f"{prefix}{key}")
+        elif isinstance(self.value, list):
+            for index, node in enumerate(self.value):
+                found |= node.origins(f"{prefix}{index}")
+        return found
+
+
+def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
+    """Read one YAML file.
+
+    Returns:
+        Its root mapping, or None where the file cannot be read at all, and the problems found. A key that appears twice
+        keeps its last value.
+    """
+    name = show_file(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        return None, [Problem("", Origin(name), f"is no UTF-8 text (byte {error.start})")]
+    except OSError as error:
+        return None, [Problem("", Origin(name), f"cannot be read: {(error.strerror or str(error)).lower()}")]
+    loader = _RecipeLoader(text)
+    try:
+        root = loader.get_single_node()
+        builder = _Builder(loader, name)
+        if root is None:
+            return None, [Problem("", Origin(name), "is empty; a recipe is a mapping of sections such as policy and data")]
+        if not isinstance(root, yaml.MappingNode):
+            kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
+            origin = Origin(name, root.start_mark.line + 1)
+            return None, [Problem("", origin, f"is {kind}; a recipe is a mapping of sections such as policy and data")]
+        return builder.build(root, ""), builder.problems
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        message = ", ".join(part for part in (error.context, error.problem) if part)
+        where = f", column {mark.column + 1}" if mark else ""
+        return None, [Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}")]
+    except yaml.reader.ReaderError as error:
+        line = text[: error.position].count("\n") + 1
+        return None, [Problem("", Origin(name, line), f"broken YAML: {error.reason}")]
+    finally:
+        loader.dispose()
+
+
+class _Builder:
+    """Turns the YAML nodes of one file into ours."""
+
+    def __init__(self, loader: Any, file: str) -> None:
+        self.loader = loader
+        self.file = file
+        self.problems: list[Problem] = []
+        self._open: set[int] = set()  # nodes being built, to notice an anchor that contains itself
+
+    def build(self, node: Any, path: str) -> Node:
+        origin = Origin(self.file, node.start_mark.line + 1)
+        if id(node) in self._open:
+            self.problems.append(Problem(path, origin, "an alias stands inside what it refers to"))
+            return Node(None, origin)
+        self._open.add(id(node))
+        try:
+            if isinstance(node, yaml.MappingNode):
+                return Node(self._mapping(node, path), origin)
+            if isinstance(node, yaml.SequenceNode):
+                items = [self.build(item, f"{path}.{index}") for index, item in enumerate(node.value)]
+                return Node(items, origin)
+            return Node(self._scalar(node, path, origin), origin)
+        finally:
+            self._open.discard(id(node))
+
+    def _mapping(self, node: Any, path: str) -> dict[str, Node]:
+        first_lines: dict[str, int] = {}
+        for key_node, _ in node.value:
+            line = key_node.start_mark.line + 1
+            name = str(key_node.value)
+            if name in first_lines and key_node.tag != "tag:yaml.org,2002:merge":
+                message = f"stands twice in this section, first on line {first_lines[name]}; delete one"
+                self.problems.append(Problem(_join(path, name), Origin(self.file, line), message))
+            first_lines.setdefault(name, line)
+        self.loader.flatten_mapping(node)  # `<<: *anchor`
+        mapping = {}
+        for key_node, value_node in node.value:
+            line = key_node.start_mark.line + 1
+            key = self.loader.construct_object(key_node, deep=True)
+            if not isinstance(key, str):
+                message = f"a key is text, found {key!r}; put it into quotes"
+                self.problems.append(Problem(_join(path, str(key)), Origin(self.file, line), message))
+                continue
+            value = self.build(value_node, _join(path, key))
+            mapping[key] = Node(value.value, Origin(self.file, line))
+        return mapping
+
+    def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
+        value = self.loader.construct_object(node, deep=True)
+        if not isinstance(value, str | int | float | bool | None):
+            self.problems.append(Problem(path, origin, f"is a {type(value).__name__}; put it into quotes to make it text"))
+            return None
+        return value
+
+
+def _join(path: str, key: str) -> str:
+    return f"{path}.{key}" if path else key

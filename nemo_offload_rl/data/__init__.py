@@ -1,0 +1,1 @@
+"""Batches, datasets, tokenizers and the loader that walks them."""

@@ -1,0 +1,74 @@
+"""Addition problems made on the fly: a task that a tiny model learns in minutes, with an answer that can be checked.
+
+A problem is a prompt such as ``07+85=`` with the answer ``092``: both terms are zero-padded to num_digits, the sum to
+one digit more, so that every problem of one size has one length.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import numpy as np
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import Problem
+
+MAX_NUM_DIGITS = 9  # a pair of terms still fits an int64
+VALIDATION_SHARE = 16
+_ENUMERABLE = 10**6
+_MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiplying by it spreads consecutive numbers evenly
+
+Role = Literal["train", "validation"]
+
+
+def make_arithmetic(role: Role, num_digits: int, num_problems: int, seed: int) -> list[Problem]:
+    """Draws distinct problems.
+
+    Every pair of terms belongs either to training or to validation (one in 16), by a hash of the pair alone. Training
+    and validation problems are therefore disjoint whatever their seeds and sizes.
+
+    Args:
+        role: which of the two sets to draw from.
+        num_digits: digits of each term, 1 to 9.
+        num_problems: how many to draw.
+        seed: of the draw.
+
+    Raises:
+        DataError: num_digits is out of range, or the set has fewer problems than asked for.
+    """
+    if not 1 <= num_digits <= MAX_NUM_DIGITS:
+        raise DataError(f"data.{role}.num_digits must be 1 to {MAX_NUM_DIGITS}, found {num_digits}.")
+    num_pairs = 10 ** (2 * num_digits)
+    rng = np.random.Generator(np.random.Philox(seed))
+    if num_pairs <= _ENUMERABLE:
+        candidates = rng.permutation(num_pairs)
+    else:
+        oversampling = VALIDATION_SHARE * 2 if role == "validation" else 2
+        candidates = _without_repeats(rng.integers(num_pairs, size=oversampling * num_problems + 1000))
+    drawn = candidates[_is_validation(candidates) == (role == "validation")]
+    if len(drawn) < num_problems:
+        raise DataError(
+            f"data.{role}.num_problems is {num_problems}, but only {len(drawn)} additions of {num_digits}-digit "
+            f"numbers are set aside for {role}: ask for fewer, or raise num_digits."
+        )
+    return [_problem(int(pair), num_digits) for pair in drawn[:num_problems]]
+
+
+def _is_validation(pairs: np.ndarray) -> np.ndarray:
+    mixed = pairs.astype(np.uint64) * _MIXER
+    mixed ^= mixed >> np.uint64(29)
+    mixed *= _MIXER
+    return (mixed >> np.uint64(32)) % np.uint64(VALIDATION_SHARE) == 0
+
+
+def _without_repeats(values: np.ndarray) -> np.ndarray:
+    _, first = np.unique(values, return_index=True)
+    return values[np.sort(first)]
+
+
+def _problem(pair: int, num_digits: int) -> Problem:
+    left, right = divmod(pair, 10**num_digits)
+    return Problem(
+        prompt=f"{left:0{num_digits}d}+{right:0{num_digits}d}=",
+        answer=f"{left + right:0{num_digits + 1}d}",
+    )

@@ -1,0 +1,64 @@
+"""Walks a dataset in an order that depends on the seed and the epoch alone."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import Problem, ProblemSet
+
+
+@dataclass(frozen=True)
+class DataPosition:
+    """All that a loader remembers: whole epochs done, and samples taken in the current one."""
+
+    epoch: int
+    samples: int
+
+
+START = DataPosition(epoch=0, samples=0)
+
+
+class ProblemLoader:
+    """Endless batches of problems; an epoch's last samples that do not fill a batch are left out.
+
+    Attributes:
+        position: where the next batch starts; set it to continue elsewhere.
+    """
+
+    def __init__(self, problems: ProblemSet, shuffle: bool, seed: int) -> None:
+        self._problems = problems
+        self._shuffle = shuffle
+        self._seed = seed
+        self._ordered_epoch: int | None = None
+        self._order = np.arange(len(problems))
+        self.position = START
+
+    def next_batch(self, size: int) -> list[Problem]:
+        """Takes the next ``size`` problems of the epoch, or the first of the next epoch where too few are left.
+
+        Raises:
+            DataError: the dataset has fewer problems than a batch.
+        """
+        num_problems = len(self._problems)
+        if size > num_problems:
+            raise DataError(
+                f"A step takes {size} samples, but the training set has only {num_problems}: lower "
+                "grpo.num_prompts_per_step (GRPO) or policy.train_global_batch_size (SFT), or give more data."
+            )
+        epoch, start = self.position.epoch, self.position.samples
+        if start + size > num_problems:
+            epoch, start = epoch + 1, 0
+        rows = self._order_of(epoch)[start : start + size]
+        stop = start + size
+        self.position = DataPosition(epoch + 1, 0) if stop + size > num_problems else DataPosition(epoch, stop)
+        return [self._problems[int(row)] for row in rows]
+
+    def _order_of(self, epoch: int) -> np.ndarray:
+        if self._shuffle and self._ordered_epoch != epoch:
+            rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
+            self._order = rng.permutation(len(self._problems))
+            self._ordered_epoch = epoch
+        return self._order

@@ -1,0 +1,29 @@
+"""What a worker asks of a loss. Here, and not beside the losses, so that a worker need not import algorithms."""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+
+
+class LossFunction(Protocol):
+    """A picklable loss over next-token log-probs; it never sees logits."""
+
+    def __call__(
+        self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """The share of one micro-batch in the global mean.
+
+        Args:
+            logprobs: float32 [B, S] with grad; entry t is log p(input_ids[t] | input_ids[<t]), entry 0 is 0.
+            data: the micro-batch that the log-probs belong to.
+            counts: valid sequences and tokens of the global batch.
+
+        Returns:
+            A 0-dim loss, and metrics by name as detached 0-dim tensors. Both are sums divided by the global counts, so
+            that they add up over micro-batches and ranks.
+        """
+        ...

@@ -1,0 +1,158 @@
+"""From problems to token ids: prompt files, chat templates, special tokens, and a limit on the length."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import Problem
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+
+@dataclass(frozen=True)
+class TokenizedProblem:
+    """Token ids of a prompt and of its answer.
+
+    Attributes:
+        prompt_ids: at most the format's limit; a longer prompt has lost its beginning.
+        answer_ids: what SFT trains on; empty where only the prompt was asked for.
+        fits: whether everything fitted into the limit. What does not is left out of the loss.
+    """
+
+    prompt_ids: list[int]
+    answer_ids: list[int]
+    fits: bool
+
+
+@dataclass(frozen=True)
+class PromptFormat:
+    """How a problem becomes tokens.
+
+    A tokenizer with a chat template gets the problem as a conversation; one without gets plain text.
+
+    Attributes:
+        tokenizer: the policy's.
+        max_tokens: limit on the prompt, or on prompt and answer together.
+        prompt_template: text in which ``{}`` stands for the problem's prompt (a literal brace is doubled).
+        system_prompt: the system's message, or the first paragraph of a plain text; None for none.
+        chat_template_kwargs: further arguments of the chat template.
+        add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
+        add_eos: end an answer with the end-of-sequence token.
+        add_generation_prompt: count the header of the assistant's turn as prompt; otherwise it is part of the answer.
+    """
+
+    tokenizer: PreTrainedTokenizerFast
+    max_tokens: int
+    prompt_template: str = "{}"
+    system_prompt: str | None = None
+    chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    add_bos: bool = False
+    add_eos: bool = True
+    add_generation_prompt: bool = True
+
+    def prompts(self, problems: Sequence[Problem]) -> list[TokenizedProblem]:
+        """The tokens that generation starts from."""
+        return [
+            TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) <= self.max_tokens)
+            for ids in self._prompt_ids(problems)
+        ]
+
+    def examples(self, problems: Sequence[Problem]) -> list[TokenizedProblem]:
+        """Prompts and answers for supervised training.
+
+        The two are tokenized apart, as a model that generates the answer sees them.
+
+        Raises:
+            DataError: the chat template does not render a conversation as its beginning followed by the answer.
+        """
+        return [
+            self._fitted(prompt_ids, answer_ids)
+            for prompt_ids, answer_ids in zip(self._prompt_ids(problems), self._answer_ids(problems), strict=True)
+        ]
+
+    def _fitted(self, prompt_ids: list[int], answer_ids: list[int]) -> TokenizedProblem:
+        fits = len(prompt_ids) + len(answer_ids) <= self.max_tokens
+        kept_prompt = prompt_ids[: self.max_tokens]
+        return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], fits)
+
+    def _prompt_ids(self, problems: Sequence[Problem]) -> list[list[int]]:
+        bos = self.tokenizer.bos_token_id
+        texts = [self._prompt_text(problem) for problem in problems]
+        return [
+            [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids for ids in self._encode(texts)
+        ]
+
+    def _answer_ids(self, problems: Sequence[Problem]) -> list[list[int]]:
+        eos = self.tokenizer.eos_token_id
+        texts = [self._answer_text(problem) for problem in problems]
+        return [[*ids, eos] if self.add_eos and ids[-1:] != [eos] else ids for ids in self._encode(texts)]
+
+    def _prompt_text(self, problem: Problem) -> str:
+        prompt = self.prompt_template.format(problem.prompt)
+        if self.tokenizer.chat_template is not None:
+            return self._render(self._turns(prompt), add_generation_prompt=self.add_generation_prompt)
+        return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
+
+    def _answer_text(self, problem: Problem) -> str:
+        if self.tokenizer.chat_template is None:
+            return problem.answer
+        answer_turn = {"role": "assistant", "content": problem.answer}
+        turns = [*self._turns(self.prompt_template.format(problem.prompt)), answer_turn]
+        whole, prompt = self._render(turns, add_generation_prompt=False), self._prompt_text(problem)
+        if not whole.startswith(prompt):
+            raise DataError(
+                "policy.tokenizer.chat_template: a conversation with its answer does not start with the same "
+                f"conversation without it, so the answer cannot be told apart: {prompt!r} and {whole!r}. "
+                "Set data.add_generation_prompt=false, or give a template that renders turns one after another."
+            )
+        return whole.removeprefix(prompt)
+
+    def _turns(self, prompt: str) -> list[dict[str, str]]:
+        user = {"role": "user", "content": prompt}
+        return [user] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}, user]
+
+    def _render(self, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self.chat_template_kwargs
+        )
+
+    def _encode(self, texts: list[str]) -> list[list[int]]:
+        return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def read_prompt_file(path: str | None, key: str) -> str:
+    """The template in a file, or the bare prompt where ``path`` is None.
+
+    Raises:
+        DataError: the file cannot be read, or it is not a template of one prompt.
+    """
+    if path is None:
+        return "{}"
+    template = read_text_file(path, key)
+    try:
+        rendered = [template.format(prompt) for prompt in ("first", "second")]
+    except (IndexError, KeyError, ValueError) as error:
+        raise DataError(
+            f"{key}: {path} is not a prompt template ({error}): write {{}} where the prompt goes, and {{{{ or }}}} for "
+            "a brace."
+        ) from error
+    if rendered[0] == rendered[1]:
+        raise DataError(f"{key}: {path} has no {{}}, so every prompt would be the same: write {{}} where it goes.")
+    return template
+
+
+def read_text_file(path: str, key: str) -> str:
+    """The text of a file that the recipe's ``key`` names.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{key}: {path} cannot be read: {error}") from error

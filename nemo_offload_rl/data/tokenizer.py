@@ -1,0 +1,54 @@
+"""Tokenizers: from a folder or the hub, and one built here for the arithmetic task."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.data.errors import DataError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
+ARITHMETIC = "arithmetic"
+
+
+def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
+    """Loads a tokenizer that has a padding token and an end of sequence.
+
+    Args:
+        name: ``arithmetic``, a folder, or a name on the Hugging Face hub.
+        chat_template: a Jinja template that replaces the tokenizer's own; None keeps its own, if it has one.
+
+    Raises:
+        DataError: nothing can be loaded from ``name``, or what is there has no end-of-sequence token.
+    """
+    if name == ARITHMETIC:
+        tokenizer = arithmetic_tokenizer()
+    else:
+        from transformers import AutoTokenizer
+
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(name)
+        except (OSError, ValueError) as error:
+            raise DataError(f"policy.tokenizer.name: no tokenizer could be loaded from {name!r}: {error}") from error
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            f"policy.tokenizer.name: the tokenizer {name!r} has no end-of-sequence token; training needs one."
+        )
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
+    """One token a character: the ten digits, ``+``, ``=``, end of sequence and padding, 14 in all."""
+    from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    tokens = [*"0123456789+=", "<eos>", "<pad>"]
+    tokenizer = Tokenizer(models.WordLevel({token: index for index, token in enumerate(tokens)}))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split(Regex("."), behavior="isolated")
+    tokenizer.decoder = decoders.Fuse()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", pad_token="<pad>")

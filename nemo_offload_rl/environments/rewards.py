@@ -1,0 +1,88 @@
+"""Rewards: from a response and the known answer to a number."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from nemo_offload_rl.environments.numbers import final_number
+
+Reward = Callable[[str, str], float]
+PYTHON = "python"
+
+
+class RewardError(ValueError):
+    """A reward that a recipe names cannot be used; the message is for the user."""
+
+
+def exact_match(response: str, answer: str) -> float:
+    """1 where the response is the answer, blanks at either end aside; otherwise 0."""
+    return float(response.strip() == answer.strip())
+
+
+def numeric_match(response: str, answer: str) -> float:
+    """1 where the response's last number (or its last boxed one) equals the answer's, exactly; otherwise 0."""
+    expected = final_number(answer)
+    return float(expected is not None and final_number(response) == expected)
+
+
+REWARDS: Mapping[str, Reward] = MappingProxyType({"exact_match": exact_match, "numeric_match": numeric_match})
+
+
+@dataclass(frozen=True)
+class PythonReward:
+    """A function of the user's, whose result is checked."""
+
+    name: str
+    function: Callable[[str, str], object]
+
+    def __call__(self, response: str, answer: str) -> float:
+        """Calls the function with the response and the answer.
+
+        Raises:
+            RewardError: what it returns is not a number.
+        """
+        reward = self.function(response, answer)
+        if isinstance(reward, int | float):
+            return float(reward)
+        raise RewardError(f"The reward function {self.name} must return a number, found {reward!r}.")
+
+
+def make_reward(kind: str, reward_function: str | None = None) -> Reward:
+    """The reward that a recipe names.
+
+    Args:
+        kind: a key of ``REWARDS``, or ``python``.
+        reward_function: with ``python``: ``package.module:function``, found on the Python path or in the folder that
+            the run was started from. It is called with the response and the answer, in the driver process alone.
+
+    Raises:
+        RewardError: there is no such reward, or the function cannot be imported.
+    """
+    if kind == PYTHON:
+        return _import_reward(reward_function)
+    if kind not in REWARDS:
+        raise RewardError(f"env.NAME.reward is one of {', '.join([*REWARDS, PYTHON])}, found {kind!r}.")
+    if reward_function is not None:
+        raise RewardError(f"env.NAME.reward_function needs env.NAME.reward: python, found {kind!r}.")
+    return REWARDS[kind]
+
+
+def _import_reward(path: str | None) -> PythonReward:
+    module_name, _, function_name = (path or "").partition(":")
+    if not module_name or not function_name:
+        raise RewardError(f"env.NAME.reward_function must be 'package.module:function', found {path!r}.")
+    if os.getcwd() not in sys.path:
+        sys.path.append(os.getcwd())
+    try:
+        module = importlib.import_module(module_name)
+    except ImportError as error:
+        raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {error}") from error
+    function = getattr(module, function_name, None)
+    if not callable(function):
+        raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")
+    return PythonReward(f"{module_name}:{function_name}", function)

@@ -1,0 +1,1 @@
+"""Generation engines: sampling from the policy's current weights."""

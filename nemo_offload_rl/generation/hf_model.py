@@ -1,0 +1,69 @@
+"""Hugging Face causal language models whose weights arrive by refit."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def build_model(model_name: str, hf_config: Mapping[str, Any] | None, precision: str) -> PreTrainedModel:
+    """Build a model on the host without weights: their memory is there, what is in it is not defined.
+
+    Args:
+        model_name: Folder or hub name of the configuration; only a label where `hf_config` is given.
+        hf_config: A Hugging Face configuration as a mapping, with its `model_type`; None takes `model_name`'s.
+        precision: "float32", "bfloat16" or "float16".
+
+    Raises:
+        ValueError: If the precision or the model type is unknown.
+    """
+    if precision not in _DTYPES:
+        raise ValueError(f"policy.precision is {precision!r}; generation knows {', '.join(_DTYPES)}.")
+    config = AutoConfig.from_pretrained(model_name) if hf_config is None else AutoConfig.for_model(**hf_config)
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[precision], attn_implementation="sdpa")
+    model.tie_weights()
+    return model.eval().requires_grad_(False)
+
+
+def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The model's weights under the names they have in a Hugging Face checkpoint, as views that can be written to.
+
+    Transformers keeps the experts of a layer in two fused parameters, `gate_up_proj` [experts, 2 x ffn, hidden] and
+    `down_proj` [experts, hidden, ffn], which a checkpoint has expert by expert. Tied weights are there under each name.
+    """
+    weights = {}
+    for name, tensor in model.state_dict().items():
+        module_name, _, parameter = name.rpartition(".")
+        if module_name.endswith(".experts") and tensor.dim() == 3 and parameter in ("gate_up_proj", "down_proj"):
+            weights.update(_expert_weights(module_name, parameter, tensor))
+        else:
+            weights[name] = tensor
+    return weights
+
+
+def optional_names(model: PreTrainedModel) -> set[str]:
+    """Names whose tensor is also there under another name, and which a checkpoint may leave out."""
+    first_names: dict[int, str] = {}
+    optional = set()
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if first_names.setdefault(id(parameter), name) != name:
+            optional.add(name)
+    return optional
+
+
+def _expert_weights(module_name: str, parameter: str, fused: nn.Parameter | torch.Tensor) -> dict[str, torch.Tensor]:
+    weights = {}
+    for expert, tensor in enumerate(fused):
+        if parameter == "gate_up_proj":
+            gate, up = tensor.chunk(2, dim=0)
+            weights[f"{module_name}.{expert}.gate_proj.weight"] = gate
+            weights[f"{module_name}.{expert}.up_proj.weight"] = up
+        else:
+            weights[f"{module_name}.{expert}.down_proj.weight"] = tensor
+    return weights

@@ -1,0 +1,125 @@
+"""What the algorithms ask of a generation engine, whatever runs behind it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+# Hugging Face name -> (shape, dtype), as the policy worker will send it.
+RefitInfo = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How tokens are chosen.
+
+    Attributes:
+        max_new_tokens: The most tokens a sequence gets, its stop token included.
+        temperature: Divides the logits; 0 takes the most probable token.
+        top_p: Keeps the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
+        top_k: Keeps this many most probable tokens, before top_p; None keeps all.
+        stop_token_ids: Tokens that end a sequence; they are part of its output.
+        seed: With a request's step and a row's prompt and sample id, the only source of randomness.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_p: float
+    top_k: int | None
+    stop_token_ids: tuple[int, ...]
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.max_new_tokens < 1:
+            raise ValueError(f"max_new_tokens is {self.max_new_tokens}; it must be at least 1.")
+        if self.temperature < 0:
+            raise ValueError(f"temperature is {self.temperature}; it must be 0 (greedy) or positive.")
+        if not 0 < self.top_p <= 1:
+            raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token).")
+        if self.top_k is not None and self.top_k < 1:
+            raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token.")
+
+
+@dataclass
+class GenerationRequest:
+    """Prompts to continue, one row a sample.
+
+    Attributes:
+        prompt_ids: Token ids of each row's prompt, not padded; a prompt asked for n times is there n times.
+        sample_ids: Tells apart the rows of one prompt: 0 .. n-1.
+        step: The training step, so that a prompt met again is sampled afresh.
+        sampling: How tokens are chosen.
+    """
+
+    prompt_ids: list[list[int]]
+    sample_ids: list[int]
+    step: int
+    sampling: SamplingParams
+
+    def __post_init__(self) -> None:
+        if len(self.prompt_ids) != len(self.sample_ids):
+            raise ValueError(
+                f"A generation request has {len(self.prompt_ids)} prompts and {len(self.sample_ids)} sample ids; "
+                "it needs one sample id a prompt."
+            )
+        empty = [row for row, prompt in enumerate(self.prompt_ids) if not prompt]
+        if empty:
+            raise ValueError(f"Row {empty[0]} of a generation request has an empty prompt; it needs at least 1 token.")
+
+
+@dataclass
+class GenerationOutput:
+    """What was generated, row by row of the request.
+
+    Attributes:
+        output_ids: New tokens, the stop token included.
+        logprobs: Of each new token, under the temperature-scaled distribution (temperature 1 where greedy) before top_k
+            and top_p: what training compares its own with.
+        finish_reasons: "stop" after a stop token, "length" at the limit.
+    """
+
+    output_ids: list[list[int]]
+    logprobs: list[list[float]]
+    finish_reasons: list[str]
+
+
+class GenerationInterface(Protocol):
+    """A generation engine, as the driver holds it."""
+
+    @property
+    def receivers(self) -> Sequence[Any]:
+        """The handles that a weight transport sends to."""
+        ...
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Continue every prompt; what comes out of a row depends on that row, the step and the seed alone."""
+        ...
+
+    def prepare_for_generation(self) -> None:
+        """Bring onto the GPU what generation needs there."""
+        ...
+
+    def finish_generation(self) -> None:
+        """Give the GPU memory back."""
+        ...
+
+    def prepare_refit_info(self, info: RefitInfo) -> None:
+        """Check, before the first refit, that the tensors to come are the ones the model has.
+
+        Raises:
+            ValueError: If a name is missing or unknown, or a shape or dtype differs.
+        """
+        ...
+
+    def weights_checksum(self) -> dict[str, int]:
+        """`tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
+        ...
+
+    def memory_stats(self) -> dict[str, float]:
+        """Memory of the engine's process in GiB; of several processes, the largest value of each."""
+        ...
+
+    def shutdown(self) -> None:
+        """End the engine's processes."""
+        ...

@@ -1,0 +1,255 @@
+"""Batched sampling from a Hugging Face model with a KV cache."""
+
+import gc
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from transformers import DynamicCache, PreTrainedModel
+
+from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, RefitInfo, SamplingParams
+from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.refit.checksum import tensor_checksum
+
+
+@dataclass
+class _Batch:
+    """The rows that are still being generated: row i is row `rows[i]` of the output.
+
+    Attributes:
+        rows: int64 [n].
+        logits: [n, vocabulary], of the next token.
+        attention_mask: int64 [n, length so far], 0 at left padding.
+        cache: Keys and values of these n rows.
+    """
+
+    rows: torch.Tensor
+    logits: torch.Tensor
+    attention_mask: torch.Tensor
+    cache: DynamicCache
+
+    def keep(self, indices: torch.Tensor) -> None:
+        """Reduce the batch to the rows at `indices` (int64), or repeat some."""
+        self.rows = self.rows[indices]
+        self.logits = self.logits[indices]
+        self.attention_mask = self.attention_mask[indices]
+        self.cache.batch_select_indices(indices)
+
+
+class TransformersGenerator:
+    """Holds a Hugging Face model, takes weights for it by name and samples from it."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        *,
+        device: str | torch.device,
+        generation_batch_size: int,
+        max_sequence_length: int,
+        has_weights: bool,
+    ) -> None:
+        """Take over a model, which stays on the host until `prepare_for_generation`.
+
+        Args:
+            model: A causal language model on the host, in eval mode.
+            device: Where it generates.
+            generation_batch_size: Most rows in one batch.
+            max_sequence_length: Most tokens of a prompt and its continuation together.
+            has_weights: Whether the model's weights are meaningful already; otherwise `generate` waits for a refit.
+
+        Raises:
+            ValueError: If a size is not positive.
+        """
+        for name, size in (
+            ("policy.generation_batch_size", generation_batch_size),
+            ("policy.max_total_sequence_length", max_sequence_length),
+        ):
+            if size < 1:
+                raise ValueError(f"{name} is {size}; it must be at least 1.")
+        self._model = model
+        self._device = torch.device(device)
+        self._generation_batch_size = generation_batch_size
+        self._max_sequence_length = max_sequence_length
+        self._optional_names = optional_names(model)
+        self._refit_names = sorted(set(weights_by_name(model)) - self._optional_names)
+        self._never_loaded = set() if has_weights else set(self._refit_names)
+
+    # ---- weights
+
+    def prepare_refit_info(self, info: RefitInfo) -> None:
+        """Check that the tensors to come are the model's: names, shapes and dtypes (see `GenerationInterface`)."""
+        weights = weights_by_name(self._model)
+        missing = sorted(set(weights) - self._optional_names - set(info))
+        if missing:
+            raise ValueError(
+                f"The policy sends no weight for {len(missing)} of the generation model's parameters "
+                f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); both must have one architecture."
+            )
+        for name, (shape, dtype) in info.items():
+            _require_fits(name, tuple(shape), dtype, weights)
+        self._refit_names = list(info)
+
+    @torch.no_grad()
+    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Copy tensors into the model's parameters in place.
+
+        Args:
+            named_tensors: (Hugging Face name, tensor on any device).
+
+        Raises:
+            ValueError: If a name is unknown, or a shape or dtype differs.
+        """
+        weights = weights_by_name(self._model)
+        for name, tensor in named_tensors:
+            _require_fits(name, tuple(tensor.shape), tensor.dtype, weights)
+            weights[name].copy_(tensor)
+            self._never_loaded.discard(name)
+
+    def weights_checksum(self, names: Sequence[str] | None = None) -> dict[str, int]:
+        """`tensor_checksum` of the named weights; of those that a refit brings where None."""
+        weights = weights_by_name(self._model)
+        return {name: tensor_checksum(weights[name]) for name in (self._refit_names if names is None else names)}
+
+    # ---- phases
+
+    def prepare_for_generation(self) -> None:
+        """Bring the model to the device it generates on."""
+        self._model.to(self._device)
+
+    def finish_generation(self) -> None:
+        """Bring the model to the host and give the GPU memory back; on a CPU there is nothing to do."""
+        if self._device.type == "cuda":
+            self._model.to("cpu")
+            gc.collect()
+            torch.cuda.empty_cache()
+
+    def memory_stats(self) -> dict[str, float]:
+        """This process's memory in GiB (see `metrics.memory.memory_stats`)."""
+        return memory_stats()
+
+    # ---- sampling
+
+    @torch.inference_mode()
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Continue every prompt of a request.
+
+        A token depends on its row alone, but for the last bits of the logits, which can vary with the batch's shape.
+
+        Raises:
+            RuntimeError: If weights have never arrived, or the model is not on the device it generates on.
+        """
+        self._require_ready()
+        num_rows = len(request.prompt_ids)
+        output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
+        # Rows of like length need little padding, and rows with the same prompt, side by side, share its prefill.
+        order = sorted(
+            (row for row, prompt in enumerate(request.prompt_ids) if len(prompt) < self._max_sequence_length),
+            key=lambda row: (len(request.prompt_ids[row]), request.prompt_ids[row]),
+        )
+        for start in range(0, len(order), self._generation_batch_size):
+            rows = order[start : start + self._generation_batch_size]
+            prompts = [request.prompt_ids[row] for row in rows]
+            sample_ids = [request.sample_ids[row] for row in rows]
+            columns = self._generate_batch(prompts, sample_ids, request.step, request.sampling)
+            for row, tokens, logprobs, length, stopped in zip(rows, *(c.tolist() for c in columns), strict=True):
+                output.output_ids[row] = tokens[:length]
+                output.logprobs[row] = logprobs[:length]
+                output.finish_reasons[row] = "stop" if stopped else "length"
+        return output
+
+    def _generate_batch(
+        self, prompts: list[list[int]], sample_ids: list[int], step: int, sampling: SamplingParams
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens int64 and log-probs float32 [rows, new tokens], lengths int64 [rows], stopped bool [rows]."""
+        device, num_rows = self._device, len(prompts)
+        limits = torch.tensor(
+            [min(sampling.max_new_tokens, self._max_sequence_length - len(prompt)) for prompt in prompts], device=device
+        )
+        max_tokens = int(limits.max())
+        uniforms = torch.from_numpy(row_uniforms(sampling.seed, step, prompts, sample_ids, max_tokens)).to(device)
+        stop_ids = torch.tensor(sampling.stop_token_ids, dtype=torch.int64, device=device)
+        tokens = torch.zeros((num_rows, max_tokens), dtype=torch.int64, device=device)
+        logprobs = torch.zeros((num_rows, max_tokens), dtype=torch.float32, device=device)
+        lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
+        stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        active = torch.ones(num_rows, dtype=torch.bool, device=device)
+
+        batch = self._prefill(prompts)
+        for position in range(max_tokens):
+            rows = batch.rows
+            tokens[rows, position], logprobs[rows, position] = choose_tokens(
+                batch.logits,
+                uniforms[rows, position],
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
+            )
+            lengths += active
+            stopped |= active & torch.isin(tokens[:, position], stop_ids)
+            active = ~stopped & (lengths < limits)
+            num_active = int(active.sum())
+            if num_active == 0:
+                break
+            if num_active <= rows.numel() // 2:
+                batch.keep(active[rows].nonzero().squeeze(-1))
+            self._decode(batch, tokens[batch.rows, position])
+        return tokens, logprobs, lengths, stopped
+
+    def _prefill(self, prompts: list[list[int]]) -> _Batch:
+        """Run each distinct prompt once, left-padded, and give its cache to every row that has it."""
+        distinct = list(dict.fromkeys(map(tuple, prompts)))
+        position = {prompt: index for index, prompt in enumerate(distinct)}
+        width = max(map(len, distinct))
+        lengths = torch.tensor([len(prompt) for prompt in distinct], device=self._device)
+        input_ids = torch.tensor([[0] * (width - len(prompt)) + list(prompt) for prompt in distinct])
+        columns = torch.arange(width, device=self._device)
+        attention_mask = (columns >= width - lengths[:, None]).long()
+        cache = DynamicCache(config=self._model.config)
+        logits = self._model(
+            input_ids=input_ids.to(self._device),
+            attention_mask=attention_mask,
+            position_ids=(attention_mask.cumsum(dim=-1) - 1).clamp(min=0),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+        batch = _Batch(torch.arange(len(distinct), device=self._device), logits, attention_mask, cache)
+        if len(distinct) < len(prompts):
+            batch.keep(torch.tensor([position[tuple(prompt)] for prompt in prompts], device=self._device))
+            batch.rows = torch.arange(len(prompts), device=self._device)
+        return batch
+
+    def _decode(self, batch: _Batch, tokens: torch.Tensor) -> None:
+        """Run one token a row (int64 [n]) and put the next logits into the batch."""
+        position_ids = batch.attention_mask.sum(dim=-1, keepdim=True)
+        batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(position_ids)], dim=-1)
+        batch.logits = self._model(
+            input_ids=tokens[:, None],
+            attention_mask=batch.attention_mask,
+            position_ids=position_ids,
+            past_key_values=batch.cache,
+            use_cache=True,
+            logits_to_keep=1,
+        ).logits[:, -1]
+
+    def _require_ready(self) -> None:
+        if self._never_loaded:
+            raise RuntimeError(
+                f"The generation model still waits for {len(self._never_loaded)} of its weights "
+                f"({', '.join(sorted(self._never_loaded)[:3])}); refit it before generating."
+            )
+        if self._model.device.type != self._device.type:
+            raise RuntimeError("The generation model is not on its GPU; call prepare_for_generation first.")
+
+
+def _require_fits(name: str, shape: tuple[int, ...], dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> None:
+    if name not in weights:
+        raise ValueError(f"The policy sends a weight {name!r}, which the generation model does not have.")
+    expected = weights[name]
+    if shape != tuple(expected.shape) or dtype != expected.dtype:
+        raise ValueError(
+            f"The policy sends {name!r} as {dtype} {list(shape)}, but the generation model has it as "
+            f"{expected.dtype} {list(expected.shape)}; both must have one architecture and policy.precision."
+        )

@@ -1,0 +1,7 @@
+"""Everything that touches megatron-core and Megatron-Bridge: building, stepping, log-probs, checkpoints."""
+
+from nemo_offload_rl.mcore import cpu_device, quiet
+
+# Both must come before the first import of megatron, which the other modules of this package import at their top.
+quiet.install()
+cpu_device.install()

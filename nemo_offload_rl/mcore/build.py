@@ -1,0 +1,165 @@
+"""Builds what one rank trains with: model chunks in DDP, the optimizer, the learning-rate schedule."""
+
+import contextlib
+import functools
+import io
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from megatron.core.distributed import finalize_model_grads
+from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
+from megatron.core.utils import get_model_config
+
+from nemo_offload_rl.mcore.model_config import (
+    has_pretrained_weights,
+    make_bridge,
+    make_ddp_config,
+    make_optimizer_config,
+    make_provider,
+)
+
+
+@dataclass
+class TrainingState:
+    """What one rank holds of the model and its training."""
+
+    bridge: Any
+    """The `AutoBridge` that converts names and weights between Hugging Face and Megatron."""
+    config: Any
+    """The model's config (a `GPTModelProvider`, which is a `TransformerConfig`)."""
+    model: list[torch.nn.Module]
+    """The model chunks, one a virtual pipeline stage, each wrapped in DistributedDataParallel."""
+    optimizer: MegatronOptimizer | None
+    scheduler: OptimizerParamScheduler | None
+    vocab_size: int
+    """Number of real tokens; the embedding may be padded beyond it."""
+
+    def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Every parameter of this rank, with a name that is unique over the model chunks."""
+        for index, chunk in enumerate(self.model):
+            for name, parameter in chunk.named_parameters():
+                yield f"{index}.{name}", parameter
+
+
+def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> TrainingState:
+    """Build the policy of this rank; the process groups must exist.
+
+    Args:
+        policy: the recipe's policy section.
+        seed: seed of random weights (`hf_config`), the same on every rank.
+        init_optimizer: False for a policy that is only evaluated.
+
+    Raises:
+        ValueError: what megatron-core's checks of the configs say.
+    """
+    bridge = make_bridge(policy)
+    provider = make_provider(policy, bridge)
+    hooks: list[Callable[[list[Any]], Any]] = []
+    if has_pretrained_weights(policy):
+        hooks.append(bridge.load_hf_weights)
+    else:
+        hooks.append(functools.partial(_init_random_weights, bridge, seed=seed))
+    if policy["megatron_cfg"]["freeze_moe_router"]:
+        hooks.append(_freeze_router)
+    with _ddp_stream(), contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
+        model = provider.provide_distributed_model(
+            ddp_config=make_ddp_config(policy),
+            overlap_param_gather_with_optimizer_step=False,
+            use_cpu_initialization=provider.use_cpu_initialization,
+            pre_wrap_hook=hooks,
+        )
+    config = get_model_config(model[0])
+    optimizer = scheduler = None
+    if init_optimizer:
+        optimizer_config = make_optimizer_config(policy)
+        optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+        scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
+        config.grad_scale_func = optimizer.scale_loss
+    config.finalize_model_grads_func = finalize_model_grads
+    ddp = model[0].ddp_config
+    if ddp.overlap_grad_reduce:
+        config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
+    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size)
+
+
+def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
+    """The learning-rate and weight-decay schedule of the recipe, counted in optimizer steps.
+
+    Without it the param groups of `HybridDeviceOptimizer` have no learning rate at all and nothing says so.
+    """
+    section, optim = megatron_cfg["scheduler"], megatron_cfg["optimizer"]
+    scheduler = OptimizerParamScheduler(
+        optimizer,
+        init_lr=section["lr_warmup_init"],
+        max_lr=optim["lr"],
+        min_lr=optim["min_lr"],
+        lr_warmup_steps=section["lr_warmup_iters"],
+        lr_decay_steps=section["lr_decay_iters"],
+        lr_decay_style=section["lr_decay_style"],
+        start_wd=section["start_weight_decay"],
+        end_wd=section["end_weight_decay"],
+        wd_incr_steps=section["lr_decay_iters"],
+        wd_incr_style=section["weight_decay_incr_style"],
+        use_checkpoint_opt_param_scheduler=True,
+    )
+    scheduler.step(increment=0)
+    return scheduler
+
+
+def _one_or_all(functions: list[Any]) -> Any:
+    """The schedules of a model without virtual stages take one function, those with take a list."""
+    return functions[0] if len(functions) == 1 else functions
+
+
+@contextlib.contextmanager
+def _ddp_stream() -> Iterator[None]:
+    """Build DistributedDataParallel under a side stream.
+
+    AccumulateGrad nodes remember the stream that they were made on; made on the default stream they end a capture of the
+    backward pass with cudaErrorStreamCaptureInvalidated.
+    """
+    if not torch.cuda.is_available():
+        yield
+        return
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        yield
+    torch.cuda.current_stream().wait_stream(stream)
+
+
+def _freeze_router(chunks: list[Any]) -> list[Any]:
+    for chunk in chunks:
+        for name, parameter in chunk.named_parameters():
+            if ".router." in name:
+                parameter.requires_grad_(False)
+    return chunks
+
+
+def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[Any]:
+    """Fill a model with weights that depend on the seed and the architecture alone, not on how ranks split it.
+
+    The Hugging Face model initialises itself on the CPU and its weights are converted, so that one rank and many start equal.
+    """
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+    from megatron.bridge.models.hf_pretrained.state import StateDict
+    from transformers import AutoModelForCausalLM
+    from transformers.core_model_loading import revert_weight_conversion
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(bridge.hf_pretrained)
+    # transformers 5 fuses experts in memory; the bridge reads the names and shapes of files.
+    weights = revert_weight_conversion(model, model.state_dict())
+
+    class WeightsInMemory(PreTrainedCausalLM):
+        state = property(lambda _: StateDict(weights))
+
+    source = WeightsInMemory()
+    source.config = bridge.hf_pretrained
+    with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
+        type(bridge)(source).load_hf_weights(chunks)
+    return chunks

@@ -1,0 +1,139 @@
+"""Writes a policy as a Hugging Face folder.
+
+`AutoBridge.save_hf_pretrained` needs ModelOpt, which nothing else here does; the weights come from `export_hf_weights`.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from safetensors.torch import save_file
+
+SHARD_BYTES = 4 * 2**30
+HF_CONFIG_DIR = "hf_config"
+
+
+def hf_config_of(bridge: Any) -> Any:
+    """The `PretrainedConfig` behind a bridge made from a config or from a folder."""
+    source = bridge.hf_pretrained
+    return source.config if hasattr(source, "config") else source
+
+
+def _shards(named: Iterable[tuple[str, torch.Tensor]], max_bytes: int) -> Iterator[dict[str, torch.Tensor]]:
+    shard: dict[str, torch.Tensor] = {}
+    size = 0
+    for name, tensor in named:
+        if shard and size + tensor.nbytes > max_bytes:
+            yield shard
+            shard, size = {}, 0
+        # A copy: the exporter may yield views of buffers that it writes again.
+        shard[name] = tensor.detach().to("cpu", copy=True).contiguous()
+        size += tensor.nbytes
+    if shard:
+        yield shard
+
+
+def write_hf_folder(
+    named_weights: Iterable[tuple[str, torch.Tensor]], bridge: Any, folder: Path, *, write: bool
+) -> None:
+    """Write safetensors shards and config.json; a folder that exists is replaced only once the new one is complete.
+
+    Args:
+        named_weights: Hugging Face names and whole tensors; drawn to the end on every rank, since it is collective.
+        bridge: the `AutoBridge` the weights come from.
+        folder: where to; other files in it (a tokenizer) are kept.
+        write: whether this rank writes.
+    """
+    if not write:
+        for _ in named_weights:
+            pass
+        return
+    config = hf_config_of(bridge)
+    partial = folder.with_name(folder.name + ".partial")
+    if partial.exists():
+        shutil.rmtree(partial)
+    partial.mkdir(parents=True)
+    tied = bool(getattr(config, "tie_word_embeddings", False))
+    wanted = ((name, tensor) for name, tensor in named_weights if not (tied and name == "lm_head.weight"))
+    paths, where, total = [], {}, 0
+    dtype = None
+    for index, shard in enumerate(_shards(wanted, SHARD_BYTES)):
+        path = partial / f"model-{index + 1:05d}.safetensors"
+        save_file(shard, path, metadata={"format": "pt"})
+        with open(path, "rb") as file:
+            os.fsync(file.fileno())
+        paths.append(path)
+        where.update(dict.fromkeys(shard, path))
+        total += sum(tensor.nbytes for tensor in shard.values())
+        dtype = next(iter(shard.values())).dtype
+    config.dtype = dtype
+    config.save_pretrained(partial)
+    if len(paths) == 1:
+        paths[0].rename(partial / "model.safetensors")
+    else:
+        index_file = {
+            "metadata": {"total_size": total},
+            "weight_map": {name: path.name for name, path in where.items()},
+        }
+        (partial / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
+    folder.mkdir(parents=True, exist_ok=True)
+    for stale in folder.glob("model*.safetensors*"):
+        stale.unlink()
+    for path in partial.iterdir():
+        os.replace(path, folder / path.name)
+    partial.rmdir()
+
+
+def export_checkpoint(checkpoint: Path, folder: Path) -> None:
+    """Write the policy of a run's checkpoint as a Hugging Face folder with its tokenizer; runs in this one process.
+
+    Args:
+        checkpoint: a `step_N` folder of a run.
+        folder: where to; made if missing.
+
+    Raises:
+        ValueError: `checkpoint` is not such a folder, or `folder` holds something else already.
+    """
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    recipe = checkpoint / "recipe.yaml"
+    if not recipe.is_file():
+        raise ValueError(f"{checkpoint} is no checkpoint of a run: it has no recipe.yaml; give a step_N folder.")
+    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
+    policy = yaml.safe_load(recipe.read_text())["policy"]
+    source = checkpoint / "policy" / HF_CONFIG_DIR / "config.json"
+    policy["hf_config"] = json.loads(source.read_text())
+    policy["hf_config_overrides"] = {}
+    policy["megatron_cfg"] |= {
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+        "sequence_parallel": False,
+    }
+    worker = MegatronPolicyWorker(
+        policy,
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=0,
+        seed=0,
+        init_reference_model=False,
+        init_optimizer=False,
+    )
+    try:
+        worker.load_checkpoint(str(checkpoint / "policy"))
+        worker.export_hf(str(folder))
+    finally:
+        worker.shutdown()
+    shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)

@@ -1,0 +1,117 @@
+"""The layer spec used where Transformer Engine is not: megatron-core's local modules, torch's attention, our RMSNorm."""
+
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.module import MegatronModule
+from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.torch_norm import WrappedTorchNorm
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor
+
+
+class SdpaCoreAttention(MegatronModule):
+    """Causal attention by `torch.nn.functional.scaled_dot_product_attention`.
+
+    megatron-core's own local module materialises the [B, heads, S, S] scores and needs a boolean mask made on the GPU.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        layer_number: int,
+        attn_mask_type: AttnMaskType,
+        attention_type: str,
+        attention_dropout: float | None = None,
+        softmax_scale: float | None = None,
+        cp_comm_type: str | None = None,
+        pg_collection: Any = None,
+    ) -> None:
+        super().__init__(config=config)
+        self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
+        self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
+
+    def forward(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        attn_mask_type: AttnMaskType | None = None,
+        attention_bias: Tensor | None = None,
+        packed_seq_params: Any = None,
+        **_: Any,
+    ) -> Tensor:
+        """Attend causally.
+
+        Args:
+            query: [S, B, heads, D].
+            key: [S, B, query groups, D].
+            value: [S, B, query groups, D].
+            attention_mask: must be None: the mask is causal, and right padding needs no other.
+            attn_mask_type: must be causal or None.
+            attention_bias: must be None.
+            packed_seq_params: must be None: packed sequences need Transformer Engine.
+
+        Returns:
+            [S, B, heads * D].
+        """
+        assert attention_mask is None and attention_bias is None and packed_seq_params is None
+        assert attn_mask_type in (None, AttnMaskType.causal)
+        q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        out = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            is_causal=True,
+            dropout_p=self.dropout if self.training else 0.0,
+            scale=self.softmax_scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+        )
+        return out.permute(2, 0, 1, 3).reshape(query.shape[0], query.shape[1], -1)
+
+
+class RMSNorm(torch.nn.RMSNorm):
+    """torch's RMSNorm, which megatron-core's wrapper refuses under sequence parallelism.
+
+    Its weight is marked so that `finalize_model_grads` adds up the gradients of the sequence shards.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
+        super().__init__(hidden_size, eps=eps)
+        self.weight.sequence_parallel = config.sequence_parallel
+
+
+def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
+    """The spec of this stage's layers without Transformer Engine, for a Megatron-Bridge model provider.
+
+    Args:
+        config: a `GPTModelProvider`.
+        vp_stage: index of the virtual pipeline stage.
+    """
+    layer = _layer_spec(config)
+    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    norm = RMSNorm if config.normalization == "RMSNorm" else WrappedTorchNorm
+    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+
+
+def _layer_spec(config: Any) -> ModuleSpec:
+    spec = get_gpt_layer_local_spec(
+        num_experts=config.num_moe_experts,
+        moe_grouped_gemm=config.moe_grouped_gemm,
+        qk_layernorm=config.qk_layernorm,
+        normalization=config.normalization,
+    )
+    layer = spec.submodules
+    attention = layer.self_attention.submodules
+    attention.core_attention = SdpaCoreAttention
+    if config.normalization == "RMSNorm":
+        layer.input_layernorm = layer.pre_mlp_layernorm = RMSNorm
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    return spec

@@ -1,0 +1,157 @@
+"""Cuts a rank's batch into micro-batches: padded rows, or sequences packed into one row (thd)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import BatchedData
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward pass reads.
+
+    Attributes:
+        data: the samples, each field as in the batch, sequences right padded to a common length S.
+        tokens: int64 [n, S] padded, or [1, T] packed: the model's input.
+        positions: int64, the shape of `tokens`.
+        cu_seqlens: int32 [n + 1], where each packed sequence starts in `tokens`; None if padded.
+        max_seqlen: the longest sequence in tokens.
+    """
+
+    data: BatchedData
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+
+
+def round_up(value: int, multiple: int) -> int:
+    """The least multiple of `multiple` that is at least `value`."""
+    return -(-value // multiple) * multiple
+
+
+def padded_length(longest: int, divisible_by: int, limit: int) -> int:
+    """The length S that a batch is padded to: the longest sequence, rounded up.
+
+    Raises:
+        ValueError: if a sequence is longer than `limit` (policy.max_total_sequence_length).
+    """
+    if longest > limit:
+        raise ValueError(
+            f"A sequence has {longest} tokens, more than policy.max_total_sequence_length {limit}; raise it or drop the sample."
+        )
+    return round_up(longest, divisible_by)
+
+
+def with_length(data: BatchedData, length: int) -> BatchedData:
+    """The batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
+    width = data["input_ids"].shape[1]
+    out = BatchedData()
+    for name, column in data.items():
+        if isinstance(column, Tensor) and column.dim() == 2 and column.shape[1] == width:
+            column = torch.nn.functional.pad(column[:, :length], (0, max(0, length - width)))
+        out[name] = column
+    return out
+
+
+def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
+    """Rows cut into micro-batches of `size`; the last is filled up with copies that count for nothing.
+
+    Every micro-batch has the same shape, which pipeline stages and captured graphs need.
+    """
+    out = []
+    for chunk in data.chunks(size):
+        missing = size - chunk.size
+        if missing:
+            filler = chunk.select([0] * missing)
+            filler["sample_mask"] = torch.zeros(missing)
+            chunk = BatchedData.concat([chunk, filler])
+        ids = chunk["input_ids"]
+        positions = torch.arange(ids.shape[1]).expand_as(ids)
+        out.append(MicroBatch(chunk, ids, positions, None, ids.shape[1]))
+    return out
+
+
+def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1) -> list[list[int]]:
+    """Modified first-fit decreasing: which samples share a packed row.
+
+    Long sequences are placed first, each into the first bin with room (Johnson and Garey 1985, "A 71/60 theorem for bin
+    packing", without the pairing step, which needs many items above half the capacity to gain anything).
+
+    Args:
+        lengths: tokens of each sample.
+        capacity: tokens a bin may hold; a longer sample gets a bin of its own.
+        min_bins: data-parallel ranks run the same number of micro-batches: bins are split until there are this many.
+
+    Returns:
+        Indices of samples, bin by bin; each bin keeps the order of the batch.
+
+    Raises:
+        ValueError: if there are fewer samples than `min_bins`.
+    """
+    if min_bins > len(lengths):
+        raise ValueError(
+            f"{len(lengths)} samples cannot fill {min_bins} packed micro-batches; lower the number of ranks."
+        )
+    bins: list[list[int]] = []
+    room: list[int] = []
+    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
+        slot = next((b for b, free in enumerate(room) if lengths[index] <= free), None)
+        if slot is None:
+            bins.append([])
+            room.append(capacity)
+            slot = len(bins) - 1
+        bins[slot].append(index)
+        room[slot] -= lengths[index]
+    while len(bins) < min_bins:
+        fullest = max(range(len(bins)), key=lambda b: len(bins[b]))
+        items = bins[fullest]
+        bins[fullest] = items[: len(items) // 2]
+        bins.append(items[len(items) // 2 :])
+    return [sorted(items) for items in bins]
+
+
+def packed_microbatches(
+    data: BatchedData, bins: Sequence[Sequence[int]], *, divisible_by: int, row_divisible_by: int
+) -> list[MicroBatch]:
+    """One packed row a bin.
+
+    Args:
+        data: the samples.
+        bins: from `pack_bins`.
+        divisible_by: each sequence is padded to a multiple of this many tokens.
+        row_divisible_by: the last sequence is padded until the row is a multiple of this many tokens.
+    """
+    out = []
+    for items in bins:
+        chunk = data.select(list(items))
+        lengths = [round_up(n, divisible_by) for n in chunk["input_lengths"].tolist()]
+        lengths[-1] += round_up(sum(lengths), row_divisible_by) - sum(lengths)
+        width = max([*lengths, chunk["input_ids"].shape[1]])
+        chunk = with_length(chunk, width)
+        tokens = torch.cat([row[:n] for row, n in zip(chunk["input_ids"], lengths, strict=True)])[None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        out.append(MicroBatch(chunk, tokens, positions, starts, max(lengths)))
+    return out
+
+
+def unpack(values: Tensor, cu_seqlens: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Per-token values of packed sequences, back in padded rows.
+
+    Args:
+        values: float [T], entry i belongs to packed token i.
+        cu_seqlens: int32 [n + 1].
+        lengths: int64 [n], real tokens of each sequence (without its padding).
+        width: S.
+
+    Returns:
+        float [n, S], 0 beyond each sequence; gradients flow back to `values`.
+    """
+    columns = torch.arange(width, device=values.device)[None]
+    real = columns < lengths[:, None]
+    index = torch.where(real, cu_seqlens[:-1, None].long() + columns, 0)
+    return torch.where(real, values[index], 0.0)

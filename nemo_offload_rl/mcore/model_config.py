@@ -1,0 +1,239 @@
+"""From the recipe's policy section to Megatron's own configs; pure apart from reading the Hugging Face config."""
+
+import dataclasses
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.parallel import ParallelSizes
+
+logger = logging.getLogger(__name__)
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Fields of the model config that follow from more than one key, set below instead of being copied.
+_DERIVED = frozenset(
+    {
+        "enabled",
+        "pipeline_dtype",
+        "params_dtype",
+        "bf16",
+        "fp16",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "mtp_num_layers",
+        "seq_length",
+        "vocab_size",
+        "transformer_impl",
+    }
+)
+
+
+def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
+    """The parallel sizes that the recipe's `megatron_cfg` asks for."""
+    return ParallelSizes(
+        tensor=megatron_cfg["tensor_model_parallel_size"],
+        pipeline=megatron_cfg["pipeline_model_parallel_size"],
+        virtual_pipeline=megatron_cfg.get("virtual_pipeline_model_parallel_size"),
+        context=megatron_cfg["context_parallel_size"],
+        expert=megatron_cfg["expert_model_parallel_size"],
+        expert_tensor=megatron_cfg["expert_tensor_parallel_size"],
+    )
+
+
+def hf_config(policy: Mapping[str, Any]) -> Any:
+    """The Hugging Face config of the policy's model.
+
+    Returns:
+        A `transformers.PretrainedConfig`: from the recipe's `hf_config` mapping, or that of `model_name`, with
+        `hf_config_overrides` applied.
+
+    Raises:
+        ValueError: if `model_name` is neither a folder nor a name that can be resolved, or an override names no field.
+    """
+    from transformers import AutoConfig
+
+    mapping = policy.get("hf_config")
+    if mapping is not None:
+        fields = dict(mapping)
+        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+    else:
+        try:
+            config = AutoConfig.from_pretrained(policy["model_name"])
+        except OSError as error:
+            raise ValueError(
+                f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a model "
+                f"that can be fetched from the hub; give a folder or set policy.hf_config for random weights. ({error})"
+            ) from error
+    overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
+    for key, value in overrides.items():
+        if not hasattr(config, key):
+            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
+        setattr(config, key, value)
+    if not config.architectures:
+        from transformers import AutoModelForCausalLM
+
+        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+    return config
+
+
+def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
+    """Whether the policy starts from weights (a folder or hub name) rather than from random ones (`hf_config`)."""
+    return policy.get("hf_config") is None
+
+
+def make_bridge(policy: Mapping[str, Any]) -> Any:
+    """An `AutoBridge` for the policy's model, with its weights where it starts from some."""
+    config = hf_config(policy)
+    bridge = auto_bridge()
+    if has_pretrained_weights(policy):
+        return bridge.from_hf_pretrained(policy["model_name"], config=config)
+    return bridge.from_hf_config(config)
+
+
+def packs(policy: Mapping[str, Any]) -> bool:
+    """Whether the policy's batches are packed; absent means padded."""
+    return "sequence_packing" in policy and policy["sequence_packing"]["enabled"]
+
+
+def _recompute_fields(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    # NeMo-RL's meaning: the recompute keys count only with activation_checkpointing.
+    if not cfg["activation_checkpointing"]:
+        return {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    granularity = cfg["recompute_granularity"] or "full"
+    fields: dict[str, Any] = {"recompute_granularity": granularity}
+    if granularity == "full":
+        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        fields |= {k: cfg[k] for k in ("recompute_method", "recompute_num_layers") if cfg.get(k) is not None}
+    elif cfg["recompute_modules"] is not None:
+        fields["recompute_modules"] = list(cfg["recompute_modules"])
+    return fields
+
+
+def _dtype_or_same(value: Any) -> Any:
+    return getattr(torch, value) if isinstance(value, str) and hasattr(torch, value) else value
+
+
+def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
+    """What the recipe sets on Megatron-Bridge's model provider.
+
+    Args:
+        policy: the policy section.
+        provider: the provider made for the model (its fields tell which keys of `megatron_cfg` are the model's).
+
+    Returns:
+        Field name to value; a null in the recipe leaves the provider's own value.
+    """
+    cfg = policy["megatron_cfg"]
+    dtype = DTYPES[policy["precision"]]
+    names = {field.name for field in dataclasses.fields(provider)}
+    overrides = {
+        key: _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
+        for key, value in cfg.items()
+        if key in names and key not in _DERIVED and value is not None
+    }
+    overrides |= _recompute_fields(cfg)
+    overrides |= {
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "autocast_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "mtp_num_layers": cfg.get("mtp_num_layers") or None,
+        "seq_length": policy["max_total_sequence_length"],
+        "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
+        "attention_dropout": 0.0,
+        "hidden_dropout": 0.0,
+        "deallocate_pipeline_outputs": True,
+    }
+    if cfg.get("virtual_pipeline_model_parallel_size") is not None:
+        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on swapped
+        # activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
+        overrides |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+    if provider.vocab_size % cfg["tensor_model_parallel_size"]:
+        overrides |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+    if not have_transformer_engine():
+        from nemo_offload_rl.mcore.local_spec import local_block_spec
+
+        overrides |= {
+            "transformer_layer_spec": local_block_spec,
+            "transformer_impl": "local",
+            "gradient_accumulation_fusion": False,
+            "masked_softmax_fusion": False,
+            "persist_layer_norm": False,
+            "moe_permute_fusion": False,
+            "moe_router_fusion": False,
+            "moe_grouped_gemm": False,
+        }
+    if not torch.cuda.is_available():
+        overrides |= {"use_cpu_initialization": True, "apply_rope_fusion": False, "cross_entropy_loss_fusion": False}
+    return overrides
+
+
+def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
+    """A finalized model provider for the policy.
+
+    Raises:
+        ValueError: what megatron-core's own checks of the combination say.
+    """
+    provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
+    provider.apply_overrides_and_finalize(overrides=model_overrides(policy, provider))
+    return provider
+
+
+def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
+    """megatron-core's OptimizerConfig of the recipe.
+
+    Raises:
+        ValueError: if `optimizer.bf16` or `.fp16` contradicts `policy.precision`.
+    """
+    section = dict(policy["megatron_cfg"]["optimizer"])
+    bf16 = policy["precision"] == "bfloat16"
+    if section["bf16"] != bf16 or section["fp16"]:
+        raise ValueError(
+            f"policy.megatron_cfg.optimizer has bf16 {section['bf16']} and fp16 {section['fp16']}, but policy.precision is "
+            f"{policy['precision']}; set bf16 to {str(bf16).lower()} and fp16 to false."
+        )
+    fields = {key: _dtype_or_same(value) if key.endswith("_dtype") else value for key, value in section.items()}
+    return OptimizerConfig(**fields)
+
+
+def make_ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """megatron-core's DistributedDataParallelConfig of the recipe."""
+    section = policy["megatron_cfg"]["distributed_data_parallel_config"]
+    distributed = policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]
+    return DistributedDataParallelConfig(**(dict(section) | {"use_distributed_optimizer": distributed}))
+
+
+def build_configs(policy: Mapping[str, Any]) -> list[str]:
+    """Build every Megatron config of a recipe, whose own checks then speak (`validate --deep`).
+
+    Returns:
+        Lines about what this machine cannot check.
+
+    Raises:
+        ValueError: what any of the configs refuses.
+    """
+    from nemo_offload_rl.mcore import cpu_device
+
+    cpu_device.install()
+    notes = []
+    if has_pretrained_weights(policy) and not Path(policy["model_name"]).is_dir():
+        notes.append(f"policy.model_name {policy['model_name']!r} is no folder: its architecture was not checked here")
+    else:
+        make_provider(policy, make_bridge(policy))
+    make_optimizer_config(policy)
+    make_ddp_config(policy)
+    if not torch.cuda.is_available():
+        notes.append("no CUDA here: fusions and options that need a GPU were not checked")
+    if not have_transformer_engine():
+        notes.append("no Transformer Engine here: what only it can check was not checked")
+    return notes

@@ -1,0 +1,104 @@
+"""Process groups: torch.distributed and megatron-core's parallel state, from plain values."""
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """How a model is spread over ranks; the data-parallel size is what is left of the world size."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int | None
+    expert: int
+    expert_tensor: int
+    context: int = 1
+
+    def data(self, world_size: int) -> int:
+        """The data-parallel size.
+
+        Raises:
+            ValueError: if the world size is no multiple of tensor * pipeline * context.
+        """
+        model = self.tensor * self.pipeline * self.context
+        if world_size % model:
+            raise ValueError(
+                f"{world_size} ranks cannot be divided by tensor_model_parallel_size {self.tensor} x "
+                f"pipeline_model_parallel_size {self.pipeline} x context_parallel_size {self.context} = {model}; "
+                f"set cluster.gpus_per_node * cluster.num_nodes to a multiple of {model}."
+            )
+        return world_size // model
+
+
+def initialize(
+    sizes: ParallelSizes,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    master_addr: str,
+    master_port: int,
+    seed: int,
+    te_rng_tracker: bool,
+    timeout_s: float = 1800.0,
+) -> torch.device:
+    """Join the process group and build megatron's groups.
+
+    Args:
+        sizes: the parallel sizes; their product divides `world_size`.
+        rank: this process's rank.
+        world_size: number of ranks.
+        local_rank: index of this process's GPU on its host, as the process sees it.
+        master_addr: host of rank 0.
+        master_port: free port on that host.
+        seed: seed of the model-parallel random states.
+        te_rng_tracker: use Transformer Engine's RNG tracker, which captured CUDA graphs need.
+        timeout_s: after how many seconds a collective that waits for a rank fails.
+
+    Returns:
+        The device that this process computes on.
+    """
+    sizes.data(world_size)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo",
+        rank=rank,
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_s),
+        device_id=device if on_gpu else None,
+    )
+    mpu.initialize_model_parallel(
+        tensor_model_parallel_size=sizes.tensor,
+        pipeline_model_parallel_size=sizes.pipeline,
+        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+        context_parallel_size=sizes.context,
+        expert_model_parallel_size=sizes.expert,
+        expert_tensor_parallel_size=sizes.expert_tensor,
+    )
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker)
+    # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
+    init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
+    return device
+
+
+def destroy() -> None:
+    """Leave every process group; safe to call twice."""
+    unset_num_microbatches_calculator()
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()

@@ -1,0 +1,238 @@
+"""One training step, and forward-only passes, over megatron-core's own schedules."""
+
+import functools
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from torch import Tensor
+from torch.distributed import ReduceOp
+
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.logprob import padded_logprobs, token_logprobs
+from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
+
+
+@dataclass
+class StepResult:
+    """What one optimizer step reports, equal on every rank."""
+
+    loss: float
+    grad_norm: float
+    """Norm of the whole gradient before clipping; NaN if the step was skipped."""
+    skipped: bool
+    """The loss or a gradient was not finite, and the parameters were left alone."""
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
+    if device.type == "cpu":
+        return batch
+    move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
+    cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
+    return MicroBatch(batch.data.to(device), move(batch.tokens), move(batch.positions), cu_seqlens, batch.max_seqlen)
+
+
+def _model_forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
+    packed = None
+    if batch.cu_seqlens is not None:
+        packed = PackedSeqParams(
+            qkv_format="thd",
+            cu_seqlens_q=batch.cu_seqlens,
+            cu_seqlens_kv=batch.cu_seqlens,
+            max_seqlen_q=batch.max_seqlen,
+            max_seqlen_kv=batch.max_seqlen,
+        )
+    extra = {} if packed is None else {"packed_seq_params": packed}
+    return model(input_ids=batch.tokens, position_ids=batch.positions, attention_mask=None, **extra)
+
+
+def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature: float) -> Tensor:
+    """Log-probs [n, S] float32 of a micro-batch from its logits, padded or packed; see `padded_logprobs`."""
+    group = mpu.get_tensor_model_parallel_group()
+    ids, lengths = batch.data["input_ids"], batch.data["input_lengths"]
+    if batch.cu_seqlens is None:
+        return padded_logprobs(logits, ids, lengths, vocab_size=vocab_size, temperature=temperature, tp_group=group)
+    # Token i of the packed row is predicted at i - 1; what the first token of a sequence gets is dropped below.
+    values = token_logprobs(
+        logits[0, :-1], batch.tokens[0, 1:], vocab_size=vocab_size, temperature=temperature, tp_group=group
+    )
+    rows = unpack(torch.nn.functional.pad(values, (1, 0)), batch.cu_seqlens, lengths, ids.shape[1])
+    return torch.cat([torch.zeros_like(rows[:, :1]), rows[:, 1:]], dim=1)
+
+
+def _run(
+    state: TrainingState,
+    batches: Sequence[MicroBatch],
+    on_output: Callable[[MicroBatch, Tensor], Any],
+    *,
+    forward_only: bool,
+    device: torch.device,
+) -> list[Any]:
+    """Run the schedule; `on_output(batch, logits)` is called on the last stage for each micro-batch."""
+
+    def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
+        batch = _to_device(next(iterator), device)
+
+        def loss_func(logits: Tensor, non_loss_data: bool = False) -> Any:
+            return on_output(batch, logits)
+
+        return _model_forward(model, batch), loss_func
+
+    first = batches[0]
+    iterators = [iter(batches) for _ in state.model]
+    schedule = get_forward_backward_func()
+    return schedule(
+        forward_step_func=forward_step,
+        data_iterator=iterators if len(iterators) > 1 else iterators[0],
+        model=state.model if len(state.model) > 1 else state.model[0],
+        num_microbatches=len(batches),
+        seq_length=first.tokens.shape[1],
+        micro_batch_size=first.tokens.shape[0],
+        decoder_seq_length=first.tokens.shape[1],
+        forward_only=forward_only,
+        collect_non_loss_data=forward_only,
+    )
+
+
+def _sum_over_ranks(names_and_values: dict[str, Tensor], device: torch.device) -> dict[str, float]:
+    """Sum shares over data-parallel ranks; every pipeline stage learns the last stage's sums."""
+    last = mpu.is_pipeline_last_stage(ignore_virtual=True)
+    names = sorted(names_and_values)
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        held = [names]
+        torch.distributed.broadcast_object_list(
+            held, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
+        )
+        names = held[0]
+    if last:
+        values = torch.stack([names_and_values[name].detach().to(torch.float64) for name in names])
+        torch.distributed.all_reduce(values, group=mpu.get_data_parallel_group())
+    else:
+        values = torch.zeros(len(names), dtype=torch.float64, device=device)
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        torch.distributed.broadcast(
+            values, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
+        )
+    return dict(zip(names, values.tolist(), strict=True))
+
+
+def global_counts(data: BatchedData, device: torch.device) -> GlobalCounts:
+    """Valid sequences and tokens of a global batch, from this data-parallel rank's part of it."""
+    local = GlobalCounts.of(data)
+    both = torch.stack([local.valid_seqs, local.valid_toks]).to(device)
+    torch.distributed.all_reduce(both, group=mpu.get_data_parallel_group())
+    return GlobalCounts(valid_seqs=both[0], valid_toks=both[1])
+
+
+def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
+    for name, share in shares.items():
+        sums[name] = sums[name] + share if name in sums else share
+
+
+def _gradients_are_finite(state: TrainingState, device: torch.device) -> bool:
+    """Whether every gradient of every rank is finite; one read of the gradient buffers."""
+    sums = [
+        buffer.grad_data.sum(dtype=torch.float32)
+        for chunk in state.model
+        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
+    ]
+    bad = (~torch.isfinite(torch.stack(sums)).all()).float().reshape(1).to(device)
+    torch.distributed.all_reduce(bad, ReduceOp.MAX)
+    return bad.item() == 0.0
+
+
+def train_step(
+    state: TrainingState,
+    batches: Sequence[MicroBatch],
+    counts: GlobalCounts,
+    loss_fn: LossFunction,
+    *,
+    temperature: float,
+    device: torch.device,
+) -> StepResult:
+    """Forward, backward and one optimizer step over one global batch.
+
+    Args:
+        state: model and optimizer.
+        batches: this data-parallel rank's micro-batches.
+        counts: of the global batch.
+        loss_fn: the loss contract's function.
+        temperature: of the sampling; log-probs are those of logits / temperature.
+        device: where the model computes.
+    """
+    assert state.optimizer is not None and state.scheduler is not None
+    for chunk in state.model:
+        chunk.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    # The schedule divides by the number of micro-batches and DDP by the number of data-parallel ranks, but our losses are
+    # shares that add up.
+    scale = len(batches) * mpu.get_data_parallel_world_size()
+    sums: dict[str, Tensor] = {}
+
+    def on_output(batch: MicroBatch, logits: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        logprobs = logprobs_of(logits, batch, state.vocab_size, temperature)
+        loss, metrics = loss_fn(logprobs, batch.data, counts)
+        _add(sums, {"loss": loss.detach().clone(), **metrics})
+        return loss * scale, {}
+
+    _run(state, batches, on_output, forward_only=False, device=device)
+    totals = _sum_over_ranks(sums, device)
+    loss = totals.pop("loss")
+    finite = _gradients_are_finite(state, device)
+    if not (math.isfinite(loss) and finite):
+        return StepResult(loss, math.nan, skipped=True, metrics=totals)
+    updated, grad_norm, _ = state.optimizer.step()
+    if updated:
+        state.scheduler.step(increment=1)
+    return StepResult(loss, float(grad_norm), skipped=not updated, metrics=totals)
+
+
+@torch.no_grad()
+def evaluate(
+    state: TrainingState,
+    batches: Sequence[MicroBatch],
+    counts: GlobalCounts,
+    loss_fn: LossFunction,
+    *,
+    temperature: float,
+    device: torch.device,
+) -> StepResult:
+    """The loss and metrics of a batch, forward only."""
+    sums: dict[str, Tensor] = {}
+
+    def on_output(batch: MicroBatch, logits: Tensor) -> None:
+        logprobs = logprobs_of(logits, batch, state.vocab_size, temperature)
+        loss, metrics = loss_fn(logprobs, batch.data, counts)
+        _add(sums, {"loss": loss, **metrics})
+
+    _run(state, batches, on_output, forward_only=True, device=device)
+    totals = _sum_over_ranks(sums, device)
+    return StepResult(totals.pop("loss"), math.nan, skipped=False, metrics=totals)
+
+
+@torch.no_grad()
+def forward_logprobs(
+    state: TrainingState, batches: Sequence[MicroBatch], *, temperature: float, device: torch.device
+) -> list[Tensor]:
+    """Log-probs [n, S] float32 of each micro-batch on the CPU, known to every pipeline stage."""
+
+    def on_output(batch: MicroBatch, logits: Tensor) -> Tensor:
+        return logprobs_of(logits, batch, state.vocab_size, temperature)
+
+    outputs = _run(state, batches, on_output, forward_only=True, device=device)
+    if mpu.get_pipeline_model_parallel_world_size() > 1:
+        if not mpu.is_pipeline_last_stage(ignore_virtual=True):
+            outputs = [torch.empty(batch.data["input_ids"].shape, device=device) for batch in batches]
+        for output in outputs:
+            torch.distributed.broadcast(
+                output, src=mpu.get_pipeline_model_parallel_last_rank(), group=mpu.get_pipeline_model_parallel_group()
+            )
+    return [output.cpu() for output in outputs]

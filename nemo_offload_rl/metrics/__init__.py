@@ -1,0 +1,1 @@
+"""Timing, memory, logging and reporting: leaves that know nothing of training."""

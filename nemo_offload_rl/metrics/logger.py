@@ -1,0 +1,171 @@
+"""Where the metrics of a run go: metrics.jsonl always, TensorBoard and wandb where the recipe asks for them."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+METRICS_FILE = "metrics.jsonl"
+TENSORBOARD_FOLDER = "tensorboard"
+
+MetricRow = dict[str, float | None]
+
+
+class MetricSink(Protocol):
+    """A place that metrics are written to."""
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Takes metrics of a step; what is given for the same step before stays."""
+
+    def close(self) -> None:
+        """Writes what is pending."""
+
+
+class RunLogger:
+    """Writes named metrics of a run's steps to every sink that is on.
+
+    Args:
+        run_dir: The run's folder; made where it is missing.
+        tensorboard: Whether to write TensorBoard events to `run_dir/tensorboard`.
+        wandb: Arguments of `wandb.init` (project, name ...), or None for no wandb.
+        resumed_step: The last step of the run that this one continues. Rows of later steps, which the continued run
+            is about to write again, are dropped. None starts a new history.
+
+    Raises:
+        ValueError: `wandb` is given and the package wandb is not installed.
+    """
+
+    def __init__(
+        self, run_dir: Path, tensorboard: bool, wandb: Mapping[str, Any] | None = None, resumed_step: int | None = None
+    ) -> None:
+        self.run_dir = Path(run_dir)
+        self.run_dir.mkdir(parents=True, exist_ok=True)
+        self._sinks: list[MetricSink] = [JsonlSink(self.run_dir / METRICS_FILE, resumed_step)]
+        if tensorboard:
+            self._sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
+        if wandb is not None:
+            self._sinks.append(WandbSink(self.run_dir, wandb))
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds metrics to a step's row; may be called more than once for the same step, never for an earlier one."""
+        for sink in self._sinks:
+            sink.write(step, metrics)
+
+    def close(self) -> None:
+        """Closes every sink."""
+        for sink in self._sinks:
+            sink.close()
+
+
+class JsonlSink:
+    """One JSON object a step, complete on disk after every write; a non-finite number is written as null."""
+
+    def __init__(self, path: Path, resumed_step: int | None) -> None:
+        rows = [] if resumed_step is None else [row for row in read_metrics(path) if _step_of(row) <= resumed_step]
+        self._row: MetricRow = rows.pop() if rows else {}
+        rewritten = path.with_suffix(".partial")
+        rewritten.write_bytes(b"".join(map(_json_line, rows)))
+        self._file = rewritten.open("r+b")
+        self._row_start = self._file.seek(0, os.SEEK_END)
+        if self._row:
+            self._write_row()
+        rewritten.replace(path)  # a run killed while it resumes keeps its history
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Merges the metrics into the row of `step`."""
+        if self._row and _step_of(self._row) != step:
+            assert step > _step_of(self._row), f"metrics of step {step} after those of step {_step_of(self._row)}"
+            self._row_start = self._file.tell()
+            self._row = {}
+        self._row |= {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
+        self._write_row()
+
+    def close(self) -> None:
+        """Closes the file."""
+        self._file.close()
+
+    def _write_row(self) -> None:
+        self._file.seek(self._row_start)
+        self._file.write(_json_line(self._row))
+        self._file.truncate()
+        self._file.flush()
+
+
+class TensorBoardSink:
+    """Scalars for TensorBoard."""
+
+    def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        purge_step = None if resumed_step is None else resumed_step + 1
+        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Adds one point to each metric's curve."""
+        for name, value in metrics.items():
+            self._writer.add_scalar(name, value, step)
+
+    def close(self) -> None:
+        """Writes what is pending."""
+        self._writer.close()
+
+
+class WandbSink:
+    """Weights & Biases."""
+
+    def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
+        try:
+            import wandb
+        except ModuleNotFoundError as error:
+            raise ValueError(
+                "logger.wandb_enabled is true, but the package wandb is not installed: "
+                "run `make setup EXTRAS=wandb`, or set logger.wandb_enabled=false"
+            ) from error
+        self._run = wandb.init(dir=str(run_dir), **settings)
+
+    def write(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Logs the metrics; wandb merges those of one step."""
+        self._run.log(dict(metrics), step=step)
+
+    def close(self) -> None:
+        """Ends the wandb run."""
+        self._run.finish()
+
+
+def read_metrics(path: Path) -> list[MetricRow]:
+    """Reads a run's metrics.jsonl, one row a step; empty where there is no file.
+
+    Raises:
+        ValueError: A line that is not a JSON object with a step.
+    """
+    if not path.exists():
+        return []
+    rows: list[MetricRow] = []
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"{path}:{number} is not JSON: {error}; delete that line to go on") from error
+        if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+            raise ValueError(f"{path}:{number} is not a row of metrics: a JSON object with an integer `step` is needed")
+        rows.append(row)
+    return rows
+
+
+def _step_of(row: Mapping[str, float | None]) -> int:
+    step = row["step"]
+    assert isinstance(step, int)
+    return step
+
+
+def _json_number(value: float) -> float | None:
+    number = value if isinstance(value, int) else float(value)
+    return number if math.isfinite(number) else None
+
+
+def _json_line(row: Mapping[str, float | None]) -> bytes:
+    return json.dumps(row, allow_nan=False).encode() + b"\n"

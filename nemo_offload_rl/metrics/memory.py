@@ -1,0 +1,41 @@
+"""What this process holds in host and GPU memory."""
+
+from __future__ import annotations
+
+import psutil
+
+GIB = 1024**3
+
+
+def memory_stats() -> dict[str, float]:
+    """Returns this process's memory in GiB.
+
+    `host_rss_gib` is always there. `gpu_allocated_gib`, `gpu_reserved_gib` and their peaks since the last
+    `reset_gpu_peak()` (`gpu_peak_allocated_gib`, `gpu_peak_reserved_gib`), of torch's allocator on the current device,
+    are there once this process has used a GPU.
+    """
+    stats = {"host_rss_gib": psutil.Process().memory_info().rss / GIB}
+    if _gpu_is_in_use():
+        import torch
+
+        stats |= {
+            "gpu_allocated_gib": torch.cuda.memory_allocated() / GIB,
+            "gpu_reserved_gib": torch.cuda.memory_reserved() / GIB,
+            "gpu_peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
+            "gpu_peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+        }
+    return stats
+
+
+def reset_gpu_peak() -> None:
+    """Starts a new measurement of the GPU peaks; does nothing where this process has not used a GPU."""
+    if _gpu_is_in_use():
+        import torch
+
+        torch.cuda.reset_peak_memory_stats()
+
+
+def _gpu_is_in_use() -> bool:
+    import torch
+
+    return torch.cuda.is_initialized()  # is_available() would have the questions below create a CUDA context

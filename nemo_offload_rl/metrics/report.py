@@ -1,0 +1,154 @@
+"""What a user sees of a run: live progress while it runs, and the table of its phases at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+from rich.text import Text
+
+from nemo_offload_rl.metrics.plot import plot_training
+
+__all__ = ["LiveProgress", "phase_seconds", "phase_table", "plot_training"]
+
+PHASE_PREFIX = "timing/train/"
+STEP_SECONDS = "total_step_time"
+
+
+@dataclass(frozen=True)
+class Headline:
+    """A metric worth a place in the line of progress."""
+
+    label: str
+    metric: str
+    number_format: str
+
+
+HEADLINES = (
+    Headline("reward", "train/reward", ".3f"),
+    Headline("loss", "train/loss", ".4f"),
+    Headline("accuracy", "validation/accuracy", ".3f"),
+    Headline("p(answer)", "validation/answer_probability", ".3f"),
+    Headline("KL", "train/kl_penalty", ".2e"),
+    Headline("tokens/s", "performance/tokens_per_sec", ",.0f"),
+)
+
+
+class LiveProgress:
+    """Shows the newest step of a run: a panel that stays in place on a terminal, one line a step elsewhere.
+
+    Use it as a context manager around the steps. What a headline last was is shown until it is measured again
+    (validation does not happen at every step); a headline that was never measured has no place.
+
+    Args:
+        title: What runs, in a word or two.
+        num_steps: How many steps the run has at most.
+        console: Where to show it; None for the standard output.
+    """
+
+    def __init__(self, title: str, num_steps: int, console: Console | None = None) -> None:
+        self._title = title
+        self._num_steps = num_steps
+        self._console = console if console is not None else Console()
+        self._latest: dict[str, float] = {}
+        self._bar = Progress(
+            TextColumn("[bold]{task.description}"),
+            BarColumn(bar_width=30),
+            MofNCompleteColumn(),
+            TimeElapsedColumn(),
+            console=self._console,
+        )
+        self._task = self._bar.add_task(title, total=num_steps)
+        self._live = Live(self._bar, console=self._console, refresh_per_second=4) if self._console.is_terminal else None
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Shows `step` (1 to num_steps; 0 for before the first) with its metrics, named as in metrics.jsonl."""
+        self._latest |= {line.metric: metrics[line.metric] for line in HEADLINES if line.metric in metrics}
+        values = [(line.label, format(self._latest[line.metric], line.number_format)) for line in HEADLINES
+                  if line.metric in self._latest]  # fmt: skip
+        phases = phase_seconds(metrics)
+        total = phases.pop(STEP_SECONDS, sum(phases.values()))
+        if self._live is None:
+            self._console.print(self._line(step, values, phases, total), soft_wrap=True, highlight=False)
+            return
+        self._bar.update(self._task, completed=step)
+        self._live.update(Group(self._bar, _values_line(values), _phases_line(phases, total)))
+
+    def _line(self, step: int, values: Sequence[tuple[str, str]], phases: Mapping[str, float], total: float) -> str:
+        parts = [f"{self._title} {step}/{self._num_steps}", *(f"{label} {value}" for label, value in values)]
+        if phases:
+            parts.append(f"{total:.2f} s ({', '.join(f'{name} {seconds:.2f}' for name, seconds in phases.items())})")
+        return "  ".join(parts)
+
+
+def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    """Returns the seconds a phase among a step's metrics: those named timing/train/PHASE."""
+    return {
+        name.removeprefix(PHASE_PREFIX): seconds
+        for name, seconds in metrics.items()
+        if name.startswith(PHASE_PREFIX) and seconds is not None
+    }
+
+
+def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
+    """Sums up the phases of a run's steps: calls, total and mean seconds, share of the steps' time.
+
+    Args:
+        rows: The steps' metrics, as `read_metrics` gives them. Where they have `timing/train/total_step_time`, the time
+            of steps outside their phases is a row of its own; elsewhere (a validation before the first step) a row's
+            time is that of its phases.
+    """
+    calls: dict[str, int] = {}
+    totals: dict[str, float] = {}
+    num_steps, whole = 0, 0.0
+    for row in rows:
+        phases = phase_seconds(row)
+        in_phases = sum(phases.values()) - phases.get(STEP_SECONDS, 0.0)
+        num_steps += STEP_SECONDS in phases
+        whole += phases.pop(STEP_SECONDS, in_phases)
+        for phase, seconds in phases.items():
+            calls[phase] = calls.get(phase, 0) + 1
+            totals[phase] = totals.get(phase, 0.0) + seconds
+
+    table = Table(title="Where the time went", title_justify="left")
+    table.add_column("phase")
+    for column in ("calls", "total s", "mean s", "share"):
+        table.add_column(column, justify="right")
+    for phase, seconds in sorted(totals.items(), key=lambda item: -item[1]):
+        _add_phase_row(table, phase, calls[phase], seconds, whole)
+    if num_steps:
+        _add_phase_row(table, "outside the phases", num_steps, whole - sum(totals.values()), whole)
+        table.add_section()
+        table.add_row("whole run", "", f"{whole:.2f}", "", "100.0%")
+    return table
+
+
+def _add_phase_row(table: Table, phase: str, calls: int, seconds: float, whole: float) -> None:
+    share = f"{seconds / whole:.1%}" if whole > 0 else ""
+    table.add_row(phase, str(calls), f"{seconds:.2f}", f"{seconds / calls:.3f}", share)
+
+
+def _values_line(values: Sequence[tuple[str, str]]) -> Text:
+    return Text("   ").join(Text.assemble((f"{label} ", "dim"), (value, "bold")) for label, value in values)
+
+
+def _phases_line(phases: Mapping[str, float], total: float) -> Text:
+    parts = [f"{name} {seconds:.2f}" for name, seconds in phases.items()]
+    return Text(f"{total:.2f} s a step: {', '.join(parts)}" if parts else "", style="dim")

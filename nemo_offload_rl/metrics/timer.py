@@ -1,0 +1,35 @@
+"""Wall-clock seconds of the named phases of a step."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+
+class Timer:
+    """Adds up the seconds spent in each phase since the last reset.
+
+    A phase entered more than once is summed. Phases may nest; the outer one's seconds then contain the inner one's, so
+    that phases which are to add up to a whole must not be nested in each other.
+    """
+
+    def __init__(self) -> None:
+        self._seconds: dict[str, float] = {}
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Counts the time inside the `with` block towards `name`, also where the block raises."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self._seconds[name] = self._seconds.get(name, 0.0) + time.perf_counter() - start
+
+    def seconds(self) -> dict[str, float]:
+        """Returns phase -> seconds, in the order in which the phases first ended."""
+        return dict(self._seconds)
+
+    def reset(self) -> None:
+        """Forgets every phase."""
+        self._seconds.clear()

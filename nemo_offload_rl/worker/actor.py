@@ -1,0 +1,94 @@
+"""The Ray actor around one rank of a policy worker.
+
+Nothing here imports torch: the environment of the process is complete before the worker's module brings it in.
+"""
+
+import importlib
+import os
+import socket
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import ray
+
+
+class WorkerActor:
+    """Builds a worker in its own process and runs its methods by name."""
+
+    def __init__(self) -> None:
+        self._worker: Any = None
+
+    def pid(self) -> int:
+        """The process id."""
+        return os.getpid()
+
+    def rendezvous(self, port_range: tuple[int, int] | None) -> tuple[str, int]:
+        """This node's address and a port of it that is free now."""
+        address = ray.util.get_node_ip_address()
+        return address, free_port(address, port_range)
+
+    def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:
+        """Import and construct the worker.
+
+        Args:
+            worker_cls: "package.module:Class".
+            rendezvous: Address and port where the ranks meet.
+            arguments: Further keyword arguments of the worker.
+
+        Returns:
+            The worker's `parallel_ranks()`.
+        """
+        address, port = rendezvous
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = address, str(port)
+        module, _, name = worker_cls.partition(":")
+        worker_class = getattr(importlib.import_module(module), name)
+        self._worker = worker_class(**arguments, master_addr=address, master_port=port)
+        return self._worker.parallel_ranks()
+
+    def call(self, verb: str, arguments: Sequence[Any], shard: Any, *, wants_result: bool) -> Any:
+        """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch."""
+        arguments = arguments if shard is None else (shard, *arguments)
+        result = getattr(self._worker, verb)(*arguments)
+        return result if wants_result else None
+
+
+def free_port(address: str, port_range: tuple[int, int] | None) -> int:
+    """A TCP port of this machine's `address` that nothing is bound to.
+
+    Args:
+        address: An address of this machine.
+        port_range: First and last candidate; None lets the system choose.
+
+    Raises:
+        ValueError: If every port of the range is in use.
+    """
+    candidates = range(0, 1) if port_range is None else range(port_range[0], port_range[1] + 1)
+    for port in candidates:
+        with socket.socket(socket.AF_INET, socket.SOCK_STREAM) as listener:
+            try:
+                listener.bind((address, port))
+            except OSError:
+                continue
+            return int(listener.getsockname()[1])
+    raise ValueError(
+        f"No port of {address} from {candidates.start} to {candidates.stop - 1} is free; widen "
+        "cluster.master_port_range_low and cluster.master_port_range_high, or leave them out."
+    )
+
+
+def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
+    """Environment variables of one rank, which must stand before torch and Transformer Engine are imported.
+
+    Args:
+        megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
+        rank: This rank.
+        world_size: Number of ranks.
+        threads: CPU threads of the rank.
+    """
+    environment = {"NVTE_CPU_OFFLOAD_V1": "1", "OMP_NUM_THREADS": str(threads)}
+    if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
+        # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    environment |= {name: str(value) for name, value in (megatron_cfg.get("env_vars") or {}).items()}
+    # Ray shows an actor its own GPU alone, so that this is device 0 on every rank.
+    return environment | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}

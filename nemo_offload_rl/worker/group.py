@@ -1,0 +1,324 @@
+"""The driver's handle on a policy: one worker a rank, all data global."""
+
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+import ray
+import torch
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
+from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.worker.actor import WorkerActor, worker_environment
+from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
+
+logger = logging.getLogger(__name__)
+
+MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.worker:MegatronPolicyWorker"
+
+# After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
+FAILURE_GRACE_S = 5.0
+_SHUTDOWN_TIMEOUT_S = 20.0
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message has its traceback.
+
+    Attributes:
+        rank: The rank that failed first; one whose process died counts as first.
+        verb: What it was doing.
+        cause: What was raised there, or Ray's error where the process died.
+    """
+
+    def __init__(self, rank: int, verb: str, cause: BaseException, detail: str) -> None:
+        super().__init__(f"Rank {rank} failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
+        self.rank = rank
+        self.verb = verb
+        self.cause = cause
+
+
+@dataclass
+class _Ready:
+    """What is known once every rank is built."""
+
+    parallel_ranks: list[dict[str, int]]
+    pids: list[int]
+
+    @property
+    def dp_size(self) -> int:
+        return self.parallel_ranks[0]["dp_size"]
+
+    @property
+    def reporting_ranks(self) -> list[int]:
+        """The lowest rank of each data-parallel rank, in data-parallel order: the ones whose results are taken."""
+        lowest: dict[int, int] = {}
+        for rank, coordinates in enumerate(self.parallel_ranks):
+            lowest.setdefault(coordinates["dp_rank"], rank)
+        return [lowest[dp_rank] for dp_rank in range(self.dp_size)]
+
+
+class PolicyWorkerGroup:
+    """Starts the ranks of a policy and speaks to all of them at once; a context manager that ends them."""
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        cluster: Cluster,
+        *,
+        seed: int,
+        init_reference_model: bool,
+        init_optimizer: bool = True,
+        worker_cls: str = MEGATRON_POLICY_WORKER,
+    ) -> None:
+        """Start to build every rank and return at once; `wait_until_ready`, or the first verb, waits for them.
+
+        Args:
+            config: The recipe's `policy`.
+            cluster: Where the ranks run; one rank a bundle.
+            seed: Of random weights and of dropout.
+            init_reference_model: Whether the weights of the start are kept as the reference policy.
+            init_optimizer: Whether the policy will be trained.
+            worker_cls: "package.module:Class" of the worker, imported in the ranks' processes alone.
+
+        Raises:
+            ValueError: If the world size does not fit the recipe's parallel sizes; nothing was started.
+        """
+        require_parallel_sizes_fit(config["megatron_cfg"], cluster.world_size)
+        actor_class = ray.remote(WorkerActor)
+        self._actors = [
+            actor_class.options(
+                **cluster.actor_options(rank, WORKER_SHARE),
+                runtime_env={
+                    "env_vars": worker_environment(
+                        config["megatron_cfg"],
+                        rank=rank,
+                        world_size=cluster.world_size,
+                        threads=cluster.threads_per_rank,
+                    )
+                },
+            ).remote()
+            for rank in range(cluster.world_size)
+        ]
+        self._ready: _Ready | None = None
+        self._failure: WorkerError | None = None
+        arguments = {
+            "config": config,
+            "world_size": cluster.world_size,
+            "local_rank": 0,
+            "seed": seed,
+            "init_reference_model": init_reference_model,
+            "init_optimizer": init_optimizer,
+        }
+        self._pid_refs = [actor.pid.remote() for actor in self._actors]
+        rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range)
+        self._build_refs = [
+            actor.build.remote(worker_cls, rendezvous, arguments | {"rank": rank})
+            for rank, actor in enumerate(self._actors)
+        ]
+
+    # ---- verbs
+
+    def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
+        """Train on a global batch, one optimizer step for every `gbs` samples.
+
+        Returns:
+            Rank 0's report: loss, grad_norm, lr, num_steps, num_skipped, num_microbatches, tokens, metrics.
+
+        Raises:
+            ValueError: If the sizes do not divide; nothing was sent.
+            WorkerError: If a rank failed.
+        """
+        shards = shard_for_training(data, gbs=gbs, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        return self._run("train", [loss_fn, gbs, mbs], shards)[0]
+
+    def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
+        """Loss and metrics of a global batch of any size, forward only: {"loss":, "metrics": {}}.
+
+        Raises:
+            ValueError: If the batch is empty or has no `sample_mask`, which filling rows need.
+        """
+        if "sample_mask" not in data:
+            raise ValueError(f"evaluate needs the column sample_mask, found {', '.join(data) or 'none'}; add it.")
+        shards = shard_for_inference(data, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        return self._run("evaluate", [loss_fn, shards.mbs], shards.shards)[0]
+
+    def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """Log-probs of a global batch of any size under the policy: {"logprobs": float32 [B, S]}."""
+        return self._infer("get_logprobs", data, mbs)
+
+    def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S]}."""
+        return self._infer("get_reference_policy_logprobs", data, mbs)
+
+    def prepare_for_training(self) -> None:
+        """Have on the GPU what training needs."""
+        self._run("prepare_for_training")
+
+    def prepare_for_lp_inference(self) -> None:
+        """Have on the GPU what log-prob passes need."""
+        self._run("prepare_for_lp_inference")
+
+    def offload_before_refit(self) -> None:
+        """Leave on the GPU only what a refit needs."""
+        self._run("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        """Leave the GPU to generation."""
+        self._run("offload_after_refit")
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Hugging Face name -> (shape, dtype) of every weight that a refit sends."""
+        return self._run("prepare_refit_info")[0]
+
+    def send_weights(self, transport: RefitTransport) -> RefitReport:
+        """Export the weights on all ranks and send them from rank 0."""
+        return self._run("send_weights", [transport])[0]
+
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Write a checkpoint, each rank its part."""
+        self._run("save_checkpoint", [folder, save_optimizer])
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read a checkpoint, each rank its part."""
+        self._run("load_checkpoint", [folder])
+
+    def export_hf(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder."""
+        self._run("export_hf", [folder])
+
+    def memory_stats(self) -> dict[str, float]:
+        """Memory in GiB; of each quantity the largest value of any rank."""
+        every_rank = self._run("memory_stats", from_all_ranks=True)
+        return {name: max(stats[name] for stats in every_rank) for name in every_rank[0]}
+
+    # ---- life
+
+    def wait_until_ready(self) -> _Ready:
+        """Wait until every rank is built.
+
+        Raises:
+            WorkerError: If a rank could not be built; all ranks have been ended.
+        """
+        self._raise_if_failed()
+        if self._ready is None:
+            parallel_ranks = self._collect("its construction", self._build_refs)
+            self._ready = _Ready(parallel_ranks, ray.get(self._pid_refs))
+        return self._ready
+
+    def shutdown(self) -> None:
+        """End every rank and wait until its process is gone; what a rank raises meanwhile is logged."""
+        if not self._actors:
+            return
+        if self._ready is not None:
+            refs = [actor.call.remote("shutdown", [], None, wants_result=False) for actor in self._actors]
+            done, late = ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_TIMEOUT_S)
+            for ref in done:
+                try:
+                    ray.get(ref)
+                except RayError as error:
+                    logger.warning("A rank failed to shut down: %s", error)
+            if late:
+                logger.warning("%d ranks did not shut down within %.0f s and are killed.", len(late), _SHUTDOWN_TIMEOUT_S)
+        self._kill()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self.shutdown()
+
+    # ---- how
+
+    def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
+        shards = shard_for_inference(data, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        return shards.gather(self._run(verb, [shards.mbs], shards.shards))
+
+    def _run(
+        self,
+        verb: str,
+        arguments: Sequence[Any] = (),
+        shards: Sequence[BatchedData] | None = None,
+        *,
+        from_all_ranks: bool = False,
+    ) -> list[Any]:
+        """Run a verb on all ranks; ranks of one data-parallel rank get the same shard.
+
+        Returns:
+            The results in data-parallel order, or of all ranks.
+        """
+        ready = self.wait_until_ready()
+        shared = ray.put(list(arguments))
+        shard_refs = None if shards is None else [ray.put(shard) for shard in shards]
+        reporting = list(range(len(self._actors))) if from_all_ranks else ready.reporting_ranks
+        refs = [
+            actor.call.remote(
+                verb,
+                shared,
+                None if shard_refs is None else shard_refs[ready.parallel_ranks[rank]["dp_rank"]],
+                wants_result=rank in reporting,
+            )
+            for rank, actor in enumerate(self._actors)
+        ]
+        results = self._collect(verb, refs)
+        return [results[rank] for rank in reporting]
+
+    def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
+        """The results of all ranks; on a failure, ends the group and raises."""
+        rank_of = {ref: rank for rank, ref in enumerate(refs)}
+        pending = list(refs)
+        results: dict[int, Any] = {}
+        failures: dict[int, RayError] = {}
+        deadline = float("inf")
+        while pending and time.monotonic() < deadline:
+            timeout = None if not failures else deadline - time.monotonic()
+            done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+            for ref in done:
+                try:
+                    results[rank_of[ref]] = ray.get(ref)
+                except RayError as error:
+                    failures[rank_of[ref]] = error
+                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+        if failures:
+            self._failure = _worker_error(verb, failures)
+            self._kill()
+            raise self._failure
+        return [results[rank] for rank in range(len(refs))]
+
+    def _raise_if_failed(self) -> None:
+        if self._failure is not None:
+            raise self._failure
+        if not self._actors:
+            raise RuntimeError("This policy's workers have been shut down.")
+
+    def _kill(self) -> None:
+        pids = self._ready.pids if self._ready is not None else []
+        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
+        for actor in self._actors:
+            ray.kill(actor)
+        self._actors = []
+        psutil.wait_procs(processes, timeout=_SHUTDOWN_TIMEOUT_S)
+
+
+def _worker_error(verb: str, failures: Mapping[int, RayError]) -> WorkerError:
+    """The error of the rank whose process died, or else of the rank that failed first, with a line for each other."""
+    died = [rank for rank, error in failures.items() if isinstance(error, (ActorDiedError, ActorUnavailableError))]
+    first = died[0] if died else next(iter(failures))
+    error = failures[first]
+    cause = error.cause if isinstance(error, RayTaskError) else error
+    detail = [str(error)] if isinstance(error, RayTaskError) else []
+    detail += [
+        f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"
+        for rank, other in failures.items()
+        if rank != first
+    ]
+    return WorkerError(first, verb, cause, "\n".join(detail))

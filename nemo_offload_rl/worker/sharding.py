@@ -1,0 +1,115 @@
+"""Dealing a global batch out to data-parallel ranks, and putting their results back in order."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+
+
+@dataclass(frozen=True)
+class InferenceShards:
+    """A batch of any size as one shard a data-parallel rank, each of the same number of equal micro-batches.
+
+    Attributes:
+        shards: One a rank; rows that only fill up have `sample_mask` 0 where the batch has one.
+        num_rows: How many leading rows of each shard are the batch's own.
+        mbs: Samples of a micro-batch, which divides every shard.
+    """
+
+    shards: list[BatchedData]
+    num_rows: list[int]
+    mbs: int
+
+    def gather(self, results: Sequence[BatchedData]) -> BatchedData:
+        """Results of the ranks, in their order, as one batch in the order of the rows that were dealt out."""
+        own = [result.slice(0, rows) for result, rows in zip(results, self.num_rows, strict=True) if rows]
+        return BatchedData.concat(own)
+
+
+def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -> list[BatchedData]:
+    """Deal out every chunk of `gbs` rows contiguously: rank r takes rows [r x gbs/dp, (r + 1) x gbs/dp) of each.
+
+    Args:
+        data: The global batch.
+        gbs: Samples of one optimizer step, over all ranks.
+        mbs: Samples of one micro-batch on one rank.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        ValueError: If the sizes do not divide.
+    """
+    if gbs < 1 or mbs < 1:
+        raise ValueError(f"Training takes batches of at least 1 sample, found a global batch of {gbs}, micro-batches of {mbs}.")
+    if data.size == 0 or data.size % gbs:
+        raise ValueError(
+            f"Training got {data.size} samples, which is not a multiple of policy.train_global_batch_size {gbs}; "
+            "change the one or the other."
+        )
+    if gbs % (mbs * dp_size):
+        raise ValueError(
+            f"policy.train_global_batch_size {gbs} is not a multiple of policy.train_micro_batch_size {mbs} x the "
+            f"data-parallel size {dp_size}; change the one or the other."
+        )
+    rows_per_rank = gbs // dp_size
+    return [
+        BatchedData.concat(
+            [
+                data.slice(start, start + rows_per_rank)
+                for start in range(rank * rows_per_rank, data.size, gbs)
+            ]
+        )
+        for rank in range(dp_size)
+    ]
+
+
+def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> InferenceShards:
+    """Deal out any number of rows contiguously, filled up with copies of the first row so that all ranks do alike.
+
+    Args:
+        data: The global batch.
+        mbs: The most samples of one micro-batch on one rank.
+        dp_size: Number of data-parallel ranks.
+
+    Raises:
+        ValueError: If the batch is empty or `mbs` is below 1.
+    """
+    if data.size == 0:
+        raise ValueError("A forward pass got a batch without samples; it needs at least 1.")
+    if mbs < 1:
+        raise ValueError(f"A micro-batch has at least 1 sample, found {mbs}.")
+    rows_per_rank = -(-data.size // dp_size)
+    num_microbatches = -(-rows_per_rank // mbs)
+    mbs = -(-rows_per_rank // num_microbatches)
+    shards, num_rows = [], []
+    for rank in range(dp_size):
+        own = range(min(rank * rows_per_rank, data.size), min((rank + 1) * rows_per_rank, data.size))
+        num_fill = num_microbatches * mbs - len(own)
+        shard = data.select([*own, *([0] * num_fill)]) if num_fill else data.slice(own.start, own.stop)
+        if num_fill and "sample_mask" in shard:
+            shard["sample_mask"] = torch.cat([shard["sample_mask"][: len(own)], torch.zeros(num_fill)])
+        shards.append(shard)
+        num_rows.append(len(own))
+    return InferenceShards(shards, num_rows, mbs)
+
+
+def require_parallel_sizes_fit(megatron_cfg: Mapping[str, Any], world_size: int) -> None:
+    """Check that the ranks can be divided into the recipe's model-parallel groups.
+
+    Raises:
+        ValueError: If they cannot.
+    """
+    for names in (
+        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
+        ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
+    ):
+        sizes = [megatron_cfg[name] for name in names]
+        ranks_needed = sizes[0] * sizes[1] * sizes[2]
+        if world_size % ranks_needed:
+            listed = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
+            raise ValueError(
+                f"The world size {world_size} (cluster.num_nodes x cluster.gpus_per_node) is not a multiple of "
+                f"{ranks_needed} ({listed} in policy.megatron_cfg); change the one or the other."
+            )

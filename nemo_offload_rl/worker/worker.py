@@ -1,0 +1,379 @@
+"""One rank of a Megatron policy: a plain class; worker/actor.py puts it on Ray."""
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from nemo_offload_rl import mcore  # noqa: F401  (prepares torch and megatron-core; must come before them)
+from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.mcore import checkpoint, export, parallel, step
+from nemo_offload_rl.mcore.build import build
+from nemo_offload_rl.mcore.microbatches import (
+    MicroBatch,
+    pack_bins,
+    packed_microbatches,
+    padded_length,
+    padded_microbatches,
+    with_length,
+)
+from nemo_offload_rl.mcore.model_config import packs, parallel_sizes
+from nemo_offload_rl.mcore.reference import ReferenceWeights
+from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.offload.model_buffers import GradBuffers, ParamBuffers, Stays
+from nemo_offload_rl.offload.residency import Movable, Residency
+from nemo_offload_rl.offload.types import DEFAULT_TABLE, Phase, Target
+from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
+
+logger = logging.getLogger(__name__)
+
+GIB = 2**30
+
+
+class TooManySkippedStepsError(RuntimeError):
+    """More steps had a loss or gradient that is not finite than the recipe allows."""
+
+
+class MegatronPolicyWorker:
+    """Trains one rank's part of a policy and computes its log-probs.
+
+    Every method but the queries is collective: all ranks call it in the same order.
+
+    Args:
+        config: the recipe's policy section, validated.
+        rank: this process's rank.
+        world_size: number of ranks.
+        local_rank: index of this process's GPU as the process sees it.
+        master_addr: host of rank 0.
+        master_port: a free port there.
+        seed: seed of random weights and of the model-parallel random states.
+        init_reference_model: keep the weights of the start for `get_reference_policy_logprobs`.
+        init_optimizer: False for a policy that is only evaluated or exported.
+
+    Raises:
+        ValueError: what the recipe asks for cannot be; the message names the key.
+    """
+
+    def __init__(
+        self,
+        config: PolicyConfig,
+        *,
+        rank: int,
+        world_size: int,
+        local_rank: int,
+        master_addr: str,
+        master_port: int,
+        seed: int,
+        init_reference_model: bool,
+        init_optimizer: bool = True,
+    ) -> None:
+        self._config = config
+        self._rank = rank
+        self._sizes = parallel_sizes(config["megatron_cfg"])
+        if not torch.cuda.is_available():
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
+        self.device = parallel.initialize(
+            self._sizes,
+            rank=rank,
+            world_size=world_size,
+            local_rank=local_rank,
+            master_addr=master_addr,
+            master_port=master_port,
+            seed=seed,
+            te_rng_tracker=config["megatron_cfg"]["cuda_graph_impl"] != "none",
+        )
+        self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+        self._reference = (
+            ReferenceWeights(parameter for _, parameter in self._state.parameters()) if init_reference_model else None
+        )
+        self.residency = self._make_residency()
+        self._temperature = self._sampling_temperature()
+        self._num_skipped = 0
+        self._enable_param_gather(False)
+
+    def _make_residency(self) -> Residency:
+        targets: dict[Target, Movable]
+        if self.device.type == "cuda":
+            targets = {Target.PARAMS: ParamBuffers(self._state.model), Target.GRADS: GradBuffers(self._state.model)}
+        else:
+            logger.info("rank %d has no GPU: params and grads stay in host memory in every phase", self._rank)
+            targets = {Target.PARAMS: Stays(), Target.GRADS: Stays()}
+        return Residency(targets, DEFAULT_TABLE)
+
+    def _sampling_temperature(self) -> float:
+        """What logits are divided by: the temperature of sampling, so that log-probs speak of what was sampled.
+
+        A greedy sampler (0) reports log-probs at temperature 1.
+        """
+        generation = self._config.get("generation")
+        return (generation["temperature"] or 1.0) if generation is not None else 1.0
+
+    def _enable_param_gather(self, on: bool) -> None:
+        """With overlap_param_gather, let forward passes gather parameters; off completes the gather.
+
+        It is on only while `train` runs, so that everybody else sees complete parameters.
+        """
+        for chunk in self._state.model:
+            if chunk.ddp_config.overlap_param_gather:
+                if on:
+                    chunk.enable_forward_pre_hook()
+                elif chunk.remove_forward_pre_hook_handles:
+                    chunk.disable_forward_pre_hook(param_sync=True)
+
+    def parallel_ranks(self) -> dict[str, int]:
+        """This rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
+        mpu = parallel.mpu
+        return {
+            "dp_rank": mpu.get_data_parallel_rank(),
+            "dp_size": mpu.get_data_parallel_world_size(),
+            "tp_rank": mpu.get_tensor_model_parallel_rank(),
+            "tp_size": mpu.get_tensor_model_parallel_world_size(),
+            "pp_rank": mpu.get_pipeline_model_parallel_rank(),
+            "pp_size": mpu.get_pipeline_model_parallel_world_size(),
+        }
+
+    # --- batches ---------------------------------------------------------------------------------------------------------
+
+    def _common(self, value: int) -> int:
+        """The largest of the data-parallel ranks' values: they pad, and count micro-batches, alike."""
+        held = torch.tensor([value], device=self.device)
+        torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
+        return int(held.item())
+
+    def _microbatches(
+        self, data: BatchedData, mbs: int, row_tokens: int | None
+    ) -> tuple[list[MicroBatch], list[list[int]] | None]:
+        """Micro-batches of this rank's rows, and for packed ones the rows in each."""
+        divisible_by = self._config["make_sequence_length_divisible_by"]
+        longest = int(data["input_lengths"].max())
+        length = padded_length(self._common(longest), divisible_by, self._config["max_total_sequence_length"])
+        data = with_length(data, length)
+        if row_tokens is None:
+            return padded_microbatches(data, mbs), None
+        lengths = [padded_length(n, divisible_by, length) for n in data["input_lengths"].tolist()]
+        bins = pack_bins(lengths, row_tokens)
+        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)))
+        packing = self._config["sequence_packing"]
+        batches = packed_microbatches(
+            data, bins, divisible_by=divisible_by, row_divisible_by=packing["sequence_length_round"]
+        )
+        return batches, bins
+
+    def _row_tokens(self, key: str) -> int | None:
+        return self._config["sequence_packing"][key] if packs(self._config) else None  # type: ignore[literal-required]
+
+    # --- training --------------------------------------------------------------------------------------------------------
+
+    def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
+        """Train on this data-parallel rank's rows, one optimizer step for each global batch of `gbs` rows.
+
+        Args:
+            data: the training batch's fields (see data/batch.py); a multiple of gbs / dp rows.
+            loss_fn: the loss contract's function.
+            gbs: rows of a global batch, over all data-parallel ranks.
+            mbs: rows of a micro-batch (padded batches).
+
+        Returns:
+            loss, grad_norm, lr, num_steps, num_skipped, num_microbatches, tokens, and metrics by name: means over the
+            optimizer steps, equal on every rank.
+
+        Raises:
+            ValueError: the rows are no multiple of gbs / dp, or a sequence is too long.
+            TooManySkippedStepsError: more than policy.max_skipped_steps steps of this run were not finite.
+        """
+        self.prepare_for_training()
+        local = gbs // parallel.mpu.get_data_parallel_world_size()
+        if data.size == 0 or data.size % local:
+            raise ValueError(
+                f"train got {data.size} rows on a rank, no multiple of its {local} rows of a global batch."
+            )
+        results, num_microbatches, tokens = [], 0, 0.0
+        self._enable_param_gather(True)
+        try:
+            for chunk in data.chunks(local):
+                counts = step.global_counts(chunk, self.device)
+                batches, _ = self._microbatches(chunk, mbs, self._row_tokens("train_mb_tokens"))
+                result = step.train_step(
+                    self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+                )
+                self._count_skipped(result)
+                results.append(result)
+                num_microbatches += len(batches)
+                tokens += float(chunk["input_lengths"].sum())
+                if self._config["megatron_cfg"]["empty_unused_memory_level"] >= 1:
+                    torch.cuda.empty_cache()
+        finally:
+            self._enable_param_gather(False)
+        done = [result for result in results if not result.skipped]
+        names = results[-1].metrics
+        return {
+            "loss": _mean(result.loss for result in done or results),
+            "grad_norm": _mean(result.grad_norm for result in done or results),
+            "lr": self._learning_rate(),
+            "num_steps": len(done),
+            "num_skipped": len(results) - len(done),
+            "num_microbatches": num_microbatches,
+            "tokens": int(tokens),
+            "metrics": {name: _mean(result.metrics[name] for result in done or results) for name in names},
+        }
+
+    def _count_skipped(self, result: step.StepResult) -> None:
+        if not result.skipped:
+            return
+        self._num_skipped += 1
+        limit = self._config["max_skipped_steps"] if "max_skipped_steps" in self._config else 0
+        logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self._num_skipped)
+        if self._num_skipped > limit:
+            raise TooManySkippedStepsError(
+                f"The loss ({result.loss}) or a gradient was not finite in {self._num_skipped} steps of this run, more than "
+                f"policy.max_skipped_steps {limit}; lower the learning rate or look at the data of the last steps."
+            )
+
+    def _learning_rate(self) -> float:
+        assert self._state.optimizer is not None
+        return float(max(group["lr"] for group in self._state.optimizer.param_groups))
+
+    def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
+        """Loss and metrics over this data-parallel rank's rows, forward only; equal on every rank."""
+        self.prepare_for_lp_inference()
+        counts = step.global_counts(data, self.device)
+        batches, _ = self._microbatches(data, mbs, self._row_tokens("train_mb_tokens"))
+        with self._eval_mode():
+            result = step.evaluate(
+                self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+            )
+        return {"loss": result.loss, "metrics": result.metrics}
+
+    # --- log-probs -------------------------------------------------------------------------------------------------------
+
+    def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
+        self.prepare_for_lp_inference()
+        return BatchedData(logprobs=self._logprobs(data, mbs))
+
+    def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
+
+        Raises:
+            ValueError: the worker was built without reference weights.
+        """
+        if self._reference is None:
+            raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
+        self.prepare_for_lp_inference()
+        with self._reference.swapped_in():
+            return BatchedData(reference_logprobs=self._logprobs(data, mbs))
+
+    def _logprobs(self, data: BatchedData, mbs: int) -> torch.Tensor:
+        batches, bins = self._microbatches(data, mbs, self._row_tokens("logprob_mb_tokens"))
+        with self._eval_mode():
+            outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
+        rows = range(data.size) if bins is None else [row for items in bins for row in items]
+        out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
+        values = [value for output in outputs for value in output]  # padded batches may end in filler rows
+        for row, value in zip(rows, values, strict=False):
+            width = min(out.shape[1], value.shape[0])
+            out[row, :width] = value[:width]
+        return out
+
+    def _eval_mode(self) -> "_EvalMode":
+        return _EvalMode(self._state.model)
+
+    # --- phases ----------------------------------------------------------------------------------------------------------
+
+    def prepare_for_training(self) -> None:
+        """Everything that training needs is on the GPU."""
+        self.residency.enter(Phase.TRAIN)
+
+    def prepare_for_lp_inference(self) -> None:
+        """What log-prob passes need is on the GPU; gradients are given back."""
+        self.residency.enter(Phase.LOGPROB)
+
+    def offload_before_refit(self) -> None:
+        """Make room for the export of weights."""
+        self.residency.enter(Phase.REFIT)
+
+    def offload_after_refit(self) -> None:
+        """Leave the GPU to generation."""
+        self.residency.enter(Phase.GENERATE)
+
+    # --- weights out -----------------------------------------------------------------------------------------------------
+
+    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+        yield from self._state.bridge.export_hf_weights(self._state.model, show_progress=False)
+
+    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of every weight that a refit sends, by Hugging Face name; collective."""
+        self.offload_before_refit()
+        return {name: (tuple(weight.shape), weight.dtype) for name, weight in self._export()}
+
+    def send_weights(self, transport: RefitTransport) -> RefitReport | None:
+        """Export the weights in Hugging Face names and send them; rank 0 sends and returns the report.
+
+        Args:
+            transport: pushes buckets of at most policy.refit_buffer_size_gb to the receivers.
+        """
+        self.offload_before_refit()
+        gib = self._config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in self._config else 1.0
+        buckets = bucketize(self._export(), int(gib * GIB))
+        if self._rank == 0:
+            return transport.send(buckets)
+        for _ in buckets:  # the export is collective
+            pass
+        return None
+
+    def export_hf(self, folder: str) -> None:
+        """Write the policy as a Hugging Face folder (safetensors shards, config); collective."""
+        self.offload_before_refit()
+        export.write_hf_folder(self._export(), self._state.bridge, Path(folder), write=self._rank == 0)
+
+    # --- checkpoints -----------------------------------------------------------------------------------------------------
+
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Write the training state into `folder`, which must hold nothing yet; collective."""
+        self.prepare_for_training()
+        checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer)
+
+    def load_checkpoint(self, folder: str) -> None:
+        """Read what `save_checkpoint` wrote; collective.
+
+        Raises:
+            ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
+        """
+        self.prepare_for_training()
+        checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
+
+    # --- the rest --------------------------------------------------------------------------------------------------------
+
+    def memory_stats(self) -> dict[str, float]:
+        """Host and GPU memory of this process, in bytes by name."""
+        return memory_stats()
+
+    def shutdown(self) -> None:
+        """Leave the process groups; the worker is of no use afterwards."""
+        parallel.destroy()
+
+
+class _EvalMode:
+    """Puts the chunks in eval mode and puts back what was."""
+
+    def __init__(self, chunks: list[torch.nn.Module]) -> None:
+        self._chunks = chunks
+        self._were = [chunk.training for chunk in chunks]
+
+    def __enter__(self) -> None:
+        for chunk in self._chunks:
+            chunk.eval()
+
+    def __exit__(self, *_: object) -> None:
+        for chunk, was in zip(self._chunks, self._were, strict=True):
+            chunk.train(was)
+
+
+def _mean(values: Any) -> float:
+    held = list(values)
+    return sum(held) / len(held)

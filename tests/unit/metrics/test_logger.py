@@ -1,0 +1,100 @@
+import json
+import sys
+
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from nemo_offload_rl.metrics.logger import RunLogger, read_metrics
+
+
+def test_metrics_of_a_step_are_one_object_on_disk_at_once(tmp_path):
+    logger = RunLogger(tmp_path / "run", tensorboard=False)
+    logger.log(0, {"validation/accuracy": 0.25})
+    logger.log(1, {"train/reward": 0.5, "train/num_tokens": 12})
+    logger.log(1, {"timing/train/generation": 1.5, "train/reward": 0.75})
+    lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()  # before close
+    assert [json.loads(line) for line in lines] == [
+        {"step": 0, "validation/accuracy": 0.25},
+        {"step": 1, "train/reward": 0.75, "train/num_tokens": 12, "timing/train/generation": 1.5},
+    ]
+    logger.close()
+
+
+def test_non_finite_numbers_are_null(tmp_path):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(3, {"train/loss": float("nan"), "train/grad_norm": float("inf"), "train/lr": 1e-4})
+    logger.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [
+        {"step": 3, "train/loss": None, "train/grad_norm": None, "train/lr": 1e-4}
+    ]
+
+
+def test_a_new_run_starts_a_new_history(tmp_path):
+    for value in (1.0, 2.0):
+        logger = RunLogger(tmp_path, tensorboard=False)
+        logger.log(5, {"train/loss": value})
+        logger.close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == [{"step": 5, "train/loss": 2.0}]
+
+
+@pytest.mark.parametrize("resumed_step", [0, 2, 3, 9])
+def test_a_resumed_run_has_the_history_of_an_uninterrupted_one(tmp_path, resumed_step):
+    first = RunLogger(tmp_path, tensorboard=False)
+    for step in range(6):
+        first.log(step, {"train/loss": 10.0 + step})
+    first.close()
+    resumed = RunLogger(tmp_path, tensorboard=False, resumed_step=resumed_step)
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(min(resumed_step, 5) + 1))
+    for step in range(resumed_step + 1, 12):
+        resumed.log(step, {"train/loss": 20.0 + step})
+    resumed.close()
+    rows = read_metrics(tmp_path / "metrics.jsonl")
+    kept = min(resumed_step, 5)
+    assert [row["step"] for row in rows] == [*range(kept + 1), *range(resumed_step + 1, 12)]
+    assert [row["train/loss"] for row in rows[: kept + 1]] == [10.0 + step for step in range(kept + 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["metrics.jsonl"]
+
+
+def test_the_resumed_step_itself_can_be_added_to(tmp_path):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(1, {"train/loss": 1.0})
+    logger.log(2, {"train/loss": 2.0})
+    logger.close()
+    resumed = RunLogger(tmp_path, tensorboard=False, resumed_step=2)
+    resumed.log(2, {"validation/accuracy": 0.5})
+    resumed.close()
+    assert read_metrics(tmp_path / "metrics.jsonl")[1:] == [{"step": 2, "train/loss": 2.0, "validation/accuracy": 0.5}]
+
+
+def test_going_back_in_steps_is_a_bug(tmp_path):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(2, {"train/loss": 1.0})
+    with pytest.raises(AssertionError, match="step 1 after those of step 2"):
+        logger.log(1, {"train/loss": 1.0})
+    logger.close()
+
+
+def test_tensorboard_has_every_scalar_and_forgets_steps_after_a_resume(tmp_path):
+    first = RunLogger(tmp_path, tensorboard=True)
+    for step in range(1, 5):
+        first.log(step, {"train/reward": step / 10})
+    first.close()
+    resumed = RunLogger(tmp_path, tensorboard=True, resumed_step=2)
+    resumed.log(3, {"train/reward": 0.9})
+    resumed.close()
+    events = EventAccumulator(str(tmp_path / "tensorboard")).Reload().Scalars("train/reward")
+    assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.2), (3, 0.9)]
+
+
+def test_wandb_without_its_package_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, wherever the test runs
+    with pytest.raises(ValueError, match=r"logger.wandb_enabled.*make setup EXTRAS=wandb"):
+        RunLogger(tmp_path, tensorboard=False, wandb={"project": "p"})
+
+
+@pytest.mark.parametrize("line", ["{", "3", '{"train/loss": 1.0}'])
+def test_a_broken_history_names_its_line(tmp_path, line):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"step": 1}}\n{line}\n')
+    with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
+        read_metrics(path)

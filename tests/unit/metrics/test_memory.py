@@ -1,0 +1,29 @@
+import pytest
+import torch
+
+from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+
+
+def test_host_memory_grows_with_what_is_held():
+    before = memory_stats()["host_rss_gib"]
+    held = torch.ones(64 * 1024**2, dtype=torch.uint8)  # written to, so resident
+    assert memory_stats()["host_rss_gib"] - before > 0.05
+    assert held.sum() > 0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at a process without a GPU")
+def test_without_a_gpu_there_is_only_host_memory():
+    reset_gpu_peak()
+    assert list(memory_stats()) == ["host_rss_gib"]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_gpu_peak_starts_anew():
+    big = torch.ones(256 * 1024**2, dtype=torch.uint8, device="cuda")
+    assert memory_stats()["gpu_peak_allocated_gib"] >= 0.25
+    del big
+    reset_gpu_peak()
+    stats = memory_stats()
+    assert stats["gpu_peak_allocated_gib"] < 0.25
+    assert stats["gpu_peak_allocated_gib"] == pytest.approx(stats["gpu_allocated_gib"])

@@ -1,0 +1,57 @@
+"""What the documentation refers to is there: files, `make` targets, recipes, commands of the command line."""
+
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
+
+
+def make_targets() -> set[str]:
+    return set(re.findall(r"^([a-z]+):", (REPOSITORY / "Makefile").read_text(), flags=re.MULTILINE))
+
+
+def cli_source() -> str:
+    return (REPOSITORY / "nemo_offload_rl" / "cli.py").read_text()
+
+
+@EVERY_PAGE
+def test_links_and_pictures_lead_to_files(page):
+    targets = re.findall(r"\]\(([^)\s#]+)[^)]*\)", page.read_text())
+    missing = [link for link in targets if "://" not in link and not (page.parent / link).exists()]
+    assert missing == []
+
+
+@EVERY_PAGE
+def test_files_of_the_repository_that_are_named_exist(page):
+    named = re.findall(
+        r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", page.read_text()
+    )
+    templates = ("NAME", "my_", "YOUR")
+    missing = [
+        name for name in named if not any(t in name for t in templates) and not (REPOSITORY / name).exists()
+    ]  # fmt: skip
+    assert missing == []
+
+
+@EVERY_PAGE
+def test_make_targets_that_are_named_exist(page):
+    code = "\n".join(re.findall(r"`[^`]+`|^ {4}.*$|^make .*$", page.read_text(), flags=re.MULTILINE))
+    named = {target for line in re.findall(r"\bmake ((?:[a-z]+ ?)+)", code) for target in line.split()}
+    assert named <= make_targets()
+
+
+@EVERY_PAGE
+def test_commands_of_the_command_line_that_are_named_exist(page):
+    named = set(re.findall(r"^[` ]*(?:.*bin/)?nemo-offload-rl ([a-z]+)", page.read_text(), flags=re.MULTILINE))
+    named |= set(re.findall(r"`nemo-offload-rl ([a-z]+)", page.read_text()))
+    missing = [command for command in named if f'"{command}"' not in cli_source()]
+    assert missing == []
+
+
+def test_the_names_of_the_readme_are_checked_at_all():
+    assert REPOSITORY / "README.md" in PAGES
+    assert {"setup", "grpo", "sft", "test", "lint", "docs", "lock", "clean", "help"} == make_targets()

@@ -1,0 +1,186 @@
+"""Holds the import table: which part of the package may know which other part.
+
+The table goes one way, so that each part can be read, tested and used without those above it: the offload engine in any
+Megatron trainer, the configuration without torch, an algorithm without Megatron.
+"""
+
+import ast
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import pytest
+
+import nemo_offload_rl
+
+PACKAGE = "nemo_offload_rl"
+ROOT = Path(nemo_offload_rl.__file__).parent
+LEAVES = frozenset({"metrics", "placement.numa", "offload.types"})
+
+
+@dataclass(frozen=True)
+class Layer:
+    """What a part may import of ours beside itself, and what it may not import of others."""
+
+    may_import: frozenset[str] = field(default_factory=frozenset)
+    never: frozenset[str] = field(default_factory=frozenset)
+
+
+def layer(*may_import: str, never: str = "") -> Layer:
+    return Layer(frozenset(may_import), frozenset(never.split()))
+
+
+# A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
+LAYERS = {
+    "": layer(never="torch ray megatron transformers"),  # the package's own __init__
+    "metrics": layer(never="ray megatron transformer_engine transformers"),
+    "placement.numa": layer(never="torch ray megatron"),
+    "offload.types": layer(never="torch ray megatron"),
+    "config": layer(never="torch ray megatron transformer_engine transformers"),
+    "plan": layer("config", *LEAVES, never="torch ray megatron transformer_engine transformers"),
+    "offload": layer(*LEAVES, never="ray transformers"),
+    "placement": layer(*LEAVES, never="megatron transformers"),
+    "data": layer(*LEAVES, never="ray megatron transformer_engine"),
+    "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
+    "mcore": layer("offload", "data.batch", "data.loss_contract", *LEAVES, never="ray"),
+    "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
+    "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
+    "worker": layer(
+        "plan", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract", *LEAVES
+    ),
+    "algorithms": layer(
+        "worker.group", "generation", "refit", "data", "environments", "placement.cluster", "config", "metrics",
+        never="megatron transformer_engine",
+    ),
+    "cli": layer(
+        "config", "plan", "offload", "placement", "data", "environments", "mcore", "refit", "generation", "worker",
+        "algorithms", *LEAVES,
+    ),
+}  # fmt: skip
+
+
+def starts_with(module: str, prefix: str) -> bool:
+    return prefix == "" or module == prefix or module.startswith(f"{prefix}.")
+
+
+def layer_of(module: str) -> str:
+    """The name in the table that a module (without the package's name) belongs to."""
+    if module == "":
+        return ""
+    names = [name for name in LAYERS if name and starts_with(module, name)]
+    if not names:
+        raise LookupError(f"{PACKAGE}.{module} is in no layer: give it a row in LAYERS, with what it may import")
+    return max(names, key=len)
+
+
+def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
+    """Yields (line, full module name) of every import in a source, at whatever depth; relative ones are resolved."""
+    parts = [PACKAGE, *module.split(".")] if module else [PACKAGE]
+    package = parts if is_package else parts[:-1]
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            origin = ".".join([*base, *([node.module] if node.module else [])])
+            for alias in node.names:
+                name = f"{origin}.{alias.name}"
+                yield node.lineno, name if is_module(name) else origin
+
+
+def is_module(name: str) -> bool:
+    path = ROOT.parent.joinpath(*name.split("."))
+    return name.startswith(f"{PACKAGE}.") and (path.is_dir() or path.with_suffix(".py").is_file())
+
+
+def violations(source: str, module: str, is_package: bool = False) -> list[str]:
+    """Says, for each import that the table forbids, where it is, what it is and what is allowed."""
+    name = layer_of(module)
+    rule = LAYERS[name]
+    where = f"{PACKAGE}/{module.replace('.', '/')}" + ("/__init__.py" if is_package else ".py")
+    found = []
+    for line, imported in imports_of(source, module, is_package):
+        if imported == PACKAGE or starts_with(imported, PACKAGE):
+            ours = imported.removeprefix(PACKAGE).removeprefix(".")
+            if ours and not starts_with(ours, name) and not any(starts_with(ours, other) for other in rule.may_import):
+                allowed = ", ".join(sorted(rule.may_import)) or "nothing"
+                found.append(f"{where}:{line} imports {imported}; beside itself `{name}` may import: {allowed}")
+        elif imported.split(".")[0] in rule.never:
+            found.append(
+                f"{where}:{line} imports {imported}; `{name}` imports none of: {', '.join(sorted(rule.never))}"
+            )
+    return found
+
+
+def modules() -> list[tuple[str, Path]]:
+    paths = sorted(ROOT.rglob("*.py"))
+    names = [".".join(path.relative_to(ROOT).with_suffix("").parts) for path in paths]
+    return [(name.removesuffix("__init__").removesuffix("."), path) for name, path in zip(names, paths, strict=True)]
+
+
+def test_every_module_keeps_to_its_layer():
+    found = [
+        violation
+        for module, path in modules()
+        for violation in violations(path.read_text(), module, path.name == "__init__.py")
+    ]
+    assert not found, "imports against the table in this file:\n  " + "\n  ".join(found)
+
+
+def test_the_table_has_no_cycle():
+    done: set[str] = set()
+    while todo := [name for name in LAYERS if name not in done]:
+        ready = [name for name in todo if {layer_of(other) for other in LAYERS[name].may_import} <= done | {name}]
+        assert ready, f"layers that import each other: {todo}"
+        done.update(ready)
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("algorithms.grpo", "from nemo_offload_rl.mcore.build import build_model"),
+        ("algorithms.grpo", "def train():\n    from ..mcore import build"),
+        ("algorithms.grpo", "import nemo_offload_rl.offload.residency"),
+        ("algorithms.grpo", "from nemo_offload_rl.worker.worker import MegatronPolicyWorker"),
+        ("generation.interface", "from nemo_offload_rl import algorithms"),
+        ("metrics.report", "from nemo_offload_rl.config import load"),
+        ("offload.types", "if TYPE_CHECKING:\n    import torch.nn"),
+        ("offload.residency", "from nemo_offload_rl.mcore.build import build_model"),
+        ("config.validate", "from torch import nn"),
+        ("plan.planner", "import ray"),
+    ],
+)
+def test_a_forbidden_import_is_found(module, source):
+    assert len(violations(source, module)) == 1
+
+
+@pytest.mark.parametrize(
+    ("module", "source"),
+    [
+        ("algorithms.grpo", "from nemo_offload_rl.worker.group import PolicyWorkerGroup\nimport torch"),
+        ("algorithms.grpo", "from .advantages import group_relative"),
+        ("config.validate", "from . import recipe\nimport yaml"),
+        (
+            "offload.residency",
+            "import torch\nfrom .types import Phase\nfrom nemo_offload_rl.placement.numa import bind",
+        ),
+        ("worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
+    ],
+)
+def test_an_allowed_import_is_let_through(module, source):
+    assert violations(source, module) == []
+
+
+def test_a_module_without_a_layer_is_an_error():
+    with pytest.raises(LookupError, match="give it a row"):
+        layer_of("brand_new.module")
+
+
+@pytest.mark.parametrize("module", ["nemo_offload_rl.config", "nemo_offload_rl.cli"])
+def test_importing_the_configuration_loads_neither_torch_nor_ray(module):
+    check = f"import sys, {module}; print(sorted({{'torch', 'ray', 'megatron', 'transformers'}} & set(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"
