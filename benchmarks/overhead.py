@@ -1,4 +1,4 @@
-"""What the framework adds to a GRPO step: the tiny recipe's step beside the same passes in plain torch and transformers.
+"""What the framework adds to a GRPO step: the tiny recipe's step beside its passes in plain torch and Transformers.
 
     python benchmarks/overhead.py [--steps 20] [--rounds 3] [--output docs/results/overhead-cpu.json] [key=value ...]
 
@@ -27,7 +27,6 @@ from rich.table import Table
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
-from nemo_offload_rl.config.cpu import adapt_to_cpu
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.timer import Timer
@@ -55,7 +54,7 @@ def main() -> None:
     recipe: Any = config.load(arguments.config, ["~warm_start", *arguments.overrides]).config
     if torch.cuda.is_available():
         raise SystemExit("This benchmark compares CPU runs; hide the GPUs: CUDA_VISIBLE_DEVICES= python ...")
-    recipe, notes = adapt_to_cpu(recipe)
+    recipe, notes = config.adapt_to_cpu(recipe)
     console = Console()
     for note in notes:
         console.print(note)

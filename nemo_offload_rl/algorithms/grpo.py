@@ -37,8 +37,6 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
 
-VALIDATION_METRICS = ("accuracy", "reward", "mean_gen_tokens_per_sample")
-
 
 @dataclass(frozen=True)
 class BatchSizes:
@@ -219,7 +217,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         top_p=generation_config["val_top_p"],
         top_k=generation_config["val_top_k"],
     )
-    schedule = make_schedule("grpo", section, config["checkpointing"], validation, VALIDATION_METRICS)
+    schedule = make_schedule(section, config["checkpointing"])
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation
@@ -232,7 +230,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         generation = make_generation(fitted_policy, cluster)
         verify = bool(fitted_policy.get("verify_refit"))
         transport = ObjectStoreTransport(generation.receivers, verify=verify)
-        rollout = RolloutMaker(generation, prompts, tokenizer, reward, fitted_policy["max_total_sequence_length"])
+        rollout = RolloutMaker(generation, prompts, tokenizer, reward)
         return GRPO(
             policy=policy,
             generation=generation,

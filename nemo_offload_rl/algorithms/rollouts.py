@@ -71,14 +71,12 @@ class RolloutMaker:
         prompt_format: turns problems into prompts.
         tokenizer: turns answers into text.
         reward: from the answer's text and the known answer to a number.
-        max_total_tokens: limit on prompt and answer together.
     """
 
     generation: GenerationInterface
     prompt_format: PromptFormat
     tokenizer: PreTrainedTokenizerFast
     reward: Reward
-    max_total_tokens: int
 
     def __call__(
         self,
@@ -94,7 +92,7 @@ class RolloutMaker:
         Args:
             problems: P of them.
             num_generations: N.
-            sampling: how; its limit on new tokens is lowered where a prompt leaves less room.
+            sampling: how.
             step: of the run; with the sample's id and the prompt it settles what is sampled.
             timer: gets the phases ``generation`` and ``rewards``.
             first_sample_id: id of each prompt's first sample; the others follow it.
@@ -102,27 +100,17 @@ class RolloutMaker:
         prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
         prompt_ids = [prompt.prompt_ids for prompt in prompts]
         sample_ids = list(range(first_sample_id, first_sample_id + num_generations)) * len(problems)
-        room = [self.max_total_tokens - len(ids) for ids in prompt_ids]
-        sampling = replace(sampling, max_new_tokens=max(1, min(sampling.max_new_tokens, max(room))))
         with timer.phase("generation"):
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
-        response_ids = [ids[:limit] for ids, limit in zip(output.output_ids, room, strict=True)]
         with timer.phase("rewards"):
-            texts = self.tokenizer.batch_decode(response_ids, skip_special_tokens=True)
+            texts = self.tokenizer.batch_decode(output.output_ids, skip_special_tokens=True)
             answers = [problem.answer for problem in problems for _ in range(num_generations)]
             rewards = torch.tensor([self.reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
-        batch = response_batch(prompt_ids, response_ids, self.tokenizer.pad_token_id)
+        batch = response_batch(prompt_ids, output.output_ids, self.tokenizer.pad_token_id)
         batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
-        batch["generation_logprobs"] = response_logprobs(
-            batch, [values[:limit] for values, limit in zip(output.logprobs, room, strict=True)]
-        )
+        batch["generation_logprobs"] = response_logprobs(batch, output.logprobs)
         return Rollouts(
             batch=batch,
             rewards=rewards.view(len(problems), num_generations),
-            truncated=torch.tensor(
-                [
-                    reason == "length" or len(ids) > limit
-                    for reason, ids, limit in zip(output.finish_reasons, output.output_ids, room, strict=True)
-                ]
-            ),
+            truncated=torch.tensor([reason == "length" for reason in output.finish_reasons]),
         )

@@ -8,18 +8,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 from nemo_offload_rl.algorithms.metric_names import logged_name
 from nemo_offload_rl.algorithms.step_end import Algorithm, Schedule, StopTarget
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.data import DataConfig, Dataset
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
-from nemo_offload_rl.config.schema.policy import PolicyConfig, TokenizerConfig
+from nemo_offload_rl.config.schema.policy import TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic
 from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
-from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Problem, ProblemSet
 from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
@@ -36,12 +35,13 @@ class Preparation:
     """A run that is ready to start.
 
     Attributes:
-        build: starts the processes and returns the algorithm; takes the policy section as the machine can run it.
+        build: starts the processes and returns the algorithm; takes the recipe's policy section, in the form in which
+            this machine can run it.
         schedule: when what is due.
         tokenizer: kept with every checkpoint.
     """
 
-    build: Callable[[PolicyConfig, Cluster], Algorithm]
+    build: Callable[[Any, Cluster], Algorithm]
     schedule: Schedule
     tokenizer: PreTrainedTokenizerFast
 
@@ -104,29 +104,9 @@ def make_prompt_format(
     )
 
 
-def make_schedule(
-    name: str,
-    section: GRPOConfig | SFTConfig,
-    checkpointing: CheckpointingConfig,
-    validation: Sequence[Problem],
-    validation_metrics: Sequence[str],
-) -> Schedule:
-    """When a run validates, saves and ends.
-
-    Args:
-        name: of the section, for messages.
-        section: of the algorithm.
-        checkpointing: the section of that name.
-        validation: the validation data.
-        validation_metrics: names of what the algorithm's validation measures.
-
-    Raises:
-        DataError: a metric is asked for that is not measured.
-    """
-    measured = [f"val:{metric}" for metric in validation_metrics] if validation else []
-    ranked_by = checkpointing["metric_name"] if checkpointing["enabled"] else None
-    if ranked_by is not None and ranked_by.startswith("val:"):
-        _require_measured("checkpointing.metric_name", ranked_by, measured)
+def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig) -> Schedule:
+    """When a run validates, saves and ends, by its recipe."""
+    metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
     return Schedule(
         max_num_steps=section["max_num_steps"],
         max_num_epochs=section["max_num_epochs"],
@@ -134,27 +114,8 @@ def make_schedule(
         val_at_start=section["val_at_start"],
         val_at_end=section["val_at_end"],
         save_period=checkpointing["save_period"],
-        target=_stop_target(name, section, measured),
+        target=None if metric is None or threshold is None else StopTarget(logged_name(metric), threshold),
     )
-
-
-def _stop_target(name: str, section: GRPOConfig | SFTConfig, measured: Sequence[str]) -> StopTarget | None:
-    metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
-    if metric is None and threshold is None:
-        return None
-    if metric is None or threshold is None:
-        raise DataError(
-            f"{name}.stop_at_validation_metric ({metric}) and {name}.stop_at_validation_threshold ({threshold}) go "
-            "together: give both, or null for both."
-        )
-    _require_measured(f"{name}.stop_at_validation_metric", metric, measured)
-    return StopTarget(logged_name(metric), threshold)
-
-
-def _require_measured(key: str, metric: str, measured: Sequence[str]) -> None:
-    if metric not in measured:
-        known = f"it is one of {', '.join(measured)}" if measured else "nothing is, as data.validation is null"
-        raise DataError(f"{key}: {metric!r} is not measured by validation; {known}.")
 
 
 def fields_from(cls: type, *sections: Mapping[str, Any]) -> dict[str, Any]:

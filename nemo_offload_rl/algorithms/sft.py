@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config.schema.policy import PolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
 
-VALIDATION_METRICS = ("val_loss", "answer_probability")
-
 
 @dataclass(frozen=True)
 class Validation:
@@ -155,7 +153,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
         add_generation_prompt=data["add_generation_prompt"],
     )
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
-    schedule = make_schedule("sft", section, config["checkpointing"], validation, VALIDATION_METRICS)
+    schedule = make_schedule(section, config["checkpointing"])
 
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> SFT:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup

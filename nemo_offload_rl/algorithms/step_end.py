@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
@@ -114,6 +114,7 @@ class Run:
         schedule: when what is due.
         state: where it starts; kept up to date.
         checkpoints: where to save.
+        write_checkpoint: fills a checkpoint's folder.
         outputs: everything that stores or shows metrics.
         interrupt: asks for an end after the current step.
     """
@@ -124,25 +125,20 @@ class Run:
         schedule: Schedule,
         state: TrainingState,
         checkpoints: Checkpoints,
+        write_checkpoint: Callable[[Path], None],
         outputs: Outputs,
         interrupt: Interrupt,
     ) -> None:
         self._algorithm = algorithm
         self._schedule = schedule
         self._checkpoints = checkpoints
+        self._write_checkpoint = write_checkpoint
         self._outputs = outputs
         self._interrupt = interrupt
         self._timer = Timer()
         self._saved_step = state.step
         self._metrics: dict[str, float] = {}
         self.state = state
-
-    def resume(self, checkpoint: Path) -> None:
-        """Continues from a checkpoint."""
-        self.state = TrainingState.read(checkpoint)
-        self._saved_step = self.state.step
-        self._algorithm.position = self.state.position
-        self._algorithm.load(checkpoint)
 
     def train(self) -> StopReason:
         """Steps until there is a reason to stop. Whatever the reason, the last step is saved."""
@@ -206,5 +202,5 @@ class Run:
 
     def _save(self) -> None:
         with self._timer.phase("checkpointing"):
-            self._checkpoints.save(self.state, self._metrics, self._algorithm.save)
+            self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
         self._saved_step = self.state.step

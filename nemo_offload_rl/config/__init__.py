@@ -1,0 +1,18 @@
+"""Recipes: reading, checking and adapting them. Imports neither torch nor ray."""
+
+from nemo_offload_rl.config.cpu import adapt_to_cpu
+from nemo_offload_rl.config.problems import Origin, Problem, RecipeError
+from nemo_offload_rl.config.recipe import Recipe, load_recipe
+from nemo_offload_rl.config.validate import ValidatedRecipe, load, validate
+
+__all__ = [
+    "Origin",
+    "Problem",
+    "Recipe",
+    "RecipeError",
+    "ValidatedRecipe",
+    "adapt_to_cpu",
+    "load",
+    "load_recipe",
+    "validate",
+]

@@ -104,7 +104,9 @@ def _megatron_root() -> Path:
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / _ENUMS).is_file():
             return Path(folder)
-    raise ValueError("megatron-core is not installed in this environment, so Megatron's keys cannot be checked; run make setup")
+    raise ValueError(
+        "megatron-core is not installed in this environment, so Megatron's keys cannot be checked; run make setup"
+    )
 
 
 @cache
@@ -208,7 +210,7 @@ def _words(annotation: ast.expr) -> list[str]:
         return [show_choices(_literals(arguments))]
     if kind in ("union", "optional"):
         words = [word for argument in arguments for word in _words(argument)]
-        return words + ["null"] if kind == "optional" and words else words
+        return [*words, "null"] if kind == "optional" and words else words
     if kind in ("list", "tuple"):
         inner = [word for argument in arguments if not _is_ellipsis(argument) for word in _words(argument)]
         items = dict.fromkeys(_PLURALS[word] if word in _PLURALS else word for word in inner)

@@ -98,7 +98,9 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "hybrid_context_parallel": Owned(OFF, _CP),
         "max_seqlen_per_dp_cp_rank": Owned((None,), _CP),
         "cp_comm_type": Owned((None,), _CP),
-        "tp_comm_overlap": Owned(OFF, "needs user buffers of Transformer Engine, which are not set up here; leave it off"),
+        "tp_comm_overlap": Owned(
+            OFF, "needs user buffers of Transformer Engine, which are not set up here; leave it off"
+        ),
         **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), Owned((1,), _NOT_HERE)),
         **dict.fromkeys(
             ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
@@ -128,7 +130,9 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
         "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
         "optimizer_cuda_graph": Owned(OFF, _GRAPHS),
-        "overlap_param_gather": Owned((), "is set in policy.megatron_cfg.distributed_data_parallel_config; delete it here"),
+        "overlap_param_gather": Owned(
+            (), "is set in policy.megatron_cfg.distributed_data_parallel_config; delete it here"
+        ),
     },
     "policy.megatron_cfg.distributed_data_parallel_config": {
         "use_distributed_optimizer": Owned((), "is set in policy.megatron_cfg.optimizer; delete it here"),

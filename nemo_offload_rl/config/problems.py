@@ -37,14 +37,20 @@ class RecipeError(ValueError):
     """A recipe that cannot be used; `str()` is what the user reads.
 
     Attributes:
-        problems: every mistake that was found, in the order of the recipe.
+        problems: every mistake that was found, in the order of the files.
     """
 
     def __init__(self, recipe: str, problems: Sequence[Problem]) -> None:
         self.recipe = recipe
-        self.problems = tuple(problems)
+        self.problems = tuple(sorted(problems, key=_place))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"recipe {recipe}: {count}", *(f"  {problem}" for problem in problems)]))
+        super().__init__("\n".join([f"recipe {recipe}: {count}", *(f"  {problem}" for problem in self.problems)]))
+
+
+def _place(problem: Problem) -> tuple[str, int]:
+    """Overrides first, then file by file from top to bottom."""
+    origin = problem.origin or Origin()
+    return (origin.file or "", origin.line or 0)
 
 
 def show(value: Any) -> str:

@@ -85,7 +85,9 @@ def _is_known_key(path: str) -> bool:
     return is_valid_key(path)
 
 
-def _inherit(path: Path, chain: tuple[Path, ...], problems: list[Problem], named_at: Origin | None = None) -> Node | None:
+def _inherit(
+    path: Path, chain: tuple[Path, ...], problems: list[Problem], named_at: Origin | None = None
+) -> Node | None:
     """The file merged over what its `defaults` name; None where any of them cannot be read."""
     if not path.is_file():
         kind = "is a folder, not a recipe" if path.is_dir() else "there is no such file"
@@ -151,7 +153,11 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
         try:
             _put(plain, path, _value_at(tree, path))
         except OmegaConfBaseException as error:
-            message = "must be given a value; it is ???" if text == "???" else f"{text!r} cannot be resolved: {_reason(error)}"
+            message = (
+                "must be given a value; it is ???"
+                if text == "???"
+                else f"{text!r} cannot be resolved: {_reason(error)}"
+            )
             problems.append(Problem(path, origins[path], message))
     return plain, written, problems
 

@@ -1,7 +1,8 @@
 """NeMo-RL's keys that belong to features this package lacks.
 
-Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns something
-on, and never silently ignored. The three tables below are the whole of it; whoever adds a feature takes its rows out.
+Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns
+something on, and never silently ignored. The three tables below are the whole of it; whoever adds a feature takes its
+rows out.
 """
 
 import copy
@@ -10,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.owned_fields import same
-from nemo_offload_rl.config.problems import nearest, show, show_choices
+from nemo_offload_rl.config.problems import nearest, show
 
 
 @dataclass(frozen=True)
@@ -79,7 +80,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
     OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
-    OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by log-prob error"),
+    OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
     OffOnly("grpo.val_num_generations_per_prompt", (1, None), "several validation answers to a prompt"),
     OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
     OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
@@ -87,18 +88,22 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("logger.monitor_gpus", _FALSE, "sampling GPU utilisation"),
     OffOnly("logger.num_val_samples_to_print", (0, None), "printing validation samples"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
-    OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood of correct answers"),
+    OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood loss of correct answers"),
     OffOnly("loss_fn.truncated_importance_sampling_ratio", _NULL, "truncated importance sampling"),
     OffOnly("loss_fn.truncated_importance_sampling_ratio_min", _NULL, "truncated importance sampling"),
     OffOnly("loss_fn.truncated_importance_sampling_type", _NULL, "truncated importance sampling"),
     OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
-    OffOnly("loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"),
+    OffOnly(
+        "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
+    ),
     OffOnly("policy.generation.colocated.enabled", (True,), "generation on GPUs of its own"),
     OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
     OffOnly("policy.generation.stop_strings", _NULL, "stop strings", "use stop_token_ids"),
     OffOnly("policy.logprob_chunk_size", _NULL, "chunked log-probs", "lower logprob_batch_size"),
-    OffOnly("policy.megatron_cfg.defer_fp32_logits", _FALSE, "logits that stay in bfloat16"),
-    OffOnly("policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"),
+    OffOnly("policy.megatron_cfg.defer_fp32_logits", _FALSE, "keeping logits in bfloat16"),
+    OffOnly(
+        "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
+    ),
     OffOnly("policy.megatron_cfg.use_fused_linear_logprobs", _FALSE, "fused linear log-probs"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
     OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
@@ -163,7 +168,11 @@ SWITCHED_OFF: tuple[SwitchedOff, ...] = (
         ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty", "stop_properly_penalty_coef"),
     ),
     SwitchedOff(
-        "policy.draft", "enabled", _FALSE, "draft models", ("aux_layer_indices", "loss_weight", "model_name", "num_layers")
+        "policy.draft",
+        "enabled",
+        _FALSE,
+        "draft models",
+        ("aux_layer_indices", "loss_weight", "model_name", "num_layers"),
     ),
     SwitchedOff(
         "policy.dtensor_cfg",
@@ -206,8 +215,12 @@ _NIXL = "tunes the NIXL transport, which is not in use"
 _DTENSOR_ONLY = "is read by the DTensor policy alone; Megatron's is policy.megatron_cfg.{0}"
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
-    WithoutEffect("checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True),
-    WithoutEffect("data.default.processor", "prompts are built from prompt_file, system_prompt_file and the chat template"),
+    WithoutEffect(
+        "checkpointing.model_save_format", "is for the DTensor policy; Megatron's checkpoints have one format", True
+    ),
+    WithoutEffect(
+        "data.default.processor", "prompts are built from prompt_file, system_prompt_file and the chat template"
+    ),
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
     WithoutEffect("env.*.num_workers", "rewards are computed in the driver", True),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
@@ -220,15 +233,24 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.generation.mcore_generation_config", _MCORE_GENERATION, True),
     WithoutEffect("policy.generation.port_range_high", "the transformers backend opens no port", True),
     WithoutEffect("policy.generation.port_range_low", "the transformers backend opens no port", True),
-    WithoutEffect("policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True),
+    WithoutEffect(
+        "policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True
+    ),
     WithoutEffect("policy.generation.refit_cfg", _NIXL, True),
     WithoutEffect("policy.generation.vllm_cfg", _VLLM, True),
     WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True),
-    WithoutEffect("policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True),
-    WithoutEffect("policy.megatron_cfg.fused_linear_logprobs_chunk_size", "tunes use_fused_linear_logprobs, which is off", True),
+    WithoutEffect(
+        "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
+    ),
+    WithoutEffect(
+        "policy.megatron_cfg.fused_linear_logprobs_chunk_size", "tunes use_fused_linear_logprobs, which is off", True
+    ),
     WithoutEffect("policy.optimizer", _DTENSOR_ONLY.format("optimizer")),
     WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),
 )
+
+# Sections that hold nothing but keys of OFF_ONLY and WITHOUT_EFFECT.
+UPSTREAM_SECTIONS = ("reward_penalties", "policy.generation.colocated")
 
 # Values that NeMo-RL has for keys of ours, and this package has not.
 OTHER_VALUES: dict[str, str] = {
@@ -240,7 +262,12 @@ OTHER_VALUES: dict[str, str] = {
     "data.train.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
     "data.validation.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
 }
-OTHER_ALGORITHMS: dict[str, str] = {"dpo": "DPO", "rm": "reward-model training", "distillation": "distillation", "ppo": "PPO"}
+OTHER_ALGORITHMS: dict[str, str] = {
+    "dpo": "DPO",
+    "rm": "reward-model training",
+    "distillation": "distillation",
+    "ppo": "PPO",
+}
 
 
 @dataclass(frozen=True)
@@ -273,7 +300,9 @@ def screen(config: dict[str, Any]) -> Screened:
             if not plain.silent and value not in (None, {}, []):
                 screened.notes.append(f"{path} has no effect: {plain.reason}")
             _remove(screened.config, path)
-    _drop_emptied(screened.config, config)
+    for path in UPSTREAM_SECTIONS:
+        if _matches(screened.config, path) == [(path, {})]:
+            _remove(screened.config, path)
     return screened
 
 
@@ -284,7 +313,7 @@ def upstream_paths() -> tuple[str, ...]:
 
 
 def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
-    return f"{feature}: not supported here; found {show(value)}, {remedy.format(off=show_choices(off))}"
+    return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
 
 
 def _screen_feature(screened: Screened, feature: SwitchedOff) -> None:
@@ -333,12 +362,3 @@ def _remove(config: dict[str, Any], path: str) -> None:
     for section in sections:
         config = config[section]
     del config[name]
-
-
-def _drop_emptied(config: dict[str, Any], original: dict[str, Any]) -> None:
-    """Drop the sections that held nothing but keys of the tables."""
-    for name in list(config):
-        if isinstance(config[name], dict) and original[name]:
-            _drop_emptied(config[name], original[name])
-            if not config[name]:
-                del config[name]

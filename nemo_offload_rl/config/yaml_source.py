@@ -90,7 +90,9 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         root = loader.get_single_node()
         builder = _Builder(loader, name)
         if root is None:
-            return None, [Problem("", Origin(name), "is empty; a recipe is a mapping of sections such as policy and data")]
+            return None, [
+                Problem("", Origin(name), "is empty; a recipe is a mapping of sections such as policy and data")
+            ]
         if not isinstance(root, yaml.MappingNode):
             kind = "a list" if isinstance(root, yaml.SequenceNode) else "a single value"
             origin = Origin(name, root.start_mark.line + 1)
@@ -158,7 +160,9 @@ class _Builder:
     def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
         value = self.loader.construct_object(node, deep=True)
         if not isinstance(value, str | int | float | bool | None):
-            self.problems.append(Problem(path, origin, f"is a {type(value).__name__}; put it into quotes to make it text"))
+            self.problems.append(
+                Problem(path, origin, f"is a {type(value).__name__}; put it into quotes to make it text")
+            )
             return None
         return value
 

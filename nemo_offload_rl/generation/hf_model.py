@@ -11,20 +11,30 @@ from transformers.initialization import no_init_weights
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def build_model(model_name: str, hf_config: Mapping[str, Any] | None, precision: str) -> PreTrainedModel:
+def build_model(
+    model_name: str,
+    hf_config: Mapping[str, Any] | None,
+    precision: str,
+    hf_config_overrides: Mapping[str, Any] | None = None,
+) -> PreTrainedModel:
     """Build a model on the host without weights: their memory is there, what is in it is not defined.
 
     Args:
         model_name: Folder or hub name of the configuration; only a label where `hf_config` is given.
         hf_config: A Hugging Face configuration as a mapping, with its `model_type`; None takes `model_name`'s.
         precision: "float32", "bfloat16" or "float16".
+        hf_config_overrides: Fields of the configuration to set anew.
 
     Raises:
         ValueError: If the precision or the model type is unknown.
     """
     if precision not in _DTYPES:
         raise ValueError(f"policy.precision is {precision!r}; generation knows {', '.join(_DTYPES)}.")
-    config = AutoConfig.from_pretrained(model_name) if hf_config is None else AutoConfig.for_model(**hf_config)
+    overrides = dict(hf_config_overrides or {})
+    if hf_config is None:
+        config = AutoConfig.from_pretrained(model_name, **overrides)
+    else:
+        config = AutoConfig.for_model(**(dict(hf_config) | overrides))
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[precision], attn_implementation="sdpa")
     model.tie_weights()

@@ -84,12 +84,58 @@ class GenerationOutput:
     finish_reasons: list[str]
 
 
+class GenerationError(RuntimeError):
+    """The generation engine failed; the message has its traceback.
+
+    Attributes:
+        verb: What it was doing.
+        cause: What was raised there.
+    """
+
+    def __init__(self, verb: str, cause: BaseException, detail: str) -> None:
+        super().__init__(f"Generation failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
+        self.verb = verb
+        self.cause = cause
+
+
+class ActorPlacement(Protocol):
+    """Where an engine's actors run (`placement.cluster.Cluster` is one).
+
+    Attributes:
+        world_size: Number of policy ranks; each has a bundle of resources, shared with generation where colocated.
+        has_gpus: Whether each bundle has a GPU.
+        threads_per_rank: CPU threads of an actor while all ranks compute.
+        threads_per_node: CPU threads of an actor that computes alone on its node.
+    """
+
+    world_size: int
+    has_gpus: bool
+    threads_per_rank: int
+    threads_per_node: int
+
+    def actor_options(self, rank: int, share: float) -> dict[str, Any]:
+        """Options of a Ray actor that takes a share of a rank's bundle."""
+        ...
+
+    def stop(self, actors: Sequence[Any], process_refs: Sequence[Any]) -> None:
+        """Kill actors and wait until their processes, references to (node address, process id), are gone."""
+        ...
+
+
 class GenerationInterface(Protocol):
     """A generation engine, as the driver holds it."""
 
     @property
     def receivers(self) -> Sequence[Any]:
         """The handles that a weight transport sends to."""
+        ...
+
+    def wait_until_ready(self) -> None:
+        """Wait until the engine, which starts in the background, is built.
+
+        Raises:
+            GenerationError: If it could not be.
+        """
         ...
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:

@@ -1,8 +1,8 @@
 """Imports Megatron-Bridge's AutoBridge, with or without Transformer Engine.
 
 Without Transformer Engine `import megatron.bridge` fails in one module, `peft/lora_layers.py`, which names Transformer
-Engine's classes though nothing here uses LoRA. That module alone is shown a placeholder while it is being imported, so that
-every other probe for Transformer Engine still finds none.
+Engine's classes though nothing here uses LoRA. That module alone is shown a placeholder while it is being imported,
+so that every other probe for Transformer Engine still finds none.
 """
 
 import functools

@@ -30,7 +30,7 @@ class TrainingState:
     """The `AutoBridge` that converts names and weights between Hugging Face and Megatron."""
     config: Any
     """The model's config (a `GPTModelProvider`, which is a `TransformerConfig`)."""
-    model: list[torch.nn.Module]
+    model: list[Any]
     """The model chunks, one a virtual pipeline stage, each wrapped in DistributedDataParallel."""
     optimizer: MegatronOptimizer | None
     scheduler: OptimizerParamScheduler | None
@@ -118,8 +118,8 @@ def _one_or_all(functions: list[Any]) -> Any:
 def _ddp_stream() -> Iterator[None]:
     """Build DistributedDataParallel under a side stream.
 
-    AccumulateGrad nodes remember the stream that they were made on; made on the default stream they end a capture of the
-    backward pass with cudaErrorStreamCaptureInvalidated.
+    AccumulateGrad nodes remember the stream that they were made on; made on the default stream they end a capture of
+    the backward pass with cudaErrorStreamCaptureInvalidated.
     """
     if not torch.cuda.is_available():
         yield
@@ -142,7 +142,8 @@ def _freeze_router(chunks: list[Any]) -> list[Any]:
 def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[Any]:
     """Fill a model with weights that depend on the seed and the architecture alone, not on how ranks split it.
 
-    The Hugging Face model initialises itself on the CPU and its weights are converted, so that one rank and many start equal.
+    The Hugging Face model initialises itself on the CPU and its weights are converted, so that one rank and many
+    start equal.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from megatron.bridge.models.hf_pretrained.state import StateDict

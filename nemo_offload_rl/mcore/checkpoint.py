@@ -1,7 +1,7 @@
 """Saves and loads a rank's training state through megatron-core's dist_checkpointing.
 
-The optimizer is written as `dp_reshardable`: `fully_reshardable` comes back silently wrong in megatron-core 0.19.2 when DDP has
-several buckets. The caller gives a folder that nobody else uses and renames it when every rank is done.
+The optimizer is written as `dp_reshardable`: `fully_reshardable` comes back silently wrong in megatron-core 0.19.2
+when DDP has several buckets. The caller gives a folder that nobody else uses and renames it when every rank is done.
 """
 
 import dataclasses
@@ -51,7 +51,7 @@ def _sharded_rng(rng: dict[str, Any] | None) -> ShardedObject:
 
 
 def _torch_adams(state: TrainingState) -> Iterator[torch.optim.Optimizer]:
-    """The plain torch optimizers inside, which megatron-core uses where neither Transformer Engine nor Apex is installed."""
+    """The plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
     assert state.optimizer is not None
     for part in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
         if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
@@ -73,13 +73,14 @@ def _prime_torch_adams(state: TrainingState) -> None:
 def _restore_torch_steps(state: TrainingState) -> None:
     """Give every parameter its own step count again.
 
-    megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by all parameters (each would advance
-    it) and then copies the count from before the load over it.
+    The distributed optimizer of megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by all parameters (each would
+    advance it) and then copies the count from before the load over it.
     """
     for adam in _torch_adams(state):
         for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+            if "step" in group:  # written by the distributed optimizer only; the others restore the counts themselves
+                for parameter in group["params"]:
+                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
 
 def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
@@ -144,7 +145,8 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
     """Refuse a checkpoint that this layout cannot read.
 
     Raises:
-        ValueError: if it is no checkpoint; or, where the optimizer is wanted, if it has none or another TP, PP or EP size.
+        ValueError: if it is no checkpoint; or, where the optimizer is wanted, if it has none or another TP, PP or EP
+        size.
     """
     path = folder / LAYOUT_FILE
     if not path.is_file():
@@ -159,13 +161,13 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
     if wrong:
         listed = ", ".join(f"{key} parallel size {was} there and {now} here" for key, (was, now) in wrong.items())
         raise ValueError(
-            f"Checkpoint {folder} cannot be resumed: {listed}; its optimizer is sharded by that layout. Resume with the sizes "
-            "it was written with, or start a new run from an export (nemo-offload-rl export)."
+            f"Checkpoint {folder} cannot be resumed: {listed}; its optimizer is sharded by that layout. Resume with "
+            "the sizes it was written with, or start a new run from an export (nemo-offload-rl export)."
         )
     if not layout["with_optimizer"]:
         raise ValueError(
-            f"Checkpoint {folder} has no optimizer state (checkpointing.save_optimizer was false), so training cannot resume "
-            "from it; start a new run from an export (nemo-offload-rl export)."
+            f"Checkpoint {folder} has no optimizer state (checkpointing.save_optimizer was false), so training cannot "
+            "resume from it; start a new run from an export (nemo-offload-rl export)."
         )
 
 

@@ -18,8 +18,8 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-# Modules of megatron-core 0.19.2 that create tensors with a literal device="cuda". Their global name `torch` is replaced
-# by a view of torch whose factory functions create on the CPU instead.
+# Modules of megatron-core 0.19.2 that create tensors with a literal device="cuda". Their global name `torch` is
+# replaced by a view of torch whose factory functions create on the CPU instead.
 _MODULES_WITH_LITERAL_CUDA = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
@@ -105,7 +105,7 @@ _tensor_type = torch.Tensor.type
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """megatron's `maybe_move_tensor_to_cpu`, which turns only CUDA tensors into the numpy arrays that its caller wants."""
+    """Replaces `maybe_move_tensor_to_cpu`, which makes numpy arrays, as its caller wants, of CUDA tensors only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 
@@ -123,7 +123,8 @@ def _patch_torch() -> None:
     cuda.manual_seed = _manual_seed
     cuda.is_current_stream_capturing = lambda: False
     tensor: Any = torch.Tensor
-    tensor.cuda = torch.nn.Module.cuda = _itself
+    module: Any = torch.nn.Module
+    tensor.cuda = module.cuda = _itself
     tensor.type = _type
 
 

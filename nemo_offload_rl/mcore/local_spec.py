@@ -1,10 +1,10 @@
-"""The layer spec used where Transformer Engine is not: megatron-core's local modules, torch's attention, our RMSNorm."""
+"""The layer spec without Transformer Engine: megatron-core's local modules, torch's attention, our RMSNorm."""
 
 import math
 from typing import Any
 
 import torch
-import torch.nn.functional as F  # noqa: N812
+import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.module import MegatronModule
@@ -84,7 +84,8 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
-        self.weight.sequence_parallel = config.sequence_parallel
+        # Not `self.weight.sequence_parallel = ...`: Parameter declares no such attribute.
+        setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -13,9 +13,9 @@ CHUNK_TOKENS = 1024
 class _VocabParallelLogprob(torch.autograd.Function):
     """log softmax(logits / temperature)[target], the vocabulary split over the ranks of a group.
 
-    As in megatron-core's vocab-parallel cross entropy, three small all-reduces (max, sum of exponentials, target's logit)
-    stand for a gather of the logits. Saved for the backward pass are the logits themselves, in their own dtype, and one
-    float32 a token; the softmax is computed again in chunks.
+    As in megatron-core's vocab-parallel cross entropy, three small all-reduces (max, sum of exponentials, target's
+    logit) stand for a gather of the logits. Saved for the backward pass are the logits themselves, in their own
+    dtype, and one float32 a token; the softmax is computed again in chunks.
     """
 
     @staticmethod

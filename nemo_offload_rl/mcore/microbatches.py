@@ -41,7 +41,8 @@ def padded_length(longest: int, divisible_by: int, limit: int) -> int:
     """
     if longest > limit:
         raise ValueError(
-            f"A sequence has {longest} tokens, more than policy.max_total_sequence_length {limit}; raise it or drop the sample."
+            f"A sequence has {longest} tokens, more than policy.max_total_sequence_length {limit}; raise it or drop "
+            "the sample."
         )
     return round_up(longest, divisible_by)
 

@@ -70,8 +70,8 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             config = AutoConfig.from_pretrained(policy["model_name"])
         except OSError as error:
             raise ValueError(
-                f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a model "
-                f"that can be fetched from the hub; give a folder or set policy.hf_config for random weights. ({error})"
+                f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
+                f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"
             ) from error
     overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
     for key, value in overrides.items():
@@ -155,8 +155,8 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "deallocate_pipeline_outputs": True,
     }
     if cfg.get("virtual_pipeline_model_parallel_size") is not None:
-        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on swapped
-        # activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
+        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains
+        # on swapped activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
         overrides |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if provider.vocab_size % cfg["tensor_model_parallel_size"]:
         overrides |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
@@ -199,8 +199,8 @@ def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
     bf16 = policy["precision"] == "bfloat16"
     if section["bf16"] != bf16 or section["fp16"]:
         raise ValueError(
-            f"policy.megatron_cfg.optimizer has bf16 {section['bf16']} and fp16 {section['fp16']}, but policy.precision is "
-            f"{policy['precision']}; set bf16 to {str(bf16).lower()} and fp16 to false."
+            f"policy.megatron_cfg.optimizer has bf16 {section['bf16']} and fp16 {section['fp16']}, but "
+            f"policy.precision is {policy['precision']}; set bf16 to {str(bf16).lower()} and fp16 to false."
         )
     fields = {key: _dtype_or_same(value) if key.endswith("_dtype") else value for key, value in section.items()}
     return OptimizerConfig(**fields)

@@ -40,7 +40,8 @@ def install() -> None:
 def while_importing() -> Iterator[None]:
     """Keep an import from logging below warnings, and from configuring the root logger.
 
-    Importing Megatron-Bridge reports each optional import that fails with its traceback, and runs `logging.basicConfig`.
+    Importing Megatron-Bridge reports each optional import that fails with its traceback, and runs
+    `logging.basicConfig`.
     """
     root = logging.getLogger()
     handlers, level, disabled = root.handlers[:], root.level, root.manager.disable

@@ -172,8 +172,8 @@ def train_step(
     for chunk in state.model:
         chunk.zero_grad_buffer()
     state.optimizer.zero_grad()
-    # The schedule divides by the number of micro-batches and DDP by the number of data-parallel ranks, but our losses are
-    # shares that add up.
+    # The schedule divides by the number of micro-batches and DDP by the number of data-parallel ranks, but our
+    # losses are shares that add up.
     scale = len(batches) * mpu.get_data_parallel_world_size()
     sums: dict[str, Tensor] = {}
 

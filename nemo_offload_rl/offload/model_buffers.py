@@ -1,7 +1,7 @@
 """Params and grads as targets, by megatron-core's own buffer helpers.
 
-Both live in flat buffers of DistributedDataParallel; the helpers resize the buffers' storages, so that every view of them
-stays valid. Frozen parameters, and parameters outside DDP's buffers, stay where they are.
+Both live in flat buffers of DistributedDataParallel; the helpers resize the buffers' storages, so that every view of
+them stays valid. Frozen parameters, and parameters outside DDP's buffers, stay where they are.
 """
 
 import logging

@@ -1,15 +1,18 @@
 """The Ray cluster of a run, and which part of it each rank gets."""
 
+import contextlib
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 import ray
 import torch
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -60,8 +63,8 @@ class Cluster:
             log_to_driver: Whether what the ranks print appears in this process, too.
 
         Raises:
-            ValueError: If the cluster has fewer GPUs or nodes than asked for. Where Ray is not running yet, this machine's
-                GPUs are counted before anything starts.
+            ValueError: If the cluster has fewer GPUs or nodes than asked for. Where Ray is not running yet, this
+                machine's GPUs are counted before anything starts.
         """
         self.world_size = num_nodes * gpus_per_node
         self.ranks_per_node = gpus_per_node
@@ -77,7 +80,7 @@ class Cluster:
             _require_gpus(num_gpus, num_nodes, gpus_per_node, "the Ray cluster")
             self.has_gpus = num_gpus > 0
             self.threads_per_node = max(1, int(min(resources.get("CPU", 1) for resources in nodes)))
-            self.threads_per_rank = max(1, self.threads_per_node // gpus_per_node)
+            self.threads_per_rank = max(1, self.threads_per_node * len(nodes) // self.world_size)
             self._reserve(num_nodes)
         except BaseException:
             self.shutdown()
@@ -98,6 +101,26 @@ class Cluster:
                 self._groups[node], placement_group_bundle_index=bundle
             ),
         }
+
+    def stop(self, actors: Sequence[Any], process_refs: Sequence[Any]) -> None:
+        """Kill actors and wait until those of this node are gone.
+
+        Args:
+            actors: Handles; already dead ones do no harm.
+            process_refs: References to (node address, process id) of each, so far as they are known.
+        """
+        known, _ = ray.wait(list(process_refs), num_returns=len(process_refs), timeout=0)
+        processes = []
+        for ref in known:
+            with contextlib.suppress(RayError, psutil.NoSuchProcess):  # it never came up, or is gone already
+                address, pid = ray.get(ref)
+                if address == ray.util.get_node_ip_address():
+                    processes.append(psutil.Process(pid))
+        for actor in actors:
+            ray.kill(actor)
+        _, alive = psutil.wait_procs(processes, timeout=_EXIT_TIMEOUT_S)
+        for process in alive:
+            logger.warning("Process %d of an actor did not end within %d s.", process.pid, _EXIT_TIMEOUT_S)
 
     def shutdown(self) -> None:
         """Give the bundles back; end Ray, and wait for its processes, where this object started it."""
@@ -123,7 +146,7 @@ class Cluster:
     def _start_ray(self, num_nodes: int, gpus_per_node: int, log_to_driver: bool) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
-        logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.WARNING}
+        logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if "RAY_ADDRESS" in os.environ:
             ray.init(**logging_options)
             return
@@ -131,7 +154,9 @@ class Cluster:
         if num_gpus:
             _require_one_node(num_nodes)
         _require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine")
-        os.environ.setdefault("RAY_enable_worker_prestart", "0")  # idle workers cannot become actors with an environment
+        os.environ.setdefault(
+            "RAY_enable_worker_prestart", "0"
+        )  # idle workers cannot become actors with an environment
         before = set(psutil.Process().children())
         ray.init(
             address="local",
@@ -150,9 +175,10 @@ class Cluster:
             self._groups.append(group)
             if not group.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
                 raise ValueError(
-                    f"Node {node} of {num_nodes} found no place in {_PLACEMENT_TIMEOUT_S} s: no node of the Ray cluster has "
-                    f"{self.ranks_per_node} x {bundle} free (free in all: {ray.available_resources()}); stop what else "
-                    "runs there, or lower cluster.gpus_per_node or cluster.num_nodes."
+                    f"The Ray cluster has no room for node {node} of {num_nodes}: {self.ranks_per_node} x {bundle} on "
+                    f"one machine were not free within {_PLACEMENT_TIMEOUT_S} s, free in all are "
+                    f"{ray.available_resources()}; stop what else runs there, or lower cluster.gpus_per_node or "
+                    "cluster.num_nodes."
                 )
 
 
@@ -167,16 +193,17 @@ def _require_gpus(num_found: int, num_nodes: int, gpus_per_node: int, where: str
     """No GPU at all is fine: the ranks then run on the CPU."""
     if 0 < num_found < num_nodes * gpus_per_node:
         raise ValueError(
-            f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x cluster.gpus_per_node "
-            f"{gpus_per_node}), but {where} has {num_found}; lower them, or add machines and set RAY_ADDRESS."
+            f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x "
+            f"cluster.gpus_per_node {gpus_per_node}), but {where} has {num_found}; lower them, or join machines to a "
+            "Ray cluster and set RAY_ADDRESS."
         )
 
 
 def _require_one_node(num_nodes: int) -> None:
     if num_nodes > 1:
         raise ValueError(
-            f"The recipe asks for {num_nodes} nodes (cluster.num_nodes), but Ray would be started on this machine alone; "
-            "start a Ray cluster and set RAY_ADDRESS, or set cluster.num_nodes to 1."
+            f"The recipe asks for {num_nodes} nodes (cluster.num_nodes), but Ray would be started on this machine "
+            "alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.num_nodes to 1."
         )
 
 
@@ -187,7 +214,9 @@ def _object_store_options(has_gpus: bool) -> dict[str, Any]:
     free = shutil.disk_usage("/dev/shm").free
     if free < _MIN_SHARED_MEMORY_BYTES:
         folder = tempfile.gettempdir()
-        logger.warning("/dev/shm has only %d MiB free: Ray's object store goes to %s, which is slower.", free >> 20, folder)
+        logger.warning(
+            "/dev/shm has only %d MiB free: Ray's object store goes to %s, which is slower.", free >> 20, folder
+        )
         return {"object_store_memory": _OBJECT_STORE_BYTES_WITHOUT_GPU, "_plasma_directory": folder}
     return {"object_store_memory": min(_OBJECT_STORE_BYTES_WITHOUT_GPU, int(0.8 * free))}
 

@@ -18,9 +18,9 @@ class WorkerActor:
     def __init__(self) -> None:
         self._worker: Any = None
 
-    def pid(self) -> int:
-        """The process id."""
-        return os.getpid()
+    def process(self) -> tuple[str, int]:
+        """This node's address and the process id there."""
+        return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self, port_range: tuple[int, int] | None) -> tuple[str, int]:
         """This node's address and a port of it that is free now."""

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
-import psutil
 import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
@@ -45,12 +44,11 @@ class WorkerError(RuntimeError):
         self.cause = cause
 
 
-@dataclass
-class _Ready:
-    """What is known once every rank is built."""
+@dataclass(frozen=True)
+class _Layout:
+    """Which part each rank has, known once every rank is built."""
 
     parallel_ranks: list[dict[str, int]]
-    pids: list[int]
 
     @property
     def dp_size(self) -> int:
@@ -107,7 +105,8 @@ class PolicyWorkerGroup:
             ).remote()
             for rank in range(cluster.world_size)
         ]
-        self._ready: _Ready | None = None
+        self._cluster = cluster
+        self._layout: _Layout | None = None
         self._failure: WorkerError | None = None
         arguments = {
             "config": config,
@@ -117,7 +116,7 @@ class PolicyWorkerGroup:
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
         }
-        self._pid_refs = [actor.pid.remote() for actor in self._actors]
+        self._process_refs = [actor.process.remote() for actor in self._actors]
         rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range)
         self._build_refs = [
             actor.build.remote(worker_cls, rendezvous, arguments | {"rank": rank})
@@ -136,7 +135,7 @@ class PolicyWorkerGroup:
             ValueError: If the sizes do not divide; nothing was sent.
             WorkerError: If a rank failed.
         """
-        shards = shard_for_training(data, gbs=gbs, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        shards = shard_for_training(data, gbs=gbs, mbs=mbs, dp_size=self._built().dp_size)
         return self._run("train", [loss_fn, gbs, mbs], shards)[0]
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
@@ -147,7 +146,7 @@ class PolicyWorkerGroup:
         """
         if "sample_mask" not in data:
             raise ValueError(f"evaluate needs the column sample_mask, found {', '.join(data) or 'none'}; add it.")
-        shards = shard_for_inference(data, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
         return self._run("evaluate", [loss_fn, shards.mbs], shards.shards)[0]
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
@@ -201,23 +200,24 @@ class PolicyWorkerGroup:
 
     # ---- life
 
-    def wait_until_ready(self) -> _Ready:
+    def wait_until_ready(self) -> None:
         """Wait until every rank is built.
 
         Raises:
             WorkerError: If a rank could not be built; all ranks have been ended.
         """
-        self._raise_if_failed()
-        if self._ready is None:
-            parallel_ranks = self._collect("its construction", self._build_refs)
-            self._ready = _Ready(parallel_ranks, ray.get(self._pid_refs))
-        return self._ready
+        self._built()
+
+    @property
+    def parallel_ranks(self) -> list[dict[str, int]]:
+        """Each rank's `parallel_ranks()`."""
+        return self._built().parallel_ranks
 
     def shutdown(self) -> None:
         """End every rank and wait until its process is gone; what a rank raises meanwhile is logged."""
         if not self._actors:
             return
-        if self._ready is not None:
+        if self._layout is not None:
             refs = [actor.call.remote("shutdown", [], None, wants_result=False) for actor in self._actors]
             done, late = ray.wait(refs, num_returns=len(refs), timeout=_SHUTDOWN_TIMEOUT_S)
             for ref in done:
@@ -226,7 +226,7 @@ class PolicyWorkerGroup:
                 except RayError as error:
                     logger.warning("A rank failed to shut down: %s", error)
             if late:
-                logger.warning("%d ranks did not shut down within %.0f s and are killed.", len(late), _SHUTDOWN_TIMEOUT_S)
+                logger.warning("%d ranks still worked %.0f s later and are killed.", len(late), _SHUTDOWN_TIMEOUT_S)
         self._kill()
 
     def __enter__(self) -> Self:
@@ -240,7 +240,7 @@ class PolicyWorkerGroup:
     # ---- how
 
     def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
-        shards = shard_for_inference(data, mbs=mbs, dp_size=self.wait_until_ready().dp_size)
+        shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
         return shards.gather(self._run(verb, [shards.mbs], shards.shards))
 
     def _run(
@@ -256,15 +256,14 @@ class PolicyWorkerGroup:
         Returns:
             The results in data-parallel order, or of all ranks.
         """
-        ready = self.wait_until_ready()
-        shared = ray.put(list(arguments))
+        layout = self._built()
         shard_refs = None if shards is None else [ray.put(shard) for shard in shards]
-        reporting = list(range(len(self._actors))) if from_all_ranks else ready.reporting_ranks
+        reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
         refs = [
             actor.call.remote(
                 verb,
-                shared,
-                None if shard_refs is None else shard_refs[ready.parallel_ranks[rank]["dp_rank"]],
+                list(arguments),
+                None if shard_refs is None else shard_refs[layout.parallel_ranks[rank]["dp_rank"]],
                 wants_result=rank in reporting,
             )
             for rank, actor in enumerate(self._actors)
@@ -294,19 +293,18 @@ class PolicyWorkerGroup:
             raise self._failure
         return [results[rank] for rank in range(len(refs))]
 
-    def _raise_if_failed(self) -> None:
+    def _built(self) -> _Layout:
         if self._failure is not None:
             raise self._failure
         if not self._actors:
             raise RuntimeError("This policy's workers have been shut down.")
+        if self._layout is None:
+            self._layout = _Layout(self._collect("its construction", self._build_refs))
+        return self._layout
 
     def _kill(self) -> None:
-        pids = self._ready.pids if self._ready is not None else []
-        processes = [psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)]
-        for actor in self._actors:
-            ray.kill(actor)
-        self._actors = []
-        psutil.wait_procs(processes, timeout=_SHUTDOWN_TIMEOUT_S)
+        actors, self._actors = self._actors, []
+        self._cluster.stop(actors, self._process_refs)
 
 
 def _worker_error(verb: str, failures: Mapping[int, RayError]) -> WorkerError:

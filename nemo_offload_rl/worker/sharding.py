@@ -42,7 +42,9 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
         ValueError: If the sizes do not divide.
     """
     if gbs < 1 or mbs < 1:
-        raise ValueError(f"Training takes batches of at least 1 sample, found a global batch of {gbs}, micro-batches of {mbs}.")
+        raise ValueError(
+            f"Training takes batches of at least 1 sample, found a global batch of {gbs}, micro-batches of {mbs}."
+        )
     if data.size == 0 or data.size % gbs:
         raise ValueError(
             f"Training got {data.size} samples, which is not a multiple of policy.train_global_batch_size {gbs}; "
@@ -56,10 +58,7 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
     rows_per_rank = gbs // dp_size
     return [
         BatchedData.concat(
-            [
-                data.slice(start, start + rows_per_rank)
-                for start in range(rank * rows_per_rank, data.size, gbs)
-            ]
+            [data.slice(start, start + rows_per_rank) for start in range(rank * rows_per_rank, data.size, gbs)]
         )
         for rank in range(dp_size)
     ]

@@ -2,13 +2,12 @@
 
 import logging
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from nemo_offload_rl import mcore  # noqa: F401  (prepares torch and megatron-core; must come before them)
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
@@ -110,8 +109,8 @@ class MegatronPolicyWorker:
 
         A greedy sampler (0) reports log-probs at temperature 1.
         """
-        generation = self._config.get("generation")
-        return (generation["temperature"] or 1.0) if generation is not None else 1.0
+        policy: Mapping[str, Any] = self._config  # only some algorithms' policies have a generation section
+        return (policy["generation"]["temperature"] or 1.0) if "generation" in policy else 1.0
 
     def _enable_param_gather(self, on: bool) -> None:
         """With overlap_param_gather, let forward passes gather parameters; off completes the gather.
@@ -137,7 +136,7 @@ class MegatronPolicyWorker:
             "pp_size": mpu.get_pipeline_model_parallel_world_size(),
         }
 
-    # --- batches ---------------------------------------------------------------------------------------------------------
+    # --- batches ----------------------------------------------------------------------------------------------------
 
     def _common(self, value: int) -> int:
         """The largest of the data-parallel ranks' values: they pad, and count micro-batches, alike."""
@@ -167,7 +166,7 @@ class MegatronPolicyWorker:
     def _row_tokens(self, key: str) -> int | None:
         return self._config["sequence_packing"][key] if packs(self._config) else None  # type: ignore[literal-required]
 
-    # --- training --------------------------------------------------------------------------------------------------------
+    # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Train on this data-parallel rank's rows, one optimizer step for each global batch of `gbs` rows.
@@ -230,8 +229,8 @@ class MegatronPolicyWorker:
         logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self._num_skipped)
         if self._num_skipped > limit:
             raise TooManySkippedStepsError(
-                f"The loss ({result.loss}) or a gradient was not finite in {self._num_skipped} steps of this run, more than "
-                f"policy.max_skipped_steps {limit}; lower the learning rate or look at the data of the last steps."
+                f"The loss ({result.loss}) or a gradient was not finite in {self._num_skipped} steps of this run, more "
+                f"than policy.max_skipped_steps {limit}; lower the learning rate or look at the data of the last steps."
             )
 
     def _learning_rate(self) -> float:
@@ -249,7 +248,7 @@ class MegatronPolicyWorker:
             )
         return {"loss": result.loss, "metrics": result.metrics}
 
-    # --- log-probs -------------------------------------------------------------------------------------------------------
+    # --- log-probs --------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
@@ -283,7 +282,7 @@ class MegatronPolicyWorker:
     def _eval_mode(self) -> "_EvalMode":
         return _EvalMode(self._state.model)
 
-    # --- phases ----------------------------------------------------------------------------------------------------------
+    # --- phases -----------------------------------------------------------------------------------------------------
 
     def prepare_for_training(self) -> None:
         """Everything that training needs is on the GPU."""
@@ -301,7 +300,7 @@ class MegatronPolicyWorker:
         """Leave the GPU to generation."""
         self.residency.enter(Phase.GENERATE)
 
-    # --- weights out -----------------------------------------------------------------------------------------------------
+    # --- weights out ------------------------------------------------------------------------------------------------
 
     def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
         yield from self._state.bridge.export_hf_weights(self._state.model, show_progress=False)
@@ -331,7 +330,7 @@ class MegatronPolicyWorker:
         self.offload_before_refit()
         export.write_hf_folder(self._export(), self._state.bridge, Path(folder), write=self._rank == 0)
 
-    # --- checkpoints -----------------------------------------------------------------------------------------------------
+    # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
         """Write the training state into `folder`, which must hold nothing yet; collective."""
@@ -347,7 +346,7 @@ class MegatronPolicyWorker:
         self.prepare_for_training()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
 
-    # --- the rest --------------------------------------------------------------------------------------------------------
+    # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
         """Host and GPU memory of this process, in bytes by name."""

@@ -13,11 +13,11 @@ class ArithmeticDataset(TypedDict):
 
     # Marks the built-in task `12+34=`; training and validation problems are disjoint.
     dataset_name: Literal["arithmetic"]
-    # Digits of each summand. 1 to 6; recommended 2, which has 10,000 problems.
-    num_digits: Annotated[int, Field(ge=1, le=6)]
-    # Problems of this set; both sets together have at most 100 ** num_digits. 1 or more.
+    # Digits of each summand. 1 to 9; recommended 2, which has 10,000 problems.
+    num_digits: Annotated[int, Field(ge=1, le=9)]
+    # Problems of this set. 1 or more; one in sixteen of all 100 ** num_digits is set aside for validation.
     num_problems: PositiveInt
-    # Seed of the split into training and validation; the same in both. 0 or more.
+    # Seed of which problems are drawn. 0 or more.
     seed: NonNegativeInt
 
 
@@ -70,7 +70,7 @@ class DataDefaults(TypedDict):
 class DataConfig(TypedDict):
     """Section `data`."""
 
-    # Most tokens of a prompt (GRPO) or of prompt and answer (SFT); longer samples are left out.
+    # Most tokens of a prompt (GRPO) or of prompt and answer (SFT); what is longer is cut and left out of the loss.
     # Recommended: "${policy.max_total_sequence_length}".
     max_input_seq_length: PositiveInt
     # Draw the training data in a new order each epoch. Recommended: true.

@@ -1,0 +1,24 @@
+"""Runs a SFT recipe: `python examples/run_sft.py --config RECIPE.yaml key=value ...`."""
+
+import argparse
+import sys
+from pathlib import Path
+
+from nemo_offload_rl.algorithms.runner import run
+
+CONFIGS = Path(__file__).parent / "configs"
+
+
+def main() -> int:
+    """Returns the exit status: 0 done, 1 failed, 2 wrong recipe, 130 interrupted."""
+    parser = argparse.ArgumentParser(description="Run a SFT recipe.")
+    parser.add_argument("--config", type=Path, default=CONFIGS / "sft_tiny_cpu.yaml", help="the recipe (YAML)")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value", help="changes to the recipe, such as sft.max_num_steps=10"
+    )
+    arguments = parser.parse_args()
+    return run(arguments.config, arguments.overrides, "sft")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

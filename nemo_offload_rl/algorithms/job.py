@@ -1,0 +1,193 @@
+"""One recipe's run: its folder, its checkpoints, its metrics, and what the user is told at its end."""
+
+from __future__ import annotations
+
+import importlib
+import logging
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from nemo_offload_rl.algorithms import ALGORITHMS
+from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.metric_names import logged_name
+from nemo_offload_rl.algorithms.run_folder import (
+    HF_FOLDER,
+    LOG_FILE,
+    changed_keys,
+    logged_to,
+    new_run_folder,
+    read_recipe,
+    write_recipe,
+)
+from nemo_offload_rl.algorithms.setup import Preparation
+from nemo_offload_rl.algorithms.state import TrainingState
+from nemo_offload_rl.algorithms.step_end import Algorithm, Run, StopReason
+from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
+from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
+from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
+from nemo_offload_rl.placement.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Session:
+    """What the runs of one command share.
+
+    Attributes:
+        cluster: where processes run.
+        interrupt: the user's wish to stop.
+        console: where the user looks.
+    """
+
+    cluster: Cluster
+    interrupt: Interrupt
+    console: Console
+
+
+@dataclass(frozen=True)
+class Job:
+    """A validated recipe, with everything read that it names.
+
+    Attributes:
+        algorithm: a key of ``ALGORITHMS``.
+        config: the resolved recipe.
+        notes: what the user should know about it, a line each.
+        preparation: of the algorithm.
+    """
+
+    algorithm: str
+    config: dict[str, Any]
+    notes: list[str]
+    preparation: Preparation
+
+    @classmethod
+    def prepare(cls, recipe: ValidatedRecipe) -> Job:
+        """Reads what a recipe names, and starts nothing.
+
+        Raises:
+            DataError: the data, a template or the tokenizer cannot be used.
+            RewardError: the reward cannot be used.
+        """
+        module = importlib.import_module(ALGORITHMS[recipe.algorithm])
+        return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
+
+    def starting_from(self, model: Path) -> Job:
+        """The same job with the weights of a Hugging Face folder."""
+        policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
+        return replace(self, config=self.config | {"policy": policy})
+
+    def run(self, session: Session) -> StopReason:
+        """Runs in a new folder under logger.log_dir; or goes on from the newest checkpoint, in that run's folder."""
+        checkpoints = self._checkpoints()
+        checkpoints.remove_unfinished()
+        newest = checkpoints.latest()
+        if newest is None:
+            run_dir = new_run_folder(Path(self.config["logger"]["log_dir"]))
+        else:
+            run_dir = Path(TrainingState.read(newest).run_dir)
+            changed = changed_keys(read_recipe(newest) or {}, self.config)
+            suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
+            session.console.print(f"Going on from {newest}{suffix}.", markup=False, highlight=False)
+        reason = self.run_in(run_dir, session, checkpoints, newest)
+        self._report(run_dir, reason, session.console)
+        return reason
+
+    def run_in(self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None) -> StopReason:
+        """Runs with metrics, log and export in a folder.
+
+        Args:
+            run_dir: made where it is missing.
+            session: what it runs on.
+            checkpoints: where checkpoints go.
+            newest: the checkpoint to go on from, or None to start afresh.
+        """
+        run_dir.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as stack:
+            stack.enter_context(logged_to(run_dir, session.console))
+            config, adaptations = (self.config, []) if session.cluster.has_gpus else adapt_to_cpu(self.config)
+            for note in [*self.notes, *adaptations]:
+                session.console.print(note, style="dim", markup=False, highlight=False)
+            algorithm = self.preparation.build(config["policy"], session.cluster)
+            stack.callback(algorithm.shutdown)
+            reason = self._train(algorithm, run_dir, session, checkpoints, newest)
+            logger.info("%s ends: %s", self.algorithm, reason.value)
+            section = self.config[self.algorithm]
+            if section.get("export_hf") and reason is not StopReason.INTERRUPTED:
+                algorithm.export_hf(run_dir / HF_FOLDER)
+                self.preparation.tokenizer.save_pretrained(run_dir / HF_FOLDER)
+        return reason
+
+    def _checkpoints(self) -> Checkpoints:
+        section = self.config["checkpointing"]
+        if not section["enabled"]:
+            return NoCheckpoints()
+        metric = section["metric_name"]
+        return CheckpointFolder(
+            Path(section["checkpoint_dir"]),
+            None if metric is None else logged_name(metric),
+            section["higher_is_better"],
+            section["keep_top_k"],
+        )
+
+    def _train(
+        self, algorithm: Algorithm, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None
+    ) -> StopReason:
+        def write_checkpoint(folder: Path) -> None:
+            algorithm.save(folder)
+            self.preparation.tokenizer.save_pretrained(folder / "tokenizer")
+            write_recipe(folder, self.config)
+
+        schedule = self.preparation.schedule
+        state = TrainingState(str(run_dir)) if newest is None else TrainingState.read(newest)
+        if newest is not None:
+            algorithm.position = state.position
+            algorithm.load(newest)
+        section = self.config["logger"]
+        metrics = RunLogger(
+            run_dir,
+            section["tensorboard_enabled"],
+            section["wandb"] if section["wandb_enabled"] else None,
+            None if newest is None else state.step,
+        )
+        progress = LiveProgress(self.algorithm.upper(), schedule.max_num_steps, session.console)
+        with closing(metrics), progress:
+            outputs = _Outputs(metrics, progress)
+            run = Run(algorithm, schedule, state, checkpoints, write_checkpoint, outputs, session.interrupt)
+            return run.train()
+
+    def _report(self, run_dir: Path, reason: StopReason, console: Console) -> None:
+        rows = read_metrics(run_dir / METRICS_FILE)
+        if rows:
+            console.print(phase_table(rows))
+        console.print(f"{self.algorithm.upper()} ended after step {rows[-1]['step'] if rows else 0}: {reason.value}.")
+        places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
+        if any(name.startswith("train/") for row in rows for name in row):
+            places["curves"] = plot_training(run_dir, self.algorithm)
+        section = self.config["checkpointing"]
+        if section["enabled"]:
+            places["checkpoints"] = Path(section["checkpoint_dir"])
+        if (run_dir / HF_FOLDER).exists():
+            places["model"] = run_dir / HF_FOLDER
+        where = ", ".join(f"{what}: {place}" for what, place in places.items())
+        console.print(where, markup=False, highlight=False, soft_wrap=True)
+
+
+@dataclass(frozen=True)
+class _Outputs:
+    """See ``step_end.Outputs``."""
+
+    metrics: RunLogger
+    progress: LiveProgress
+
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.metrics.log(step, metrics)
+
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        self.progress.update(step, metrics)

@@ -1,0 +1,73 @@
+"""Folders and files of a run."""
+
+from __future__ import annotations
+
+import logging
+import re
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import yaml
+from rich.console import Console
+from rich.logging import RichHandler
+
+RECIPE_FILE = "recipe.yaml"
+LOG_FILE = "run.log"
+HF_FOLDER = "hf"
+
+_RUN = re.compile(r"exp_(\d+)")
+
+
+def new_run_folder(log_dir: Path) -> Path:
+    """Makes the next of exp_001, exp_002 ... under ``log_dir``."""
+    numbers = [int(match.group(1)) for path in log_dir.glob("exp_*") if (match := _RUN.fullmatch(path.name))]
+    folder = log_dir / f"exp_{max(numbers, default=0) + 1:03d}"
+    folder.mkdir(parents=True)
+    return folder
+
+
+def write_recipe(folder: Path, config: Mapping[str, Any]) -> None:
+    """Writes a resolved recipe into a folder."""
+    (folder / RECIPE_FILE).write_text(yaml.safe_dump(dict(config), sort_keys=False))
+
+
+def read_recipe(folder: Path) -> dict[str, Any] | None:
+    """The recipe that ``write_recipe`` has written, or None."""
+    path = folder / RECIPE_FILE
+    return yaml.safe_load(path.read_text()) if path.exists() else None
+
+
+def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
+    """Dotted names of the keys whose values differ, or which only one of two recipes has."""
+    changed: list[str] = []
+    for key in sorted({*old, *new}):
+        if isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
+            changed += changed_keys(old[key], new[key], f"{prefix}{key}.")
+        elif (key in old) != (key in new) or old[key] != new[key]:
+            changed.append(f"{prefix}{key}")
+    return changed
+
+
+@contextmanager
+def logged_to(folder: Path, console: Console) -> Iterator[None]:
+    """Writes the package's log into the folder, and its warnings to the console too."""
+    log = logging.getLogger("nemo_offload_rl")
+    in_file = logging.FileHandler(folder / LOG_FILE)
+    in_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
+    on_console = RichHandler(logging.WARNING, console, show_time=False, show_path=False)
+    handlers: tuple[logging.Handler, ...] = (in_file, on_console)
+    previous_level, previous_propagate = log.level, log.propagate
+    log.setLevel(logging.INFO)
+    log.propagate = False
+    for handler in handlers:
+        log.addHandler(handler)
+    try:
+        yield
+    finally:
+        for handler in handlers:
+            log.removeHandler(handler)
+            handler.close()
+        log.setLevel(previous_level)
+        log.propagate = previous_propagate

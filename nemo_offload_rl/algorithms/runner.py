@@ -1,0 +1,113 @@
+"""From a recipe's path to a finished run: what examples/run_grpo.py and run_sft.py call.
+
+Recipes are validated before torch or Ray is imported, so that a mistake in one is answered at once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from rich.console import Console
+
+from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.environments import RewardError
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.algorithms.job import Job, Session
+    from nemo_offload_rl.algorithms.step_end import StopReason
+    from nemo_offload_rl.placement.cluster import Cluster
+
+logger = logging.getLogger(__name__)
+
+EXIT_DONE = 0
+EXIT_FAILED = 1
+EXIT_WRONG_RECIPE = 2
+EXIT_INTERRUPTED = 130
+
+
+def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> int:
+    """Runs a recipe, after its warm start where it names one.
+
+    Args:
+        recipe_path: of the YAML file.
+        overrides: in Hydra's grammar, such as ``grpo.max_num_steps=10``.
+        algorithm: a key of ``ALGORITHMS``, which the recipe must be of.
+
+    Returns:
+        The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names, 130 interrupted.
+    """
+    errors = Console(stderr=True)
+    try:
+        job, warm_start = _prepare(recipe_path, overrides, algorithm)
+    except (RecipeError, DataError, RewardError, _WrongAlgorithmError) as error:
+        _print_error(errors, error)
+        return EXIT_WRONG_RECIPE
+
+    from nemo_offload_rl.algorithms.interrupt import Interrupt
+    from nemo_offload_rl.algorithms.job import Session
+    from nemo_offload_rl.algorithms.step_end import StopReason
+    from nemo_offload_rl.worker.group import WorkerError
+
+    with ExitStack() as stack:
+        interrupt = stack.enter_context(Interrupt())
+        try:
+            cluster = stack.enter_context(_start_cluster(job.config["cluster"]))
+        except ValueError as error:  # fewer GPUs or nodes than the recipe asks for
+            _print_error(errors, error)
+            return EXIT_WRONG_RECIPE
+        try:
+            reason = _run_jobs(job, warm_start, Session(cluster, interrupt, Console()))
+        except WorkerError as error:
+            if not isinstance(error.cause, ValueError):
+                raise
+            _print_error(errors, error.cause)
+            return EXIT_FAILED
+    return EXIT_INTERRUPTED if reason is StopReason.INTERRUPTED else EXIT_DONE
+
+
+class _WrongAlgorithmError(ValueError):
+    """A recipe of another algorithm."""
+
+
+def _prepare(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> tuple[Job, Job | None]:
+    recipe = load(recipe_path, overrides)
+    if recipe.algorithm != algorithm:
+        raise _WrongAlgorithmError(
+            f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
+            f"examples/run_{recipe.algorithm}.py."
+        )
+    from nemo_offload_rl.algorithms.job import Job
+
+    return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
+
+
+def _start_cluster(section: dict[str, Any]) -> Cluster:
+    from nemo_offload_rl.placement.cluster import Cluster
+
+    low, high = section.get("master_port_range_low"), section.get("master_port_range_high")
+    return Cluster(
+        num_nodes=section["num_nodes"],
+        gpus_per_node=section["gpus_per_node"],
+        master_port_range=None if low is None or high is None else (low, high),
+    )
+
+
+def _run_jobs(job: Job, warm_start: Job | None, session: Session) -> StopReason:
+    from nemo_offload_rl.algorithms.step_end import StopReason
+    from nemo_offload_rl.algorithms.warm_start import run_warm_start
+
+    if warm_start is not None:
+        model = run_warm_start(warm_start, Path(job.config["logger"]["log_dir"]) / "warm_start", session)
+        if model is None:
+            return StopReason.INTERRUPTED
+        job = job.starting_from(model)
+    return job.run(session)
+
+
+def _print_error(console: Console, error: BaseException) -> None:
+    console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,100 @@
+"""The command `nemo-offload-rl`."""
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+EXIT_OK, EXIT_ERROR = 0, 2
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run a subcommand.
+
+    Args:
+        arguments: those of the command line where None.
+
+    Returns:
+        The exit status: 0, or 2 for a mistake of the user's, which is then on stderr without a traceback.
+    """
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    # argparse takes no second run of positional arguments: `validate RECIPE --deep a.b=1`.
+    if rest and ("overrides" not in options or any(argument.startswith("-") for argument in rest)):
+        parser.error(f"unrecognized arguments: {' '.join(rest)}")
+    if rest:
+        options.overrides += rest
+    run: Callable[[argparse.Namespace], None] = options.run
+    try:
+        run(options)
+    except ValueError as error:
+        sys.stderr.write(f"{error}\n")
+        return EXIT_ERROR
+    return EXIT_OK
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="nemo-offload-rl", description="Recipes and checkpoints of nemo_offload_rl.")
+    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
+
+    validate = commands.add_parser(
+        "validate",
+        help="print the resolved recipe, or everything that is wrong with it",
+        description="Print the resolved recipe as YAML, or everything that is wrong with it. Starts nothing.",
+    )
+    validate.add_argument("recipe", type=Path, metavar="RECIPE", help="the YAML file")
+    validate.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="OVERRIDE",
+        help="section.key=value changes a key, +section.key=value adds one, ++ does either, ~section.key deletes one",
+    )
+    validate.add_argument(
+        "--deep",
+        action="store_true",
+        help="also build the Megatron configs, whose own checks then speak (some seconds)",
+    )
+    validate.set_defaults(run=_validate)
+
+    export = commands.add_parser(
+        "export",
+        help="write the policy of a checkpoint as a Hugging Face folder",
+        description="Write the policy of a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.",
+    )
+    export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint folder, such as .../step_100")
+    export.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; must be empty or not exist")
+    export.set_defaults(run=_export)
+    return parser
+
+
+def _validate(options: argparse.Namespace) -> None:
+    from nemo_offload_rl.config import load
+
+    validated = load(options.recipe, options.overrides)
+    notes = [f"note: {note}" for note in validated.notes]
+    if validated.warm_start is not None:
+        notes += [f"note: warm start: {note}" for note in validated.warm_start.notes]
+    if options.deep:
+        from nemo_offload_rl.mcore.model_config import build_configs
+
+        notes += [f"not checked here: {line}" for line in build_configs(validated.config["policy"])]
+    sys.stderr.write("".join(f"{note}\n" for note in notes))
+    sys.stdout.write(_as_yaml(validated.recipe.config))
+
+
+def _as_yaml(config: dict[str, Any]) -> str:
+    import yaml
+
+    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
+
+
+def _export(options: argparse.Namespace) -> None:
+    from nemo_offload_rl.mcore.export import export_checkpoint
+
+    export_checkpoint(options.checkpoint, options.folder)
+    sys.stdout.write(f"wrote {options.folder}\n")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,58 @@
+"""Recipes on a machine without a GPU: what needs one is switched off, each said in one line."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+_TE = "needs Transformer Engine on a GPU"
+_GPU = "needs a GPU"
+
+# Key below policy.megatron_cfg: the value that leaves it off, and why it cannot be on.
+OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
+    "apply_rope_fusion": (False, _TE),
+    "fused_single_qkv_rope": (False, _TE),
+    "bias_activation_fusion": (False, _GPU),
+    "bias_dropout_fusion": (False, _GPU),
+    "gradient_accumulation_fusion": (False, _GPU),
+    "masked_softmax_fusion": (False, _GPU),
+    "persist_layer_norm": (False, _GPU),
+    "moe_permute_fusion": (False, _TE),
+    "moe_router_fusion": (False, _TE),
+    "moe_grouped_gemm": (False, _GPU),
+    "moe_shared_expert_overlap": (False, "needs CUDA streams"),
+    "moe_enable_deepep": (False, _GPU),
+    "use_fused_weighted_squared_relu": (False, _GPU),
+    "use_te_activation_func": (False, _TE),
+    "use_transformer_engine_op_fuser": (False, _TE),
+    "sequence_parallel": (False, _TE),
+    "optimizer.use_precision_aware_optimizer": (False, _TE),
+    "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
+    "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),
+    "distributed_data_parallel_config.nccl_ub": (False, "needs NCCL"),
+}
+
+
+def adapt_to_cpu(config: Any) -> tuple[Any, list[str]]:
+    """Switch off what needs a GPU.
+
+    Args:
+        config: a validated recipe's config, which is left as it is. Precision stays what it says.
+
+    Returns:
+        The config for a CPU, and a line for each setting that was on.
+    """
+    adapted = copy.deepcopy(config)
+    lines = []
+    for path, (off, why) in OFF_ON_CPU.items():
+        section: Any = adapted["policy"]["megatron_cfg"]
+        *parents, name = path.split(".")
+        for parent in parents:
+            section = section[parent]
+        if name in section and section[name] not in (off, None):
+            section[name] = off
+            lines.append(f"policy.megatron_cfg.{path} is off on this machine: it {why}")
+    packing = adapted["policy"]["sequence_packing"]
+    if packing["enabled"]:
+        packing["enabled"] = False
+        lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, packing " + _TE)
+    return adapted, lines

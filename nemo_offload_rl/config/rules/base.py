@@ -1,0 +1,56 @@
+"""How a rule is written down."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+MEGATRON = "policy.megatron_cfg"
+TP = f"{MEGATRON}.tensor_model_parallel_size"
+PP = f"{MEGATRON}.pipeline_model_parallel_size"
+CP = f"{MEGATRON}.context_parallel_size"
+EP = f"{MEGATRON}.expert_model_parallel_size"
+ETP = f"{MEGATRON}.expert_tensor_parallel_size"
+OPTIMIZER = f"{MEGATRON}.optimizer"
+SCHEDULER = f"{MEGATRON}.scheduler"
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
+
+# What is wrong and what to do, said of the rule's first key, or of the one named before it; None where all is well.
+Verdict = str | tuple[str, str] | None
+Check = Callable[..., Verdict]
+
+
+@dataclass(frozen=True)
+class Rule:
+    """A check over some keys.
+
+    Attributes:
+        reads: full paths of the keys whose values `check` gets; one with `?` may be absent and is then None.
+        check: the rule.
+    """
+
+    reads: tuple[str, ...]
+    check: Check
+
+
+RULES: list[Rule] = []  # what must hold
+NOTES: list[Rule] = []  # what is worth saying of a valid recipe
+
+
+def rule(*reads: str) -> Callable[[Check], Check]:
+    """Decorates what must hold between keys."""
+
+    def register(check: Check) -> Check:
+        RULES.append(Rule(reads, check))
+        return check
+
+    return register
+
+
+def note(*reads: str) -> Callable[[Check], Check]:
+    """Decorates what is worth saying of a valid recipe."""
+
+    def register(check: Check) -> Check:
+        NOTES.append(Rule(reads, check))
+        return check
+
+    return register

@@ -1,0 +1,113 @@
+"""Groups of answers, advantages, and the loss."""
+
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.base import Verdict, rule
+
+
+@rule("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
+def global_batches_fill_step(prompts: int, generations: int, gbs: int) -> Verdict:
+    """A GRPO step is a whole number of optimizer steps."""
+    if (prompts * generations) % gbs == 0:
+        return None
+    return (
+        f"{prompts} prompts x grpo.num_generations_per_prompt {generations} = {prompts * generations} samples are no "
+        f"multiple of policy.train_global_batch_size ({gbs}); change either"
+    )
+
+
+@rule("grpo.use_leave_one_out_baseline", "grpo.num_generations_per_prompt")
+def leave_one_out_needs_two_answers(enabled: bool, generations: int) -> Verdict:
+    """Without the answer itself something must be left."""
+    if not enabled or generations > 1:
+        return None
+    return "is true, which needs grpo.num_generations_per_prompt of 2 or more; found 1"
+
+
+@rule("grpo.use_dynamic_sampling", "grpo.num_generations_per_prompt")
+def dynamic_sampling_needs_two_answers(enabled: bool, generations: int) -> Verdict:
+    """A single reward never differs from its group's."""
+    if not enabled or generations > 1:
+        return None
+    return "is true, which needs grpo.num_generations_per_prompt of 2 or more; found 1"
+
+
+@rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")
+def estimator_agrees_on_normalisation(in_estimator: bool, in_grpo: bool) -> Verdict:
+    """One setting with two names has one value."""
+    return (
+        None if in_estimator == in_grpo else f"is {show(in_estimator)}, but grpo.normalize_rewards is {show(in_grpo)}"
+    )
+
+
+@rule("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline")
+def estimator_agrees_on_baseline(in_estimator: bool, in_grpo: bool) -> Verdict:
+    """One setting with two names has one value."""
+    if in_estimator == in_grpo:
+        return None
+    return f"is {show(in_estimator)}, but grpo.use_leave_one_out_baseline is {show(in_grpo)}"
+
+
+@rule("grpo.advantage_clip_low?", "grpo.advantage_clip_high?")
+def advantage_bounds_are_in_order(low: float | None, high: float | None) -> Verdict:
+    """The lower bound is the lower one."""
+    if low is None or high is None or low < high:
+        return None
+    return f"is {low}, not below grpo.advantage_clip_high ({high})"
+
+
+@rule(
+    "grpo.reward_scaling.enabled",
+    "grpo.reward_scaling.source_min?",
+    "grpo.reward_scaling.source_max?",
+    "grpo.reward_scaling.target_min?",
+    "grpo.reward_scaling.target_max?",
+)
+def reward_scaling_has_its_ranges(
+    enabled: bool,
+    source_min: float | None,
+    source_max: float | None,
+    target_min: float | None,
+    target_max: float | None,
+) -> Verdict:
+    """A linear map has two ranges."""
+    if not enabled:
+        return None
+    if source_min is None or source_max is None or target_min is None or target_max is None:
+        return "is true, which needs source_min, source_max, target_min and target_max"
+    if source_min >= source_max or target_min > target_max:
+        return (
+            f"maps [{source_min}, {source_max}] to [{target_min}, {target_max}]; each range must go from its smaller "
+            "end to its larger one"
+        )
+    return None
+
+
+@rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")
+def sequence_ratios_need_sequence_loss(sequence_ratios: bool, token_loss: bool) -> Verdict:
+    """A ratio of a whole sample weighs the sample, not its tokens."""
+    return "is true, which needs loss_fn.token_level_loss false" if sequence_ratios and token_loss else None
+
+
+@rule("loss_fn.disable_ppo_ratio", "loss_fn.force_on_policy_ratio", "loss_fn.sequence_level_importance_ratios")
+def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool) -> Verdict:
+    """Without a ratio there is nothing to force or to average."""
+    if not disabled or not (forced or sequence_level):
+        return None
+    other = "force_on_policy_ratio" if forced else "sequence_level_importance_ratios"
+    return f"is true, which leaves no ratio for loss_fn.{other}; set one of them to false"
+
+
+@rule(
+    "loss_fn.force_on_policy_ratio",
+    "grpo.num_prompts_per_step",
+    "grpo.num_generations_per_prompt",
+    "policy.train_global_batch_size",
+)
+def forced_ratio_needs_one_update(forced: bool, prompts: int, generations: int, gbs: int) -> Verdict:
+    """After the first optimizer step the policy is no longer the one that sampled."""
+    if not forced or prompts * generations == gbs:
+        return None
+    return (
+        f"is true, which needs one optimizer step a GRPO step: policy.train_global_batch_size ({gbs}) equal to "
+        f"grpo.num_prompts_per_step x num_generations_per_prompt ({prompts * generations})"
+    )

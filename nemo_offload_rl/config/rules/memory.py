@@ -1,0 +1,72 @@
+"""Recomputation, offloading, checkpoint formats."""
+
+from nemo_offload_rl.config.problems import show_choices
+from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, rule
+
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+
+
+@rule(
+    f"{MEGATRON}.activation_checkpointing",
+    f"{MEGATRON}.recompute_granularity",
+    f"{MEGATRON}.recompute_modules",
+)
+def recomputation_says_what(enabled: bool, granularity: str | None, modules: list[str] | None) -> Verdict:
+    """Activation checkpointing names what it recomputes."""
+    if not enabled:
+        return None
+    if granularity is None:
+        return (
+            f"{MEGATRON}.recompute_granularity",
+            "must be full or selective with activation_checkpointing; found null",
+        )
+    unknown = [module for module in modules or [] if module not in RECOMPUTE_MODULES]
+    if granularity == "selective" and unknown:
+        found = show_choices(unknown)
+        return f"{MEGATRON}.recompute_modules", f"may hold {show_choices(RECOMPUTE_MODULES)}; found {found}"
+    return None
+
+
+@rule("policy.use_pinned_optimizer_offload?")
+def pinned_optimizer_offload_is_not_here_yet(enabled: bool | None) -> Verdict:
+    """It comes with the residency engine."""
+    return _not_here_yet(enabled)
+
+
+@rule("policy.offload_optimizer_for_logprob?")
+def optimizer_offload_for_logprob_is_not_here_yet(enabled: bool | None) -> Verdict:
+    """It comes with the residency engine."""
+    return _not_here_yet(enabled)
+
+
+def _not_here_yet(enabled: bool | None) -> Verdict:
+    return "comes with the residency engine and is not supported here yet; set it to false" if enabled else None
+
+
+@rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
+def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
+    """megatron-core 0.19.2 restores wrong optimizer state from them, silently."""
+    if not enabled:
+        return None
+    return (
+        "megatron-core 0.19.2 restores wrong optimizer state from fully_reshardable checkpoints when a model has "
+        "several gradient buckets; set it to false, which writes dp_reshardable ones"
+    )
+
+
+@rule(f"{MEGATRON}.checkpoint.async_save?", "checkpointing.enabled")
+def checkpoints_are_written_synchronously(enabled: bool | None, checkpointing: bool) -> Verdict:
+    """A checkpoint is complete before the run goes on."""
+    return _off_with_checkpoints(enabled, checkpointing)
+
+
+@rule(f"{MEGATRON}.checkpoint.ckpt_assume_constant_structure?", "checkpointing.enabled")
+def save_plans_are_made_anew(enabled: bool | None, checkpointing: bool) -> Verdict:
+    """Every checkpoint is planned from the state that it saves."""
+    return _off_with_checkpoints(enabled, checkpointing)
+
+
+def _off_with_checkpoints(enabled: bool | None, checkpointing: bool) -> Verdict:
+    if not enabled or not checkpointing:
+        return None
+    return "not supported here while checkpointing.enabled is true; set it to false"

@@ -1,0 +1,43 @@
+"""What is worth saying of a valid recipe."""
+
+from nemo_offload_rl.config.rules.base import MEGATRON, OPTIMIZER, TP, Verdict, note
+
+
+@note(f"{MEGATRON}.sequence_parallel", TP)
+def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Verdict:
+    """megatron-core refuses it alone; NeMo-RL's recipes have it on."""
+    return f"is off, since {TP} is 1" if enabled and tp == 1 else None
+
+
+@note(f"{OPTIMIZER}.clip_grad", "policy.max_grad_norm")
+def clip_grad_is_what_counts(clip: float, norm: float) -> Verdict:
+    """Only the optimizer's setting is read."""
+    return None if clip == norm else f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
+
+
+@note("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
+def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> Verdict:
+    """Later optimizer steps train on samples of an older policy."""
+    updates = prompts * generations // gbs
+    return (
+        f"{gbs} makes {updates} optimizer steps of a GRPO step's {prompts * generations} samples"
+        if updates > 1
+        else None
+    )
+
+
+@note(
+    "checkpointing.save_period",
+    "checkpointing.enabled",
+    "checkpointing.metric_name",
+    "grpo.val_period?",
+    "sft.val_period?",
+)
+def checkpoints_are_saved_with_their_metric(
+    save: int, enabled: bool, metric: str | None, grpo_period: int | None, sft_period: int | None
+) -> Verdict:
+    """A checkpoint between validations has no fresh metric."""
+    period = grpo_period or sft_period or 0
+    if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
+        return None
+    return f"{save} is no multiple of val_period ({period}), so some checkpoints are saved without {metric}"

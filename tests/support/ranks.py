@@ -1,0 +1,57 @@
+"""Runs a function on several ranks, each a process of its own."""
+
+import multiprocessing
+import socket
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+
+def free_port() -> int:
+    """A port of this machine that nobody listens on."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def _child(function: Callable[..., Any], rank: int, world_size: int, ports: list[int], pipe: Any) -> None:
+    import torch
+
+    torch.set_num_threads(1)
+    try:
+        pipe.send((True, function(rank, world_size, ports)))
+    except BaseException:
+        pipe.send((False, traceback.format_exc()))
+
+
+def run_ranks(
+    function: Callable[[int, int, list[int]], Any], world_size: int, *, num_ports: int, timeout_s: float = 180
+) -> list[Any]:
+    """Call `function(rank, world_size, ports)` on every rank and return the results in rank order.
+
+    Raises:
+        AssertionError: a rank raised, with its traceback, or did not answer in time.
+    """
+    context = multiprocessing.get_context("spawn")
+    ports = [free_port() for _ in range(num_ports)]
+    pipes, processes = [], []
+    for rank in range(world_size):
+        ours, theirs = context.Pipe()
+        process = context.Process(target=_child, args=(function, rank, world_size, ports, theirs), daemon=True)
+        process.start()
+        theirs.close()
+        pipes.append(ours)
+        processes.append(process)
+    try:
+        results = []
+        for rank, pipe in enumerate(pipes):
+            assert pipe.poll(timeout_s), f"rank {rank} did not answer within {timeout_s} s"
+            fine, value = pipe.recv()
+            assert fine, f"rank {rank} failed:\n{value}"
+            results.append(value)
+        return results
+    finally:
+        for process in processes:
+            process.join(timeout=10)
+            if process.is_alive():
+                process.kill()

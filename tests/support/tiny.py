@@ -1,0 +1,104 @@
+"""A tiny Qwen3-shaped policy, and batches for it."""
+
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+
+VOCAB_SIZE = 14
+
+TINY_QWEN3: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "intermediate_size": 128,
+    "tie_word_embeddings": True,
+    "vocab_size": VOCAB_SIZE,
+}
+TINY_QWEN3_MOE: dict[str, Any] = TINY_QWEN3 | {
+    "model_type": "qwen3_moe",
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,
+    "decoder_sparse_step": 1,
+}
+
+
+def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float32", **megatron: Any) -> dict[str, Any]:
+    """A policy section; `megatron` overrides keys of megatron_cfg."""
+    cfg: dict[str, Any] = {
+        "enabled": True,
+        "tensor_model_parallel_size": 1,
+        "pipeline_model_parallel_size": 1,
+        "context_parallel_size": 1,
+        "expert_model_parallel_size": 1,
+        "expert_tensor_parallel_size": 1,
+        "sequence_parallel": False,
+        "activation_checkpointing": False,
+        "recompute_granularity": "full",
+        "recompute_modules": None,
+        "freeze_moe_router": False,
+        "moe_router_load_balancing_type": "none",
+        "moe_token_dispatcher_type": "alltoall",
+        "apply_rope_fusion": False,
+        "cuda_graph_impl": "none",
+        "empty_unused_memory_level": 0,
+        "optimizer": {
+            "optimizer": "adam",
+            "lr": 1e-3,
+            "min_lr": 1e-3,
+            "weight_decay": 0.01,
+            "bf16": precision == "bfloat16",
+            "fp16": False,
+            "params_dtype": "float32",
+            "adam_beta1": 0.9,
+            "adam_beta2": 0.999,
+            "adam_eps": 1e-8,
+            "use_distributed_optimizer": True,
+            "use_precision_aware_optimizer": False,
+            "clip_grad": 1.0,
+        },
+        "scheduler": {
+            "lr_warmup_init": 1e-4,
+            "lr_warmup_iters": 2,
+            "lr_decay_iters": 100,
+            "lr_decay_style": "constant",
+            "start_weight_decay": 0.01,
+            "end_weight_decay": 0.01,
+            "weight_decay_incr_style": "constant",
+        },
+        "distributed_data_parallel_config": {
+            "grad_reduce_in_fp32": False,
+            "overlap_grad_reduce": False,
+            "overlap_param_gather": False,
+        },
+    }
+    return {
+        "model_name": "tiny",
+        "hf_config": TINY_QWEN3 if hf_config is None else hf_config,
+        "precision": precision,
+        "max_total_sequence_length": 32,
+        "make_sequence_length_divisible_by": cfg["tensor_model_parallel_size"] * 2,
+        "megatron_cfg": cfg | megatron,
+    }
+
+
+def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
+    """Right-padded rows of unequal lengths; the first third of each row is a prompt."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, VOCAB_SIZE, (rows, longest), generator=generator)
+    lengths = torch.randint(4, longest + 1, (rows,), generator=generator)
+    lengths[0] = longest
+    columns = torch.arange(longest)[None]
+    real = columns < lengths[:, None]
+    return BatchedData(
+        input_ids=torch.where(real, ids, 0),
+        input_lengths=lengths,
+        token_mask=(real & (columns >= longest // 3)).float(),
+        sample_mask=torch.ones(rows),
+    )

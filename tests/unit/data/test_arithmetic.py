@@ -1,0 +1,47 @@
+import pytest
+
+from nemo_offload_rl.data.arithmetic import make_arithmetic
+from nemo_offload_rl.data.errors import DataError
+
+
+@pytest.mark.parametrize("num_digits", [1, 2, 3, 6])
+@pytest.mark.parametrize("role", ["train", "validation"])
+def test_problems_are_right_and_of_one_length(role, num_digits):
+    problems = make_arithmetic(role, num_digits, 8, seed=3)
+    assert len(set(problems)) == 8
+    for problem in problems:
+        left, right = problem.prompt.removesuffix("=").split("+")
+        assert len(left) == len(right) == num_digits
+        assert problem.answer == str(int(left) + int(right)).zfill(num_digits + 1)
+
+
+def test_training_and_validation_share_no_problem_whatever_their_seeds():
+    validation = set(make_arithmetic("validation", 2, 600, seed=1))
+    for seed in range(3):
+        assert not validation & set(make_arithmetic("train", 2, 9000, seed=seed))
+
+
+def test_the_two_sets_are_the_whole_task():
+    everything = {*make_arithmetic("train", 2, 9339, seed=0), *make_arithmetic("validation", 2, 661, seed=0)}
+    assert len(everything) == 10_000
+
+
+def test_the_seed_settles_the_draw():
+    assert make_arithmetic("train", 2, 50, seed=5) == make_arithmetic("train", 2, 50, seed=5)
+    assert make_arithmetic("train", 2, 50, seed=5) != make_arithmetic("train", 2, 50, seed=6)
+    assert make_arithmetic("train", 6, 50, seed=5) == make_arithmetic("train", 6, 50, seed=5)
+
+
+def test_both_terms_take_every_value_about_equally_often():
+    problems = make_arithmetic("validation", 2, 661, seed=0)
+    low_left = sum(problem.prompt[0] < "5" for problem in problems)
+    low_right = sum(problem.prompt[3] < "5" for problem in problems)
+    assert abs(low_left - 330) < 60
+    assert abs(low_right - 330) < 60
+
+
+def test_too_many_problems_are_refused_with_the_number_there_is():
+    with pytest.raises(DataError, match=r"data\.validation\.num_problems is 700, but only 661 additions of 2-digit"):
+        make_arithmetic("validation", 2, 700, seed=0)
+    with pytest.raises(DataError, match="1 to 9, found 0"):
+        make_arithmetic("train", 0, 1, seed=0)

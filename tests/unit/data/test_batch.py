@@ -1,0 +1,69 @@
+import pytest
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+
+
+def batch(rows: int, width: int, first: int = 0) -> BatchedData:
+    ids = torch.arange(first, first + rows * width).view(rows, width)
+    return BatchedData(input_ids=ids, input_lengths=torch.full((rows,), width), texts=[f"t{first + r}" for r in range(rows)])
+
+
+def test_size_is_the_number_of_rows():
+    assert batch(3, 2).size == 3
+    assert BatchedData().size == 0
+
+
+def test_unequal_columns_are_refused():
+    data = batch(3, 2)
+    data["sample_mask"] = torch.ones(2)
+    with pytest.raises(ValueError, match=r"one length.*'sample_mask': 2"):
+        data.size  # noqa: B018
+
+
+def test_slice_and_select_keep_columns_together():
+    data = batch(4, 2)
+    assert data.slice(1, 3)["texts"] == ["t1", "t2"]
+    assert data.slice(1, 3)["input_ids"].tolist() == [[2, 3], [4, 5]]
+    picked = data.select([3, 0, 3])
+    assert picked["texts"] == ["t3", "t0", "t3"]
+    assert picked["input_ids"][:, 0].tolist() == [6, 0, 6]
+    assert data.select(torch.tensor([], dtype=torch.long)).size == 0
+
+
+def test_concat_pads_on_the_right():
+    joined = BatchedData.concat([batch(1, 2), batch(2, 3, first=10)], pad_values={"input_ids": -1})
+    assert joined["input_ids"].tolist() == [[0, 1, -1], [10, 11, 12], [13, 14, 15]]
+    assert joined["input_lengths"].tolist() == [2, 3, 3]
+    assert joined["texts"] == ["t0", "t10", "t11"]
+
+
+def test_concat_keeps_dtypes():
+    data = BatchedData(token_mask=torch.ones(1, 2), input_ids=torch.ones(1, 2, dtype=torch.long))
+    other = BatchedData(token_mask=torch.ones(1, 3), input_ids=torch.ones(1, 3, dtype=torch.long))
+    joined = BatchedData.concat([data, other])
+    assert joined["token_mask"].dtype == torch.float32
+    assert joined["input_ids"].dtype == torch.int64
+    assert joined["token_mask"][0].tolist() == [1, 1, 0]
+
+
+def test_concat_of_other_columns_is_refused():
+    with pytest.raises(ValueError, match="same columns"):
+        BatchedData.concat([batch(1, 2), BatchedData(input_ids=torch.zeros(1, 2))])
+
+
+def test_chunks_cover_every_row_once():
+    pieces = list(batch(5, 1).chunks(2))
+    assert [piece.size for piece in pieces] == [2, 2, 1]
+    assert torch.equal(torch.cat([piece["input_ids"] for piece in pieces]), batch(5, 1)["input_ids"])
+    with pytest.raises(ValueError, match="at least 1 row"):
+        list(batch(2, 1).chunks(0))
+
+
+def test_counts_leave_out_the_first_position_and_dropped_samples():
+    data = BatchedData(
+        token_mask=torch.tensor([[1.0, 1, 0], [0, 1, 1], [0, 1, 1]]), sample_mask=torch.tensor([1.0, 1, 0])
+    )
+    counts = GlobalCounts.of(data)
+    assert counts.valid_seqs.item() == 2
+    assert counts.valid_toks.item() == 1 + 2

@@ -1,0 +1,55 @@
+import pytest
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
+from nemo_offload_rl.data.problem import Problem
+
+PROBLEMS = [Problem(str(number), "") for number in range(10)]
+
+
+def draw(loader: ProblemLoader, num_batches: int, size: int = 3) -> list[list[str]]:
+    return [[problem.prompt for problem in loader.next_batch(size)] for _ in range(num_batches)]
+
+
+def test_without_shuffling_the_order_is_that_of_the_data():
+    assert draw(ProblemLoader(PROBLEMS, shuffle=False, seed=0), 4) == [
+        ["0", "1", "2"], ["3", "4", "5"], ["6", "7", "8"], ["0", "1", "2"],
+    ]  # fmt: skip
+
+
+def test_an_epoch_repeats_nothing_and_the_next_has_another_order():
+    loader = ProblemLoader(PROBLEMS, shuffle=True, seed=1)
+    first, second = draw(loader, 3), draw(loader, 3)
+    assert len({prompt for batch in first for prompt in batch}) == 9
+    assert len({prompt for batch in second for prompt in batch}) == 9
+    assert first != second
+
+
+def test_the_order_depends_on_seed_and_epoch_alone():
+    whole = draw(ProblemLoader(PROBLEMS, shuffle=True, seed=1), 9)
+    assert draw(ProblemLoader(PROBLEMS, shuffle=True, seed=1), 9) == whole
+    assert draw(ProblemLoader(PROBLEMS, shuffle=True, seed=2), 9) != whole
+
+
+@pytest.mark.parametrize("taken", range(8))
+def test_a_position_is_all_it_takes_to_go_on(taken):
+    whole = draw(ProblemLoader(PROBLEMS, shuffle=True, seed=1), 8)
+    first = ProblemLoader(PROBLEMS, shuffle=True, seed=1)
+    draw(first, taken)
+    resumed = ProblemLoader(PROBLEMS, shuffle=True, seed=1)
+    resumed.position = DataPosition(first.position.epoch, first.position.samples)
+    assert draw(resumed, 8 - taken) == whole[taken:]
+
+
+def test_an_epoch_ends_with_its_last_whole_batch():
+    loader = ProblemLoader(PROBLEMS, shuffle=True, seed=1)
+    positions = []
+    for _ in range(4):
+        loader.next_batch(3)
+        positions.append((loader.position.epoch, loader.position.samples))
+    assert positions == [(0, 3), (0, 6), (1, 0), (1, 3)]
+
+
+def test_a_batch_larger_than_the_data_is_refused():
+    with pytest.raises(DataError, match="A step takes 11 samples, but the training set has only 10"):
+        ProblemLoader(PROBLEMS, shuffle=True, seed=1).next_batch(11)

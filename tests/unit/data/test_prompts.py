@@ -1,0 +1,108 @@
+import pytest
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
+
+# A turn is its content between digits that stand for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
+TEMPLATE = (
+    "{% for m in messages %}{{ {'system': '1', 'user': '2', 'assistant': '3'}[m['role']] }}+{{ m['content'] }}="
+    "{% endfor %}{% if add_generation_prompt %}3+{% endif %}"
+)
+EOS = 12
+
+
+def text(ids: list[int]) -> str:
+    return arithmetic_tokenizer().decode(ids)
+
+
+def chat_tokenizer():
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = TEMPLATE
+    return tokenizer
+
+
+def test_plain_text_is_the_prompt_itself():
+    (prompt,) = PromptFormat(arithmetic_tokenizer(), max_tokens=10).prompts([Problem("07+85=", "092")])
+    assert prompt.prompt_ids == [0, 7, 10, 8, 5, 11]
+    assert prompt.answer_ids == []
+    assert prompt.fits
+
+
+def test_an_example_ends_in_the_end_of_sequence():
+    (example,) = PromptFormat(arithmetic_tokenizer(), max_tokens=10).examples([Problem("07+85=", "092")])
+    assert example.prompt_ids == [0, 7, 10, 8, 5, 11]
+    assert example.answer_ids == [0, 9, 2, EOS]
+    assert example.fits
+    (bare,) = PromptFormat(arithmetic_tokenizer(), 10, add_eos=False).examples([Problem("07+85=", "092")])
+    assert bare.answer_ids == [0, 9, 2]
+
+
+def test_a_template_and_a_system_prompt_wrap_plain_text():
+    tokenizer = arithmetic_tokenizer()
+    problem_format = PromptFormat(tokenizer, 20, prompt_template="1+{}=")
+    assert text(problem_format.prompts([Problem("2", "3")])[0].prompt_ids) == "1+2="
+
+
+def test_a_chat_template_wraps_turns():
+    problem_format = PromptFormat(chat_tokenizer(), 30, system_prompt="99", prompt_template="{}")
+    (prompt,) = problem_format.prompts([Problem("45", "6")])
+    assert text(prompt.prompt_ids) == "1+99=2+45=3+"
+    (example,) = problem_format.examples([Problem("45", "6")])
+    assert example.prompt_ids == prompt.prompt_ids
+    assert text(example.answer_ids) == "6=<eos>"
+
+
+def test_without_a_generation_prompt_the_header_is_part_of_the_answer():
+    (example,) = PromptFormat(chat_tokenizer(), 30, add_generation_prompt=False).examples([Problem("45", "6")])
+    assert text(example.prompt_ids) == "2+45="
+    assert text(example.answer_ids) == "3+6=<eos>"
+
+
+def test_a_template_that_hides_the_answer_is_refused():
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = "{{ messages | length }}+{{ messages[0]['content'] }}"
+    with pytest.raises(DataError, match="does not start with the same conversation"):
+        PromptFormat(tokenizer, 30).examples([Problem("45", "6")])
+
+
+def test_a_begin_of_sequence_is_put_first_once():
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.bos_token = "="
+    ids = [p.prompt_ids for p in PromptFormat(tokenizer, 9, add_bos=True).prompts([Problem("1", ""), Problem("=1", "")])]
+    assert ids == [[11, 1], [11, 1]]
+
+
+def test_long_prompts_lose_their_beginning_and_say_so():
+    short, long = PromptFormat(arithmetic_tokenizer(), 4).prompts([Problem("1234", ""), Problem("12345", "")])
+    assert (short.prompt_ids, short.fits) == ([1, 2, 3, 4], True)
+    assert (long.prompt_ids, long.fits) == ([2, 3, 4, 5], False)
+
+
+def test_long_examples_are_cut_and_say_so():
+    (example,) = PromptFormat(arithmetic_tokenizer(), 4).examples([Problem("123", "45")])
+    assert (example.prompt_ids, example.answer_ids, example.fits) == ([1, 2, 3], [4], False)
+
+
+def test_prompt_files(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(r"Put it in \boxed{{}}: {}")
+    assert read_prompt_file(str(path), "k").format("1+1") == r"Put it in \boxed{}: 1+1"
+    assert read_prompt_file(None, "k") == "{}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [("no place", "every prompt would be the same"), ("{} {}", "not a prompt template"), ("{ ", "not a prompt template")],
+)
+def test_wrong_prompt_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "prompt.txt"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_prompt_file(str(path), "data.default.prompt_file")
+
+
+def test_a_missing_file_is_named_with_its_key(tmp_path):
+    with pytest.raises(DataError, match=r"data\.default\.system_prompt_file: .*absent\.txt cannot be read"):
+        read_text_file(str(tmp_path / "absent.txt"), "data.default.system_prompt_file")

@@ -1,0 +1,35 @@
+import pytest
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, load_tokenizer
+
+
+def test_the_arithmetic_tokenizer_has_one_token_a_character():
+    tokenizer = load_tokenizer("arithmetic")
+    assert len(tokenizer) == 14
+    assert tokenizer("07+85=", add_special_tokens=False)["input_ids"] == [0, 7, 10, 8, 5, 11]
+    assert tokenizer.decode([0, 9, 2]) == "092"
+    assert tokenizer.batch_decode([[0, 9, 2, tokenizer.eos_token_id], []], skip_special_tokens=True) == ["092", ""]
+    assert tokenizer.eos_token_id == 12
+    assert tokenizer.pad_token_id == 13
+    assert tokenizer.chat_template is None
+
+
+def test_it_survives_saving_and_loading(tmp_path):
+    arithmetic_tokenizer().save_pretrained(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path), chat_template="{{ messages }}")
+    assert tokenizer("12+34=", add_special_tokens=False)["input_ids"] == [1, 2, 10, 3, 4, 11]
+    assert tokenizer.decode([0, 4, 6, 12], skip_special_tokens=True) == "046"
+    assert tokenizer.chat_template == "{{ messages }}"
+
+
+def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.pad_token = None
+    tokenizer.save_pretrained(tmp_path)
+    assert load_tokenizer(str(tmp_path)).pad_token_id == 12
+
+
+def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
+    with pytest.raises(DataError, match=r"policy\.tokenizer\.name: no tokenizer could be loaded"):
+        load_tokenizer(str(tmp_path))

@@ -1,0 +1,148 @@
+import sys
+
+import psutil
+import pytest
+import ray
+import torch
+
+from nemo_offload_rl.generation import make_generation
+from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
+from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
+from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.interface import bucketize
+from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 30,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+POLICY = {
+    "model_name": "a label",
+    "hf_config": QWEN3 | {"intermediate_size": 64},
+    "hf_config_overrides": {"intermediate_size": 48},
+    "precision": "float32",
+    "generation_batch_size": 8,
+    "max_total_sequence_length": 64,
+    "generation": {"backend": "transformers"},
+}
+REQUEST = GenerationRequest(
+    prompt_ids=[[5, 6, 7], [5, 6, 7], [8], [9, 10], [9, 10]],
+    sample_ids=[0, 1, 0, 0, 1],
+    step=3,
+    sampling=SamplingParams(10, 1.0, 1.0, None, (2,), 11),
+)
+
+
+@pytest.fixture(scope="module")
+def model():
+    model = build_model("tiny", QWEN3, "float32")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        parameter.copy_(0.3 * torch.randn(parameter.shape, generator=generator))
+    return model
+
+
+@pytest.fixture(scope="module")
+def weights(model):
+    weights = weights_by_name(model)
+    del weights["lm_head.weight"]  # tied
+    return weights
+
+
+@pytest.fixture(scope="module")
+def generation(ray_cluster):
+    generation = make_generation(POLICY, ray_cluster)
+    yield generation
+    generation.shutdown()
+
+
+def test_generation_waits_for_weights(generation):
+    with pytest.raises(GenerationError, match="still waits for 23 of its weights") as caught:
+        generation.generate(REQUEST)
+    assert (caught.value.verb, type(caught.value.cause)) == ("generate", RuntimeError)
+
+
+def test_a_refit_brings_the_weights_and_they_generate(generation, model, weights):
+    info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
+    generation.prepare_refit_info(info)
+    report = ObjectStoreTransport(generation.receivers, verify=True).send(bucketize(weights.items(), 10_000))
+    assert report.num_buckets > 1
+    require_equal_checksums(report.checksums, generation.weights_checksum())
+    generation.prepare_for_generation()
+    local = TransformersGenerator(
+        model, device="cpu", generation_batch_size=8, max_sequence_length=64, has_weights=True
+    )
+    output, expected = generation.generate(REQUEST), local.generate(REQUEST)
+    generation.finish_generation()
+    assert output.output_ids == expected.output_ids
+    assert output.finish_reasons == expected.finish_reasons
+    for row, expected_row in zip(output.logprobs, expected.logprobs, strict=True):
+        torch.testing.assert_close(torch.tensor(row), torch.tensor(expected_row), atol=1e-5, rtol=0)
+
+
+def test_a_lost_bit_shows_in_the_checksums(generation, weights):
+    broken = weights["model.norm.weight"].clone()
+    broken.view(torch.int32)[3] ^= 1
+    ObjectStoreTransport(generation.receivers, verify=False).send([[("model.norm.weight", broken)]])
+    sums = ObjectStoreTransport(generation.receivers, verify=True).send([list(weights.items())[:3]]).checksums
+    received = generation.weights_checksum()
+    require_equal_checksums(sums, {name: received[name] for name in sums})
+    from nemo_offload_rl.refit.checksum import tensor_checksum
+
+    with pytest.raises(RuntimeError, match=r"1 different \(model.norm.weight\)"):
+        require_equal_checksums({name: tensor_checksum(tensor) for name, tensor in weights.items()}, received)
+
+
+def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weights):
+    info = {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in weights.items()}
+    with pytest.raises(GenerationError, match="policy.precision") as caught:
+        generation.prepare_refit_info(info)
+    assert isinstance(caught.value.cause, ValueError)
+
+
+def test_memory_is_reported(generation):
+    assert 0.05 < generation.memory_stats()["host_rss_gib"] < 5
+
+
+class TwoReplicas:
+    """A placement like that of two GPUs, on the CPU bundles of the test cluster."""
+
+    def __init__(self, cluster):
+        self.world_size = 2
+        self.threads_per_rank = self.threads_per_node = 1
+        self.actor_options = cluster.actor_options
+        self.stop = cluster.stop
+        self.has_gpus = False
+
+
+def test_shutdown_leaves_no_process(ray_cluster):
+    generation = make_generation(POLICY, ray_cluster)
+    generation.wait_until_ready()
+    pids = [pid for _, pid in ray.get(generation._process_refs)]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    generation.shutdown()
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    assert generation.receivers == ()
+    generation.shutdown()
+
+
+def test_an_unknown_model_type_is_an_error_of_the_construction(ray_cluster):
+    generation = make_generation(POLICY | {"hf_config": QWEN3 | {"model_type": "qwen99"}}, ray_cluster)
+    with pytest.raises(GenerationError, match="failed in its construction: ValueError: .*qwen99"):
+        generation.wait_until_ready()
+    generation.shutdown()
+
+
+def test_an_unknown_backend_is_refused(ray_cluster):
+    with pytest.raises(ValueError, match="policy.generation.backend is 'vllm', which is not supported here"):
+        make_generation(POLICY | {"generation": {"backend": "vllm"}}, ray_cluster)

@@ -1,0 +1,62 @@
+import torch
+from safetensors import safe_open
+from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import export
+
+
+def logprobs_in_transformers(folder, data) -> torch.Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits.log_softmax(-1)
+    return logits[:, :-1].gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+
+
+def test_an_export_loads_in_transformers_and_trains_on_from_there(make_worker, tmp_path):
+    worker = make_worker()
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    data = random_batch(4)
+    want = worker.get_logprobs(data, mbs=4)["logprobs"]
+    worker.export_hf(str(tmp_path / "hf"))
+
+    got = logprobs_in_transformers(tmp_path / "hf", data)
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        torch.testing.assert_close(got[row, : length - 1], want[row, 1:length], rtol=0, atol=1e-4)
+
+    again = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "hf")})
+    assert torch.equal(again.get_logprobs(data, mbs=4)["logprobs"], want)
+
+
+def test_untied_embeddings_in_several_shards(make_worker, tmp_path, monkeypatch):
+    monkeypatch.setattr(export, "SHARD_BYTES", 50_000)
+    worker = make_worker(tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": False}))
+    worker.export_hf(str(tmp_path / "hf"))
+    shards = sorted(tmp_path.glob("hf/model-*.safetensors"))
+    assert len(shards) > 1
+    names = set()
+    for shard in shards:
+        with safe_open(shard, "pt") as file:
+            names |= set(file.keys())
+    assert "lm_head.weight" in names
+    data = random_batch(2)
+    want = worker.get_logprobs(data, mbs=2)["logprobs"]
+    got = logprobs_in_transformers(tmp_path / "hf", data)
+    length = int(data["input_lengths"][0])
+    torch.testing.assert_close(got[0, : length - 1], want[0, 1:length], rtol=0, atol=1e-4)
+
+
+def test_a_new_export_replaces_the_old_weights(make_worker, tmp_path):
+    worker = make_worker()
+    worker.export_hf(str(tmp_path / "hf"))
+    (tmp_path / "hf" / "tokenizer.json").write_text("{}")
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    worker.export_hf(str(tmp_path / "hf"))
+    assert (tmp_path / "hf" / "tokenizer.json").exists()
+    assert not list(tmp_path.glob("*.partial"))
+    data = random_batch(1)
+    length = int(data["input_lengths"][0])
+    want = worker.get_logprobs(data, mbs=1)["logprobs"][0, 1:length]
+    torch.testing.assert_close(logprobs_in_transformers(tmp_path / "hf", data)[0, : length - 1], want, rtol=0, atol=1e-4)

@@ -1,0 +1,59 @@
+import pytest
+import torch
+from support.tiny import random_batch
+
+from nemo_offload_rl.mcore.microbatches import (
+    pack_bins,
+    packed_microbatches,
+    padded_length,
+    padded_microbatches,
+    unpack,
+    with_length,
+)
+
+
+def test_bins_hold_every_sample_once_and_no_more_than_fits():
+    lengths = [9, 3, 7, 5, 5, 2, 8, 1]
+    bins = pack_bins(lengths, 10)
+    assert sorted(i for items in bins for i in items) == list(range(8))
+    assert all(sum(lengths[i] for i in items) <= 10 for items in bins)
+    assert len(bins) == 4  # 40 tokens in bins of 10
+
+
+def test_a_sample_beyond_the_capacity_gets_a_bin_of_its_own():
+    assert pack_bins([12, 3, 4], 10) == [[0], [1, 2]]
+
+
+def test_bins_are_split_until_every_rank_has_as_many():
+    bins = pack_bins([1, 1, 1, 1], 10, min_bins=3)
+    assert len(bins) == 3
+    assert sorted(i for items in bins for i in items) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="2 samples cannot fill 3 packed micro-batches"):
+        pack_bins([1, 1], 10, min_bins=3)
+
+
+def test_packed_rows_come_back_as_padded_rows():
+    data = random_batch(6, longest=12)
+    lengths = data["input_lengths"].tolist()
+    for batch in packed_microbatches(data, pack_bins(lengths, 24), divisible_by=2, row_divisible_by=8):
+        assert batch.tokens.shape == batch.positions.shape
+        assert batch.tokens.shape[1] % 8 == 0
+        assert batch.cu_seqlens[-1] == batch.tokens.shape[1]
+        starts = batch.cu_seqlens[:-1].long()
+        assert batch.positions[0, starts].abs().sum() == 0
+        width = batch.data["input_ids"].shape[1]
+        rows = unpack(batch.tokens[0].float(), batch.cu_seqlens, batch.data["input_lengths"], width)
+        torch.testing.assert_close(rows, batch.data["input_ids"].float())
+
+
+def test_the_last_padded_micro_batch_is_filled_with_rows_that_count_for_nothing():
+    batches = padded_microbatches(random_batch(5), 2)
+    assert [batch.tokens.shape for batch in batches] == [(2, 12)] * 3
+    assert batches[-1].data["sample_mask"].tolist() == [1.0, 0.0]
+
+
+def test_lengths_are_rounded_up_and_limited():
+    assert padded_length(9, 4, 16) == 12
+    with pytest.raises(ValueError, match=r"17 tokens, more than policy\.max_total_sequence_length 16"):
+        padded_length(17, 4, 16)
+    assert with_length(random_batch(2, longest=12), 16)["token_mask"].shape == (2, 16)

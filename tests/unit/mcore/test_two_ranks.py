@@ -1,0 +1,106 @@
+"""Two ranks compute what one does: DP, TP, sequence parallel, PP, virtual PP, EP, on gloo."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2},
+    "tp2_sequence_parallel": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "moe_dp2": {},
+    "moe_ep2": {"expert_model_parallel_size": 2},
+}
+ODD_VOCABULARY = "tp2_padded_vocabulary"
+
+
+def hf_config_of(layout: str) -> dict[str, Any] | None:
+    if layout == ODD_VOCABULARY:
+        from support.tiny import TINY_QWEN3
+
+        return TINY_QWEN3 | {"vocab_size": 15}
+    return TINY_QWEN3_MOE if layout.startswith("moe") else None
+
+
+def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
+    """Three steps, then log-probs, with all rows on every rank but those that data parallelism deals out."""
+    from nemo_offload_rl.algorithms.losses import NLLLoss
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    worker = MegatronPolicyWorker(
+        tiny_policy(hf_config_of(layout), **overrides),
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=3,
+        init_reference_model=True,
+    )
+    torch.set_num_threads(1)
+    ranks = worker.parallel_ranks()
+    share = 8 // ranks["dp_size"]
+    mine = slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
+    steps = []
+    for step in range(3):
+        data = random_batch(8, seed=step)
+        steps.append(worker.train(data.slice(mine.start, mine.stop), NLLLoss(), gbs=8, mbs=2))
+    probe = random_batch(8, seed=9).slice(mine.start, mine.stop)
+    out = {
+        "losses": [s["loss"] for s in steps],
+        "grad_norms": [s["grad_norm"] for s in steps],
+        "rows": (mine.start, mine.stop),
+        "logprobs": worker.get_logprobs(probe, mbs=2)["logprobs"].tolist(),
+        "reference": worker.get_reference_policy_logprobs(probe, mbs=2)["reference_logprobs"].tolist(),
+        "evaluated": worker.evaluate(probe, NLLLoss(), mbs=2)["loss"],
+        "exported": {name: float(weight.double().sum()) for name, weight in worker._export()},
+    }
+    worker.shutdown()
+    return out
+
+
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
+    layouts = LAYOUTS | {ODD_VOCABULARY: {"tensor_model_parallel_size": 2}}
+    return {name: run(name, layouts[name], rank, world_size, port) for name, port in zip(layouts, ports, strict=True)}
+
+
+def one_rank(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
+    names = ["dp2", "moe_dp2", ODD_VOCABULARY]
+    return {name: run(name, {}, rank, world_size, port) for name, port in zip(names, ports, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return run_ranks(one_rank, 1, num_ports=3)[0]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(all_layouts, 2, num_ports=len(LAYOUTS) + 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [*LAYOUTS, ODD_VOCABULARY])
+def test_two_ranks_compute_what_one_does(alone, together, layout):
+    base = {"moe": "moe_dp2", ODD_VOCABULARY: ODD_VOCABULARY}.get(
+        "moe" if layout.startswith("moe") else layout, "dp2"
+    )
+    want = alone[base]
+    for rank in range(2):
+        got = together[rank][layout]
+        assert got["losses"] == pytest.approx(want["losses"], rel=1e-5)
+        assert got["grad_norms"] == pytest.approx(want["grad_norms"], rel=1e-4)
+        assert got["evaluated"] == pytest.approx(want["evaluated"], rel=1e-4)
+        start, stop = got["rows"]
+        for field in ("logprobs", "reference"):
+            torch.testing.assert_close(
+                torch.tensor(got[field]), torch.tensor(want[field])[start:stop], rtol=1e-4, atol=2e-4
+            )
+        assert set(got["exported"]) == set(want["exported"])
+        for name, total in want["exported"].items():
+            assert got["exported"][name] == pytest.approx(total, rel=1e-3, abs=2e-3), name

@@ -1,0 +1,166 @@
+"""What a step computes, on one rank."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.worker.worker import TooManySkippedStepsError
+
+
+def parameters_of(worker) -> dict[str, torch.Tensor]:
+    return {name: parameter.detach().clone() for name, parameter in worker._state.parameters()}
+
+
+def gradients_of(worker) -> torch.Tensor:
+    buffers = [b for chunk in worker._state.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    return torch.cat([buffer.grad_data.flatten().clone() for buffer in buffers])
+
+
+def test_micro_batches_never_change_the_gradient(make_worker):
+    data = random_batch(8)
+    gradients, losses = [], []
+    for mbs in (8, 4, 2, 3):
+        worker = make_worker()
+        result = worker.train(data, NLLLoss(), gbs=8, mbs=mbs)
+        gradients.append(gradients_of(worker))
+        losses.append((result["loss"], result["grad_norm"]))
+    for gradient, loss in zip(gradients[1:], losses[1:], strict=True):
+        torch.testing.assert_close(gradient, gradients[0], rtol=1e-5, atol=1e-6)
+        assert loss == pytest.approx(losses[0], rel=1e-5)
+
+
+def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
+    from transformers import AutoModelForCausalLM
+
+    worker = make_worker()
+    data = random_batch(6)
+    got = worker.get_logprobs(data, mbs=4)["logprobs"]
+    assert got.shape == data["input_ids"].shape
+
+    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained).eval()
+    model.load_state_dict(dict(worker._export()), strict=True)
+    with torch.no_grad():
+        logits = model(data["input_ids"]).logits
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        want = logits[row, : length - 1].log_softmax(-1).gather(-1, data["input_ids"][row, 1:length, None]).squeeze(-1)
+        torch.testing.assert_close(got[row, 1:length], want, rtol=1e-4, atol=1e-5)
+
+
+def test_log_probs_follow_the_sampling_temperature(make_worker):
+    policy = tiny_policy() | {"generation": {"temperature": 0.5}}
+    warm = make_worker().get_logprobs(random_batch(2), mbs=2)["logprobs"]
+    cold = make_worker(policy).get_logprobs(random_batch(2), mbs=2)["logprobs"]
+    assert not torch.allclose(warm, cold)
+
+
+def test_training_learns_and_follows_the_schedule(make_worker):
+    worker = make_worker()
+    results = [worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=8) for _ in range(20)]
+    assert results[-1]["loss"] < 0.8 * results[0]["loss"]
+    # Warm-up over two steps from 1e-4 to 1e-3; the rate reported is the next step's.
+    assert [round(r["lr"], 6) for r in results[:3]] == [5.5e-4, 1e-3, 1e-3]
+    assert results[0]["num_steps"] == 1
+    assert results[0]["tokens"] == int(random_batch(8)["input_lengths"].sum())
+
+
+def test_several_global_batches_are_several_steps(make_worker):
+    worker = make_worker()
+    result = worker.train(random_batch(8), NLLLoss(), gbs=4, mbs=2)
+    assert (result["num_steps"], result["num_microbatches"]) == (2, 4)
+
+
+@dataclass
+class PoisonedLoss:
+    """A loss, or one of its gradients, that is not finite."""
+
+    in_gradient_only: bool
+
+    def __call__(self, logprobs, data, counts):
+        loss = -logprobs.sum() / counts.valid_toks
+        if self.in_gradient_only:
+            # sqrt at 0 is finite, and its derivative is not.
+            loss = loss + (logprobs - logprobs.detach()).abs().sum().sqrt()
+        else:
+            loss = loss * torch.nan
+        return loss, {"loss_again": loss.detach()}
+
+
+@pytest.mark.parametrize("in_gradient_only", [False, True])
+def test_a_step_that_is_not_finite_is_skipped_and_counted(make_worker, in_gradient_only):
+    worker = make_worker(tiny_policy() | {"max_skipped_steps": 1})
+    before = parameters_of(worker)
+    result = worker.train(random_batch(4), PoisonedLoss(in_gradient_only), gbs=4, mbs=4)
+    assert (result["num_skipped"], result["num_steps"]) == (1, 0)
+    after = parameters_of(worker)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    with pytest.raises(TooManySkippedStepsError, match=r"policy\.max_skipped_steps 1"):
+        worker.train(random_batch(4), PoisonedLoss(in_gradient_only), gbs=4, mbs=4)
+
+
+def test_evaluation_changes_nothing_and_equals_the_loss_of_training(make_worker):
+    worker = make_worker()
+    before = parameters_of(worker)
+    evaluated = worker.evaluate(random_batch(6), NLLLoss(), mbs=4)
+    after = parameters_of(worker)
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    trained = worker.train(random_batch(6), NLLLoss(), gbs=6, mbs=2)
+    assert evaluated["loss"] == pytest.approx(trained["loss"], rel=1e-5)
+
+
+def test_reference_log_probs_stay_those_of_the_start(make_worker):
+    worker = make_worker(init_reference_model=True)
+    data = random_batch(4)
+    start = worker.get_logprobs(data, mbs=4)["logprobs"]
+    for _ in range(3):
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    now = worker.get_logprobs(data, mbs=4)["logprobs"]
+    reference = worker.get_reference_policy_logprobs(data, mbs=4)["reference_logprobs"]
+    assert torch.equal(reference, start)
+    assert not torch.allclose(now, start)
+    assert torch.equal(worker.get_logprobs(data, mbs=4)["logprobs"], now)
+
+
+def test_a_policy_without_reference_weights_says_so(make_worker):
+    with pytest.raises(ValueError, match="init_reference_model=True"):
+        make_worker().get_reference_policy_logprobs(random_batch(2), mbs=2)
+
+
+def test_a_batch_that_does_not_fit_is_refused(make_worker):
+    worker = make_worker()
+    with pytest.raises(ValueError, match="no multiple of its 4 rows"):
+        worker.train(random_batch(6), NLLLoss(), gbs=4, mbs=2)
+    with pytest.raises(ValueError, match=r"policy\.max_total_sequence_length 32"):
+        worker.get_logprobs(random_batch(2, longest=40), mbs=2)
+
+
+def test_recomputing_activations_changes_no_number(make_worker):
+    data = random_batch(4)
+    plain = make_worker().train(data, NLLLoss(), gbs=4, mbs=2)
+    again = make_worker(tiny_policy(activation_checkpointing=True)).train(data, NLLLoss(), gbs=4, mbs=2)
+    assert (again["loss"], again["grad_norm"]) == (plain["loss"], plain["grad_norm"])
+
+
+def test_bfloat16_trains(make_worker):
+    worker = make_worker(tiny_policy(precision="bfloat16"))
+    results = [worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=8) for _ in range(20)]
+    assert results[-1]["loss"] < 0.8 * results[0]["loss"]
+
+
+def test_the_same_seed_gives_the_same_weights_and_another_seed_others(make_worker):
+    first, again = parameters_of(make_worker()), parameters_of(make_worker())
+    other = parameters_of(make_worker(seed=4))
+    assert all(torch.equal(first[name], again[name]) for name in first)
+    assert not all(torch.equal(first[name], other[name]) for name in first)
+
+
+def test_a_frozen_router_does_not_move(make_worker):
+    worker = make_worker(tiny_policy(TINY_QWEN3_MOE, freeze_moe_router=True))
+    before = parameters_of(worker)
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    after = parameters_of(worker)
+    moved = {name for name in before if not torch.equal(before[name], after[name])}
+    assert any(".experts." in name for name in moved)
+    assert not any(".router." in name for name in moved)

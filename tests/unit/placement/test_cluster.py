@@ -1,0 +1,113 @@
+import os
+import subprocess
+import sys
+
+import psutil
+import pytest
+import ray
+
+from nemo_offload_rl.placement.cluster import Cluster, _require_gpus, _require_one_node, available_threads
+
+# Each of these starts its own Ray, so they run in a process of their own.
+START_AND_STOP = """
+import psutil, ray
+from nemo_offload_rl.placement.cluster import Cluster
+
+with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
+    inside = psutil.Process().children(recursive=True)
+    assert len(inside) > 2
+    addresses = {c.laddr.ip for process in inside for c in process.net_connections("tcp") if c.status == "LISTEN"}
+    assert addresses, "Ray listens somewhere"
+    assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}, addresses
+
+    class Where:
+        def bundle(self):
+            return ray.util.get_current_placement_group() is not None
+
+    ray.cloudpickle.register_pickle_by_value(__import__("sys").modules["__main__"])
+    actors = [ray.remote(Where).options(**cluster.actor_options(rank, 0.5)).remote() for rank in range(3)]
+    assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
+assert not ray.is_initialized()
+assert psutil.Process().children(recursive=True) == []
+print("left nothing behind")
+"""
+
+TOO_MANY_GPUS = """
+import psutil, sys, torch
+from nemo_offload_rl.placement.cluster import Cluster
+
+found = torch.cuda.device_count()
+try:
+    Cluster(num_nodes=1, gpus_per_node=found + 1)
+except ValueError as error:
+    assert f"has {found};" in str(error), error
+    assert psutil.Process().children(recursive=True) == []
+    print("refused")
+"""
+
+
+def _run(script: str) -> str:
+    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    assert run.returncode == 0, run.stderr
+    return run.stdout
+
+
+def test_a_cluster_listens_on_loopback_and_leaves_no_process():
+    assert "left nothing behind" in _run(START_AND_STOP)
+
+
+@pytest.mark.gpu
+def test_too_few_gpus_are_refused_before_anything_starts():
+    import torch
+
+    if not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
+    assert "refused" in _run(TOO_MANY_GPUS)
+
+
+def test_too_few_gpus_are_an_error_with_the_numbers_and_none_at_all_is_fine():
+    with pytest.raises(ValueError, match=r"asks for 8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), but here has 3"):
+        _require_gpus(3, 2, 4, "here")
+    _require_gpus(8, 2, 4, "here")
+    _require_gpus(0, 2, 4, "here")
+    with pytest.raises(ValueError, match="2 nodes .* set RAY_ADDRESS"):
+        _require_one_node(2)
+
+
+def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):
+    with Cluster(num_nodes=1, gpus_per_node=4, master_port_range=(5000, 5010)) as second:
+        assert (second.world_size, second.has_gpus) == (4, False)
+        assert second.master_port_range == (5000, 5010)
+    assert ray.is_initialized()
+    assert ray_cluster.world_size == 2
+
+
+def test_threads_are_shared_out_to_the_ranks(ray_cluster):
+    assert ray_cluster.threads_per_node == available_threads()
+    assert ray_cluster.threads_per_rank == max(1, available_threads() // 2)
+
+
+def test_omp_num_threads_limits_the_threads(monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    assert available_threads() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "100000")
+    assert available_threads() == len(os.sched_getaffinity(0))
+    monkeypatch.delenv("OMP_NUM_THREADS")
+    assert available_threads() == len(os.sched_getaffinity(0))
+
+
+class Sleeper:
+    def process(self):
+        return ray.util.get_node_ip_address(), os.getpid()
+
+
+def test_stopping_actors_waits_until_their_processes_are_gone(ray_cluster):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    actors = [ray.remote(Sleeper).options(num_cpus=0).remote() for _ in range(2)]
+    refs = [actor.process.remote() for actor in actors]
+    pids = [pid for _, pid in ray.get(refs)]
+    assert all(psutil.pid_exists(pid) for pid in pids)
+    ray_cluster.stop(actors, refs)
+    assert not any(psutil.pid_exists(pid) for pid in pids)
+    ray_cluster.stop(actors, refs)
+    ray_cluster.stop([], [])

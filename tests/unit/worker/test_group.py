@@ -1,0 +1,250 @@
+import ast
+import os
+import sys
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.worker.actor import free_port, worker_environment
+from nemo_offload_rl.worker.group import PolicyWorkerGroup, WorkerError
+
+SIZES = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "env_vars": {"TOY_VARIABLE": "from the recipe"},
+}
+TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
+
+# The actors cannot import this module; what is defined in it travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+def _group(cluster, *, tp=1, **toy):
+    config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
+    return PolicyWorkerGroup(config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER)
+
+
+def _batch(num_rows):
+    return BatchedData(row=torch.arange(num_rows), sample_mask=torch.ones(num_rows))
+
+
+def double(value):
+    return 2 * value
+
+
+@pytest.fixture(scope="module")
+def group(ray_cluster):
+    with _group(ray_cluster) as group:
+        yield group
+
+
+@pytest.fixture(scope="module")
+def tensor_parallel_group(ray_cluster, group):
+    del group  # both fit side by side: each takes half of a bundle
+    with _group(ray_cluster, tp=2) as group:
+        yield group
+
+
+def test_training_shards_reach_their_ranks(group):
+    report = group.train(_batch(8), double, gbs=4, mbs=1)
+    assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}
+
+
+def test_ranks_of_a_tensor_parallel_group_get_the_same_shard(tensor_parallel_group):
+    assert [ranks["dp_rank"] for ranks in tensor_parallel_group.parallel_ranks] == [0, 0]
+    assert tensor_parallel_group.train(_batch(4), double, gbs=4, mbs=1)["rows"] == [0, 1, 2, 3]
+    logprobs = tensor_parallel_group.get_logprobs(_batch(5), mbs=2)
+    assert logprobs["rank"] == [0] * 5
+
+
+def test_logprobs_of_any_number_of_rows_come_back_in_order(group):
+    for num_rows in (1, 2, 5, 8):
+        result = group.get_logprobs(_batch(num_rows), mbs=2)
+        assert result["logprobs"].tolist() == [[float(row)] * 3 for row in range(num_rows)]
+        assert result["rank"] == sorted(result["rank"])
+    assert set(result["rank"]) == {0, 1}
+
+
+def test_evaluate_counts_no_row_twice(group):
+    assert group.evaluate(_batch(5), double, mbs=2) == {"samples": 3, "rows": [0, 1, 2, 0], "mbs": 2}
+    with pytest.raises(ValueError, match="needs the column sample_mask, found row"):
+        group.evaluate(BatchedData(row=torch.arange(2)), double, mbs=2)
+
+
+def test_sizes_that_do_not_divide_leave_the_group_usable(group):
+    with pytest.raises(ValueError, match="not a multiple of policy.train_global_batch_size"):
+        group.train(_batch(7), double, gbs=4, mbs=1)
+    assert group.prepare_refit_info() == {"weight": ((2, 3), torch.bfloat16)}
+
+
+def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
+    group.save_checkpoint(str(tmp_path), True)
+    texts = [(tmp_path / str(rank)).read_text() for rank in range(2)]
+    seen = [ast.literal_eval(text[: text.rindex("}") + 1]) for text in texts]
+    for rank, arguments in enumerate(seen):
+        assert arguments["rank"] == rank
+        assert arguments["world_size"] == 2
+        assert arguments["seed"] == 7
+        assert arguments["init_reference_model"] is True
+        environment = arguments["environment"]
+        assert environment["RANK"] == str(rank)
+        assert environment["WORLD_SIZE"] == "2"
+        assert environment["LOCAL_RANK"] == "0"
+        assert environment["NVTE_CPU_OFFLOAD_V1"] == "1"
+        assert environment["TOY_VARIABLE"] == "from the recipe"
+        assert arguments["address"] == f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
+    assert seen[0]["address"] == seen[1]["address"]
+
+
+def test_memory_is_that_of_the_fullest_rank(group):
+    assert group.memory_stats()["host_rss_gib"] == 1.0
+
+
+def test_hardware_queues_are_limited_only_where_communication_overlaps():
+    environment = {"rank": 0, "world_size": 2, "threads": 1}
+    one = worker_environment(SIZES, **environment)
+    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in one
+    two = worker_environment(SIZES | {"tensor_model_parallel_size": 2}, **environment)
+    assert two["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
+    own = SIZES | {"tensor_model_parallel_size": 2, "env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "RANK": "5"}}
+    assert worker_environment(own, **environment)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
+    assert worker_environment(own, **environment)["RANK"] == "0"
+    assert worker_environment(SIZES | {"env_vars": None}, **environment) == {
+        name: value for name, value in one.items() if name != "TOY_VARIABLE"
+    }
+
+
+def test_ports_come_from_the_range():
+    low = free_port("127.0.0.1", None)
+    assert free_port("127.0.0.1", (low, low + 50)) in range(low, low + 51)
+    import socket
+
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        taken = listener.getsockname()[1]
+        with pytest.raises(ValueError, match=f"from {taken} to {taken} is free"):
+            free_port("127.0.0.1", (taken, taken))
+
+
+class Receiver:
+    def __init__(self, fails_at=-1):
+        self.weights = {}
+        self.loads = 0
+        self.fails_at = fails_at
+
+    def load_weights(self, bucket):
+        self.loads += 1
+        if self.loads == self.fails_at:
+            raise ValueError("a weight does not fit")
+        self.weights.update((name, tensor.clone()) for name, tensor in bucket.unpack())
+
+    def get(self):
+        return self.weights, self.loads
+
+
+def test_weights_go_through_the_group_to_every_receiver(group):
+    receivers = [ray.remote(Receiver).options(num_cpus=0).remote() for _ in range(2)]
+    report = group.send_weights(ObjectStoreTransport(receivers, verify=True))
+    assert (report.num_tensors, report.num_bytes, report.num_buckets) == (5, 80, 3)
+    assert report.seconds > 0
+    for weights, loads in ray.get([receiver.get.remote() for receiver in receivers]):
+        assert loads == 3
+        assert {name: tensor_checksum(tensor) for name, tensor in weights.items()} == report.checksums
+        assert weights["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    assert group.send_weights(ObjectStoreTransport(receivers, verify=False)).checksums is None
+    for receiver in receivers:
+        ray.kill(receiver)
+
+
+def test_a_world_that_does_not_divide_is_refused_before_anything_starts(ray_cluster):
+    before = _processes()
+    with pytest.raises(ValueError, match="world size 2"):
+        _group(ray_cluster, tp=3)
+    assert _processes() == before
+
+
+def _processes():
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def _pids_of(group):
+    return {int(rank_pid) for _, rank_pid in ray.get(group._process_refs)}
+
+
+@pytest.fixture
+def fresh_group(ray_cluster, group, tensor_parallel_group):
+    """A group that a test may break; the lasting ones are ended, as a bundle has room for two actors."""
+    group.shutdown()
+    tensor_parallel_group.shutdown()
+    made = []
+
+    def make(**toy):
+        made.append(_group(ray_cluster, **toy))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group):
+    group = fresh_group()
+    group.wait_until_ready()
+    pids = _pids_of(group)
+    start = time.monotonic()
+    with pytest.raises(WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of") as caught:
+        group.load_checkpoint("fail on rank 1, wait on rank 0")
+    assert time.monotonic() - start < 30
+    assert (caught.value.rank, caught.value.verb) == (1, "load_checkpoint")
+    assert isinstance(caught.value.cause, ValueError)
+    assert "in load_checkpoint" in str(caught.value)  # the traceback of the rank
+    assert "toy_worker.py" in str(caught.value)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    with pytest.raises(WorkerError, match="the checkpoint is of another model"):
+        group.get_logprobs(_batch(2), mbs=1)
+
+
+def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
+    group = fresh_group()
+    with pytest.raises(WorkerError, match="Rank 1 failed in load_checkpoint: ActorDiedError") as caught:
+        group.load_checkpoint("die on rank 1, fail on rank 0")
+    assert caught.value.rank == 1
+    assert "Rank 0 failed too: ConnectionError: connection closed by peer" in str(caught.value)
+
+
+def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):
+    with pytest.raises(WorkerError, match="this and that") as caught:
+        fresh_group().load_checkpoint("fail with what cannot travel")
+    assert caught.value.verb == "load_checkpoint"
+
+
+def test_a_rank_that_cannot_be_built_is_an_error_of_its_construction(fresh_group):
+    group = fresh_group(fails_to_build=1)
+    with pytest.raises(WorkerError, match="Rank 1 failed in its construction: ValueError: rank 1 has a bad recipe"):
+        group.wait_until_ready()
+    with pytest.raises(WorkerError, match="bad recipe"):
+        group.prepare_for_training()
+
+
+def test_shutdown_leaves_no_process(fresh_group, caplog):
+    group = fresh_group(hangs_in_shutdown=True)
+    group.wait_until_ready()
+    pids = _pids_of(group)
+    assert pids <= _processes()
+    assert os.getpid() not in pids
+    group.shutdown()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert "will not go quietly" in caplog.text
+    group.shutdown()  # a second one does nothing
+    with pytest.raises(RuntimeError, match="have been shut down"):
+        group.prepare_for_training()

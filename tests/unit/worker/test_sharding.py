@@ -1,0 +1,82 @@
+import pytest
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
+
+SIZES = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+}
+
+
+def _batch(num_rows):
+    return BatchedData(
+        row=torch.arange(num_rows), sample_mask=torch.ones(num_rows), name=[f"row {row}" for row in range(num_rows)]
+    )
+
+
+def _rows(shards):
+    return [shard["row"].tolist() for shard in shards]
+
+
+def test_each_chunk_of_a_global_batch_is_dealt_out_contiguously():
+    shards = shard_for_training(_batch(16), gbs=8, mbs=2, dp_size=2)
+    assert _rows(shards) == [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]
+    assert shards[1]["name"][:2] == ["row 4", "row 5"]
+    assert _rows(shard_for_training(_batch(4), gbs=4, mbs=1, dp_size=1)) == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(
+    ("num_rows", "gbs", "mbs", "dp_size", "message"),
+    [
+        (10, 8, 2, 2, "10 samples, which is not a multiple of policy.train_global_batch_size 8"),
+        (0, 8, 2, 2, "0 samples"),
+        (9, 9, 1, 2, "9 is not a multiple of policy.train_micro_batch_size 1 x the data-parallel size 2"),
+        (8, 8, 3, 2, "8 is not a multiple of policy.train_micro_batch_size 3 x"),
+        (8, 0, 1, 1, "at least 1 sample"),
+    ],
+)
+def test_sizes_of_training_that_do_not_divide_are_refused(num_rows, gbs, mbs, dp_size, message):
+    with pytest.raises(ValueError, match=message):
+        shard_for_training(_batch(num_rows), gbs=gbs, mbs=mbs, dp_size=dp_size)
+
+
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 7, 8, 9, 31])
+@pytest.mark.parametrize("dp_size", [1, 2, 4])
+@pytest.mark.parametrize("mbs", [1, 3, 64])
+def test_any_number_of_rows_comes_back_in_order(num_rows, dp_size, mbs):
+    batch = _batch(num_rows)
+    shards = shard_for_inference(batch, mbs=mbs, dp_size=dp_size)
+    assert {shard.size for shard in shards.shards} == {shards.shards[0].size}
+    assert shards.mbs <= mbs
+    assert shards.shards[0].size % shards.mbs == 0
+    num_microbatches = shards.shards[0].size // shards.mbs
+    assert num_microbatches == -(-(-(-num_rows // dp_size)) // mbs)  # filling up never adds a micro-batch
+    assert sum(float(shard["sample_mask"].sum()) for shard in shards.shards) == num_rows
+    gathered = shards.gather(shards.shards)
+    assert gathered["row"].tolist() == list(range(num_rows))
+    assert gathered["name"] == batch["name"]
+    assert gathered["sample_mask"].tolist() == [1] * num_rows
+
+
+def test_filling_up_changes_nothing_in_the_batch_itself():
+    batch = _batch(3)
+    shard_for_inference(batch, mbs=2, dp_size=2)
+    assert batch["sample_mask"].tolist() == [1, 1, 1]
+
+
+def test_an_empty_batch_is_refused():
+    with pytest.raises(ValueError, match="without samples"):
+        shard_for_inference(_batch(0), mbs=1, dp_size=1)
+
+
+def test_parallel_sizes_must_divide_the_world():
+    require_parallel_sizes_fit(SIZES | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 8)
+    with pytest.raises(ValueError, match=r"world size 6 .* not a multiple of 4 \(tensor_model_parallel_size 2 x"):
+        require_parallel_sizes_fit(SIZES | {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}, 6)
+    with pytest.raises(ValueError, match="expert_model_parallel_size 4"):
+        require_parallel_sizes_fit(SIZES | {"expert_model_parallel_size": 4}, 2)

@@ -1,0 +1,93 @@
+"""A worker as the group expects one, small enough to see through: it reports what it was given."""
+
+import os
+import signal
+import sys
+import time
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+
+
+class CannotTravelError(Exception):
+    """Its constructor wants more than it keeps, so that it cannot be pickled and built again."""
+
+    def __init__(self, first, second):
+        super().__init__(f"{first} and {second}")
+
+
+class ToyWorker:
+    def __init__(
+        self, config, *, rank, world_size, local_rank, master_addr, master_port, seed, init_reference_model,
+        init_optimizer=True,
+    ):  # fmt: skip
+        if config["toy"].get("fails_to_build") == rank:
+            raise ValueError(f"rank {rank} has a bad recipe")
+        self.config = config
+        self.rank = rank
+        self.world_size = world_size
+        self.seen = {
+            "rank": rank,
+            "world_size": world_size,
+            "local_rank": local_rank,
+            "seed": seed,
+            "init_reference_model": init_reference_model,
+            "init_optimizer": init_optimizer,
+            "address": f"{master_addr}:{master_port}",
+            "environment": dict(os.environ),
+            "sys_path": list(sys.path),
+        }
+
+    def parallel_ranks(self):
+        tp_size = self.config["megatron_cfg"]["tensor_model_parallel_size"]
+        return {
+            "dp_rank": self.rank // tp_size,
+            "dp_size": self.world_size // tp_size,
+            "tp_rank": self.rank % tp_size,
+            "tp_size": tp_size,
+            "pp_rank": 0,
+            "pp_size": 1,
+        }
+
+    def train(self, data, loss_fn, gbs, mbs):
+        return {"rows": data["row"].tolist(), "loss": loss_fn(1.0), "gbs": gbs, "mbs": mbs, "rank": self.rank}
+
+    def evaluate(self, data, loss_fn, mbs):
+        return {"samples": int(data["sample_mask"].sum()), "rows": data["row"].tolist(), "mbs": mbs}
+
+    def get_logprobs(self, data, mbs):
+        assert data.size % mbs == 0
+        return BatchedData(logprobs=data["row"][:, None].float() * torch.ones(1, 3), rank=[self.rank] * data.size)
+
+    def prepare_refit_info(self):
+        return {"weight": ((2, 3), torch.bfloat16)}
+
+    def send_weights(self, transport):
+        named = [(f"w{index}", torch.full((2, 2), float(index))) for index in range(5)]
+        return transport.send([named[:2], named[2:4], named[4:]]) if self.rank == 0 else None
+
+    def memory_stats(self):
+        return {"host_rss_gib": float(self.rank), "pid": float(os.getpid())}
+
+    # What goes wrong is chosen by the folder's name, as this verb takes a string.
+    def load_checkpoint(self, folder):
+        if folder == "fail on rank 1, wait on rank 0":
+            if self.rank == 0:
+                time.sleep(600)
+            raise ValueError("the checkpoint is of another model")
+        if folder == "die on rank 1, fail on rank 0":
+            if self.rank == 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            raise ConnectionError("connection closed by peer")
+        if folder == "fail with what cannot travel":
+            raise CannotTravelError("this", "that")
+        raise AssertionError(folder)
+
+    def save_checkpoint(self, folder, save_optimizer):
+        with open(f"{folder}/{self.rank}", "w") as file:
+            print(self.seen, save_optimizer, file=file)
+
+    def shutdown(self):
+        if self.config["toy"].get("hangs_in_shutdown"):
+            raise RuntimeError("will not go quietly")
