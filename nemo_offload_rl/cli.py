@@ -4,7 +4,10 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.schema import MasterConfig
 
 EXIT_OK, EXIT_ERROR = 0, 2
 
@@ -76,11 +79,24 @@ def _validate(options: argparse.Namespace) -> None:
     if validated.warm_start is not None:
         notes += [f"note: warm start: {note}" for note in validated.warm_start.notes]
     if options.deep:
-        from nemo_offload_rl.mcore.model_config import build_configs
-
-        notes += [f"not checked here: {line}" for line in build_configs(validated.config["policy"])]
+        notes += [f"not checked here: {line}" for line in _build_megatron_configs(validated.config)]
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     sys.stdout.write(_as_yaml(validated.recipe.config))
+
+
+def _build_megatron_configs(config: "MasterConfig") -> list[str]:
+    import torch
+
+    from nemo_offload_rl.config import adapt_to_cpu
+    from nemo_offload_rl.mcore.model_config import build_configs
+
+    lines: list[str] = []
+    if not torch.cuda.is_available():
+        config, lines = adapt_to_cpu(config)
+    try:
+        return lines + build_configs(config["policy"])
+    except (AssertionError, RuntimeError, NotImplementedError) as error:  # how Megatron's configs refuse a combination
+        raise ValueError(f"policy.megatron_cfg: Megatron refuses this combination: {error}") from error
 
 
 def _as_yaml(config: dict[str, Any]) -> str:

@@ -86,11 +86,12 @@ def check_field(section: str, name: str, value: Any) -> str | None:
     expected = field.expected()
     if not expected:
         return f"cannot be set in a recipe: in {SECTIONS[section].title} it is no plain value"
-    quoted = "; write it without quotes" if isinstance(value, str) and _is_number(value) else ""
+    quoted = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
     return f"must be {expected}, as {SECTIONS[section].title} says; found {show(value)}{quoted}"
 
 
-def _is_number(text: str) -> bool:
+def is_number(text: str) -> bool:
+    """Whether text reads as a number."""
     try:
         float(text)
     except ValueError:

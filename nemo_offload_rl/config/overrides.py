@@ -7,13 +7,16 @@ from nemo_offload_rl.config.problems import Origin, Problem, nearest
 from nemo_offload_rl.config.yaml_source import Node
 
 
-def apply_overrides(root: Node, overrides: Sequence[str], is_known: Callable[[str], bool]) -> list[Problem]:
+def apply_overrides(
+    root: Node, overrides: Sequence[str], is_known: Callable[[str], bool], given_in: str | None = None
+) -> list[Problem]:
     """Apply overrides in their order, changing the tree.
 
     Args:
         root: the recipe.
         overrides: `a.b=1` changes a key, `+a.b=1` adds one, `++a.b=1` does either, `~a.b` deletes one.
         is_known: whether a path is a valid key, even where the recipe does not set it.
+        given_in: where the overrides come from, if not from the command line.
 
     Returns:
         The overrides that could not be applied.
@@ -27,12 +30,11 @@ def apply_overrides(root: Node, overrides: Sequence[str], is_known: Callable[[st
     parser = OverridesParser.create()
     problems = []
     for text in overrides:
-        origin = Origin(override=text)
+        origin = Origin(file=given_in, override=text)
         try:
             [override] = parser.parse_overrides([text])
-        except OverrideParseException as error:
-            reason = " ".join(str(error).splitlines()[0].split())
-            problems.append(Problem("", origin, f"is no override such as key=value ({reason})"))
+        except OverrideParseException:
+            problems.append(Problem("", origin, "cannot be read as an override; write section.key=value"))
             continue
         message = _apply(root, override, origin, is_known)
         if message:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a key was written: a line of a file, or an override of the command line."""
+    """Where a key was written: a line of a file, or an override (of the command line, unless `file` says otherwise)."""
 
     file: str | None = None
     line: int | None = None
@@ -17,7 +17,7 @@ class Origin:
 
     def __str__(self) -> str:
         if self.override is not None:
-            return f"command line: {self.override}"
+            return f"{self.file or 'command line'}: {self.override}"
         return f"{self.file}:{self.line}" if self.line else f"{self.file}"
 
 

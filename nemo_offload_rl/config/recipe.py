@@ -1,6 +1,7 @@
 """Reading a recipe: YAML with `defaults:` inheritance, command-line overrides and `${...}` interpolation."""
 
 import operator
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -10,7 +11,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from nemo_offload_rl.config.overrides import apply_overrides, merge
-from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, show_file
+from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show_file
 from nemo_offload_rl.config.yaml_source import Node, read_yaml
 
 # NeMo-RL's arithmetic in recipes: "${mul:${a}, 2}".
@@ -21,6 +22,8 @@ RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
     "div": operator.truediv,
     "max": max,
 }
+
+_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")  # ${section.key} and ${.sibling}
 
 
 @dataclass(frozen=True)
@@ -49,6 +52,16 @@ class Recipe:
             path = path.rpartition(".")[0]
         return Origin(show_file(self.path))
 
+    def sources(self, path: str) -> list[str]:
+        """The keys that a value was interpolated from."""
+        if path not in self.written:
+            return []
+        sources = []
+        for dots, name in _REFERENCE.findall(self.written[path]):
+            section = path.split(".")[: -len(dots)] if dots else []
+            sources.append(".".join([*section, name]))
+        return sources
+
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read a recipe.
@@ -66,14 +79,20 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def read_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """As `load_recipe`, but mistakes that leave the rest readable are returned in `problems` instead of raised."""
+def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
+    """As `load_recipe`, but mistakes that leave the rest readable are returned in `problems` instead of raised.
+
+    Args:
+        path: the YAML file.
+        overrides: as `load_recipe`.
+        given_in: where the overrides come from, if not from the command line.
+    """
     path = Path(path)
     problems: list[Problem] = []
     root = _inherit(path, (), problems)
     if root is None:
         raise RecipeError(show_file(path), problems)
-    problems += apply_overrides(root, overrides, _is_known_key)
+    problems += apply_overrides(root, overrides, _is_known_key, given_in)
     config, written, unresolved = _resolve(root)
     return Recipe(path, config, root.origins(), written, (*problems, *unresolved))
 
@@ -90,11 +109,11 @@ def _inherit(
 ) -> Node | None:
     """The file merged over what its `defaults` name; None where any of them cannot be read."""
     if not path.is_file():
-        kind = "is a folder, not a recipe" if path.is_dir() else "there is no such file"
+        kind = "is a folder, not a recipe" if path.is_dir() else "there is no such recipe"
         if named_at is None:
-            near = sorted(item.name for item in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-            there = f"; {show_file(path.parent)} has {', '.join(near)}" if near else ""
-            problems.append(Problem("", Origin(show_file(path)), f"{kind}{there}"))
+            near = nearest(path.name, [item.name for item in path.parent.glob("*.yaml")])
+            suggestion = f"; did you mean {show_file(path.parent / near)}?" if near else ""
+            problems.append(Problem("", Origin(show_file(path)), f"{kind}{suggestion}"))
         else:
             problems.append(Problem("defaults", named_at, f"names {show_file(path)}, but {kind}"))
         return None

@@ -212,7 +212,7 @@ SWITCHED_OFF: tuple[SwitchedOff, ...] = (
 _VLLM = "tunes the vLLM backend, which is not in use"
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
 _NIXL = "tunes the NIXL transport, which is not in use"
-_DTENSOR_ONLY = "is read by the DTensor policy alone; Megatron's is policy.megatron_cfg.{0}"
+_DTENSOR_ONLY = "only the DTensor policy reads it; Megatron's is policy.megatron_cfg.{0}"
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect(

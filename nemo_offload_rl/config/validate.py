@@ -9,7 +9,7 @@ from typing import Any, Literal, cast
 from pydantic import TypeAdapter, ValidationError
 
 from nemo_offload_rl.config.keys import find_key, nearest_key
-from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
+from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show, show_choices, show_file
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
@@ -70,7 +70,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
         found.add(path, message)
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
     if found.problems or of_warm_start:
-        raise RecipeError(show_file(recipe.path), [*found.problems, *of_warm_start])
+        raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
     notes = screened.notes + [f"{path} {message}" for path, message in _broken(NOTES, screened.config, found)]
     _switch_off_lone_sequence_parallel(screened.config)
     return ValidatedRecipe(algorithm, cast(MasterConfig, screened.config), notes, recipe, warm_start)
@@ -83,6 +83,14 @@ class _Findings:
         self._recipe = recipe
         self.problems: list[Problem] = list(recipe.problems)
         self._paths = {problem.path for problem in recipe.problems}
+
+    def without_consequences(self) -> list[Problem]:
+        """The problems, without those of values that were interpolated from a key with a problem of its own."""
+        return [
+            problem
+            for problem in self.problems
+            if not any(self.touches(source) for source in self._recipe.sources(problem.path))
+        ]
 
     def add(self, path: str, message: str) -> None:
         if path not in self._paths:
@@ -158,6 +166,9 @@ def _unknown_keys(schema: type, path: str, value: Any) -> Iterator[tuple[str, st
         for name, item in value.items():
             yield from _unknown_keys(schema, f"{path}.{name}", item)
         return
+    if path in OTHER_ALGORITHMS:
+        yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
+        return
     suggestion = nearest_key(schema, path, upstream)
     yield path, "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
 
@@ -198,12 +209,17 @@ def _describe(schema: type, path: str, value: Any, error: dict[str, Any]) -> str
         return f"must be {words} {context[name]}; {found}"
     if kind not in _EXPECTED:
         return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
-    hint = (
-        "; write it without quotes"
-        if isinstance(value, str) and kind in ("int_type", "float_type", "bool_type")
-        else ""
-    )
+    hint = "; write it without quotes" if _is_quoted(kind, value) else ""
     return f"must be {_EXPECTED[kind]}; {found}{hint}"
+
+
+def _is_quoted(kind: str, value: Any) -> bool:
+    """Whether text is what was asked for, in quotes."""
+    if not isinstance(value, str):
+        return False
+    return (
+        value in ("true", "false") if kind == "bool_type" else kind in ("int_type", "float_type") and is_number(value)
+    )
 
 
 def _wrong_choice(path: str, value: Any, choices: str) -> str:
@@ -286,7 +302,7 @@ def _warm_start(
         return None, ()
     overrides = _value(config, "warm_start.overrides")
     try:
-        warm_start = load(path, [] if overrides is _ABSENT else overrides)
+        warm_start = validate(read_recipe(path, [] if overrides is _ABSENT else overrides, "warm_start.overrides"))
     except RecipeError as error:
         return None, error.problems
     for key, message in _warm_start_mismatches(warm_start, config):

@@ -101,7 +101,7 @@ def _open_folder(path: Path, split: str | None) -> Any:
 
     try:
         return Dataset.from_parquet([str(file) for file in files])
-    except DatasetGenerationError as error:
+    except (DatasetGenerationError, ValueError) as error:  # pyarrow's errors are ValueErrors
         raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
 
 

@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,8 @@ from nemo_offload_rl.refit.checksum import require_equal_checksums
 
 # The share of a rank's GPU that generation takes in Ray's books; the policy worker has the rest.
 GPU_SHARE = 0.5
+
+_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 
 class GeneratorActor:
@@ -71,27 +74,29 @@ class TransformersGeneration:
         precision: str,
         generation_batch_size: int,
         max_sequence_length: int,
+        num_replicas: int,
     ) -> None:
         """Start to build every replica and return at once; `wait_until_ready`, or the first verb, waits for them.
 
         Args:
-            placement: Where actors run; a replica shares the GPU of each rank, or there is one without GPUs.
+            placement: Where actors run; replica i shares the resources of rank i.
             model_name: Folder or hub name of the model's configuration; a label where `hf_config` is given.
             hf_config: A Hugging Face configuration as a mapping, or None.
             hf_config_overrides: Fields of the configuration to set anew, or None.
             precision: "bfloat16" or "float32".
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
+            num_replicas: Copies of the model, at most one a rank.
         """
         self._placement = placement
-        num_threads = placement.threads_per_rank if placement.has_gpus else placement.threads_per_node
+        num_threads = placement.threads_per_node if num_replicas == 1 else placement.threads_per_rank
         actor_class = ray.remote(GeneratorActor)
         self._actors = [
             actor_class.options(
                 **placement.actor_options(rank, GPU_SHARE),
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
             ).remote(num_threads)
-            for rank in range(placement.world_size if placement.has_gpus else 1)
+            for rank in range(num_replicas)
         ]
         self._process_refs = [actor.process.remote() for actor in self._actors]
         model = {
@@ -185,11 +190,11 @@ class TransformersGeneration:
             return ray.get(list(refs))
         except RayError as error:
             cause = error.cause if isinstance(error, RayTaskError) else error
-            raise GenerationError(verb, cause, str(error)) from None
+            raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None
 
 
 def make_transformers_generation(policy_config: Mapping[str, Any], placement: ActorPlacement) -> TransformersGeneration:
-    """Start the backend that a recipe's `policy` describes."""
+    """Start the backend that a recipe's `policy` describes: a replica a GPU, or one where there is none."""
     return TransformersGeneration(
         placement,
         model_name=policy_config["model_name"],
@@ -198,4 +203,5 @@ def make_transformers_generation(policy_config: Mapping[str, Any], placement: Ac
         precision=policy_config["precision"],
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
+        num_replicas=placement.world_size if placement.has_gpus else 1,
     )

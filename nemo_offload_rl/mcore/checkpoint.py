@@ -73,8 +73,8 @@ def _prime_torch_adams(state: TrainingState) -> None:
 def _restore_torch_steps(state: TrainingState) -> None:
     """Give every parameter its own step count again.
 
-    The distributed optimizer of megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by all parameters (each would
-    advance it) and then copies the count from before the load over it.
+    The distributed optimizer of megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by
+    all parameters (each would advance it) and then copies the count from before the load over it.
     """
     for adam in _torch_adams(state):
         for group in adam.param_groups:

@@ -1,6 +1,7 @@
 """The driver's handle on a policy: one worker a rank, all data global."""
 
 import logging
+import re
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.worker:MegatronPolicyWorker"
 # After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
 FAILURE_GRACE_S = 5.0
 _SHUTDOWN_TIMEOUT_S = 20.0
+
+_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 
 class WorkerError(RuntimeError):
@@ -313,7 +316,7 @@ def _worker_error(verb: str, failures: Mapping[int, RayError]) -> WorkerError:
     first = died[0] if died else next(iter(failures))
     error = failures[first]
     cause = error.cause if isinstance(error, RayTaskError) else error
-    detail = [str(error)] if isinstance(error, RayTaskError) else []
+    detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
     detail += [
         f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"
         for rank, other in failures.items()

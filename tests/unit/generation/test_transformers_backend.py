@@ -1,5 +1,3 @@
-import sys
-
 import psutil
 import pytest
 import ray
@@ -10,7 +8,7 @@ from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
-from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
 from nemo_offload_rl.refit.interface import bucketize
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 
@@ -60,6 +58,11 @@ def weights(model):
 
 
 @pytest.fixture(scope="module")
+def local(model):
+    return TransformersGenerator(model, device="cpu", generation_batch_size=8, max_sequence_length=64, has_weights=True)
+
+
+@pytest.fixture(scope="module")
 def generation(ray_cluster):
     generation = make_generation(POLICY, ray_cluster)
     yield generation
@@ -67,21 +70,18 @@ def generation(ray_cluster):
 
 
 def test_generation_waits_for_weights(generation):
-    with pytest.raises(GenerationError, match="still waits for 23 of its weights") as caught:
+    with pytest.raises(GenerationError, match="still waits for 24 of its weights") as caught:
         generation.generate(REQUEST)
     assert (caught.value.verb, type(caught.value.cause)) == ("generate", RuntimeError)
 
 
-def test_a_refit_brings_the_weights_and_they_generate(generation, model, weights):
+def test_a_refit_brings_the_weights_and_they_generate(generation, local, weights):
     info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
     generation.prepare_refit_info(info)
     report = ObjectStoreTransport(generation.receivers, verify=True).send(bucketize(weights.items(), 10_000))
     assert report.num_buckets > 1
     require_equal_checksums(report.checksums, generation.weights_checksum())
     generation.prepare_for_generation()
-    local = TransformersGenerator(
-        model, device="cpu", generation_batch_size=8, max_sequence_length=64, has_weights=True
-    )
     output, expected = generation.generate(REQUEST), local.generate(REQUEST)
     generation.finish_generation()
     assert output.output_ids == expected.output_ids
@@ -97,15 +97,13 @@ def test_a_lost_bit_shows_in_the_checksums(generation, weights):
     sums = ObjectStoreTransport(generation.receivers, verify=True).send([list(weights.items())[:3]]).checksums
     received = generation.weights_checksum()
     require_equal_checksums(sums, {name: received[name] for name in sums})
-    from nemo_offload_rl.refit.checksum import tensor_checksum
-
     with pytest.raises(RuntimeError, match=r"1 different \(model.norm.weight\)"):
         require_equal_checksums({name: tensor_checksum(tensor) for name, tensor in weights.items()}, received)
 
 
 def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weights):
     info = {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in weights.items()}
-    with pytest.raises(GenerationError, match="policy.precision") as caught:
+    with pytest.raises(GenerationError, match=r"policy\.precision") as caught:
         generation.prepare_refit_info(info)
     assert isinstance(caught.value.cause, ValueError)
 
@@ -114,15 +112,29 @@ def test_memory_is_reported(generation):
     assert 0.05 < generation.memory_stats()["host_rss_gib"] < 5
 
 
-class TwoReplicas:
-    """A placement like that of two GPUs, on the CPU bundles of the test cluster."""
-
-    def __init__(self, cluster):
-        self.world_size = 2
-        self.threads_per_rank = self.threads_per_node = 1
-        self.actor_options = cluster.actor_options
-        self.stop = cluster.stop
-        self.has_gpus = False
+def test_replicas_share_a_request_out(ray_cluster, generation, local, weights):
+    generation.shutdown()  # a bundle has room for two actors
+    pair = TransformersGeneration(
+        ray_cluster,
+        model_name="a label",
+        hf_config=QWEN3,
+        hf_config_overrides=None,
+        precision="float32",
+        generation_batch_size=8,
+        max_sequence_length=64,
+        num_replicas=2,
+    )
+    ObjectStoreTransport(pair.receivers, verify=False).send([list(weights.items())])
+    whole = pair.generate(REQUEST)
+    assert len(whole.output_ids) == len(whole.logprobs) == len(whole.finish_reasons) == 5
+    assert whole.output_ids == local.generate(REQUEST).output_ids
+    alone = GenerationRequest([[8]], [0], 3, REQUEST.sampling)  # one row for two replicas
+    assert pair.generate(alone).output_ids == whole.output_ids[2:3]
+    broken = torch.zeros(32)
+    ObjectStoreTransport(pair.receivers[:1], verify=False).send([[("model.norm.weight", broken)]])
+    with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
+        pair.weights_checksum()
+    pair.shutdown()
 
 
 def test_shutdown_leaves_no_process(ray_cluster):
@@ -138,11 +150,11 @@ def test_shutdown_leaves_no_process(ray_cluster):
 
 def test_an_unknown_model_type_is_an_error_of_the_construction(ray_cluster):
     generation = make_generation(POLICY | {"hf_config": QWEN3 | {"model_type": "qwen99"}}, ray_cluster)
-    with pytest.raises(GenerationError, match="failed in its construction: ValueError: .*qwen99"):
+    with pytest.raises(GenerationError, match=r"failed in its construction: ValueError: .*qwen99"):
         generation.wait_until_ready()
     generation.shutdown()
 
 
 def test_an_unknown_backend_is_refused(ray_cluster):
-    with pytest.raises(ValueError, match="policy.generation.backend is 'vllm', which is not supported here"):
+    with pytest.raises(ValueError, match=r"policy\.generation\.backend is 'vllm', which is not supported here"):
         make_generation(POLICY | {"generation": {"backend": "vllm"}}, ray_cluster)

@@ -59,4 +59,5 @@ def test_a_new_export_replaces_the_old_weights(make_worker, tmp_path):
     data = random_batch(1)
     length = int(data["input_lengths"][0])
     want = worker.get_logprobs(data, mbs=1)["logprobs"][0, 1:length]
-    torch.testing.assert_close(logprobs_in_transformers(tmp_path / "hf", data)[0, : length - 1], want, rtol=0, atol=1e-4)
+    got = logprobs_in_transformers(tmp_path / "hf", data)[0, : length - 1]
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-4)

@@ -87,9 +87,7 @@ def together() -> list[dict[str, dict[str, Any]]]:
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [*LAYOUTS, ODD_VOCABULARY])
 def test_two_ranks_compute_what_one_does(alone, together, layout):
-    base = {"moe": "moe_dp2", ODD_VOCABULARY: ODD_VOCABULARY}.get(
-        "moe" if layout.startswith("moe") else layout, "dp2"
-    )
+    base = {"moe": "moe_dp2", ODD_VOCABULARY: ODD_VOCABULARY}.get("moe" if layout.startswith("moe") else layout, "dp2")
     want = alone[base]
     for rank in range(2):
         got = together[rank][layout]

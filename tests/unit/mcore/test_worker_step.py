@@ -79,12 +79,10 @@ class PoisonedLoss:
     in_gradient_only: bool
 
     def __call__(self, logprobs, data, counts):
-        loss = -logprobs.sum() / counts.valid_toks
-        if self.in_gradient_only:
-            # sqrt at 0 is finite, and its derivative is not.
-            loss = loss + (logprobs - logprobs.detach()).abs().sum().sqrt()
-        else:
-            loss = loss * torch.nan
+        zero = (logprobs - logprobs.detach()).sum()
+        # sqrt at 0 is finite, and its derivative is not.
+        poison = zero.sqrt() if self.in_gradient_only else zero / zero
+        loss = poison - logprobs.sum() / counts.valid_toks
         return loss, {"loss_again": loss.detach()}
 
 

@@ -66,11 +66,13 @@ def test_too_few_gpus_are_refused_before_anything_starts():
 
 
 def test_too_few_gpus_are_an_error_with_the_numbers_and_none_at_all_is_fine():
-    with pytest.raises(ValueError, match=r"asks for 8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), but here has 3"):
+    with pytest.raises(
+        ValueError, match=r"asks for 8 GPUs \(cluster.num_nodes 2 x cluster.gpus_per_node 4\), but here has 3"
+    ):
         _require_gpus(3, 2, 4, "here")
     _require_gpus(8, 2, 4, "here")
     _require_gpus(0, 2, 4, "here")
-    with pytest.raises(ValueError, match="2 nodes .* set RAY_ADDRESS"):
+    with pytest.raises(ValueError, match=r"2 nodes .* set RAY_ADDRESS"):
         _require_one_node(2)
 
 

@@ -82,7 +82,7 @@ def test_evaluate_counts_no_row_twice(group):
 
 
 def test_sizes_that_do_not_divide_leave_the_group_usable(group):
-    with pytest.raises(ValueError, match="not a multiple of policy.train_global_batch_size"):
+    with pytest.raises(ValueError, match=r"not a multiple of policy\.train_global_batch_size"):
         group.train(_batch(7), double, gbs=4, mbs=1)
     assert group.prepare_refit_info() == {"weight": ((2, 3), torch.bfloat16)}
 
@@ -202,13 +202,16 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group):
     group.wait_until_ready()
     pids = _pids_of(group)
     start = time.monotonic()
-    with pytest.raises(WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of") as caught:
+    with pytest.raises(
+        WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of"
+    ) as caught:
         group.load_checkpoint("fail on rank 1, wait on rank 0")
     assert time.monotonic() - start < 30
     assert (caught.value.rank, caught.value.verb) == (1, "load_checkpoint")
     assert isinstance(caught.value.cause, ValueError)
     assert "in load_checkpoint" in str(caught.value)  # the traceback of the rank
     assert "toy_worker.py" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     with pytest.raises(WorkerError, match="the checkpoint is of another model"):
         group.get_logprobs(_batch(2), mbs=1)

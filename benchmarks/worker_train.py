@@ -1,0 +1,160 @@
+"""What does `worker.train` cost over a bare megatron-core loop of the same model and schedule, on one GPU?
+
+Both run in this process, in turn, on the same batches. The bare loop is the least that megatron-core needs: its schedule, its
+own cross entropy inside the model, its optimizer and scheduler; no log-probs, no loss contract, no checks of gradients.
+
+    python benchmarks/worker_train.py --out docs/results/worker_train.json
+"""
+
+import argparse
+import functools
+import statistics
+import time
+from typing import Any
+
+import torch
+from results import write_results
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+QWEN2_1_5B = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+
+
+def policy(seq_length: int) -> dict[str, Any]:
+    """The policy section of grpo_math_1B_megatron.yaml, with random weights."""
+    from nemo_offload_rl.config import load
+
+    recipe = load(
+        "examples/configs/grpo_math_1B_megatron.yaml",
+        [
+            f"policy.max_total_sequence_length={seq_length}",
+            "policy.sequence_packing.enabled=false",
+            "policy.megatron_cfg.optimizer.lr=1e-5",
+        ],
+    )
+    return dict(recipe.config["policy"]) | {"hf_config": QWEN2_1_5B}
+
+
+def batch(rows: int, seq_length: int) -> BatchedData:
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, QWEN2_1_5B["vocab_size"], (rows, seq_length), generator=generator)
+    return BatchedData(
+        input_ids=ids,
+        input_lengths=torch.full((rows,), seq_length),
+        token_mask=torch.ones(rows, seq_length),
+        sample_mask=torch.ones(rows),
+    )
+
+
+def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> float:
+    """One step with nothing of ours but the model and optimizer objects."""
+    from megatron.core.pipeline_parallel import get_forward_backward_func
+
+    state = worker._state
+    model = state.model[0]
+    ids = data["input_ids"]
+    micro = [ids[i : i + mbs] for i in range(0, len(ids), mbs)]
+
+    def loss_func(mask: torch.Tensor, losses: torch.Tensor) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        loss = (losses.float() * mask).sum() / mask.sum()
+        return loss, {"loss": loss.detach().clone()}
+
+    def forward_step(iterator: Any, model: torch.nn.Module) -> tuple[torch.Tensor, Any]:
+        tokens = next(iterator).cuda(non_blocking=True)
+        positions = torch.arange(tokens.shape[1], device="cuda").expand_as(tokens)
+        labels = tokens.roll(-1, dims=1)
+        mask = torch.ones_like(tokens, dtype=torch.float32)
+        mask[:, -1] = 0
+        out = model(input_ids=tokens, position_ids=positions, attention_mask=None, labels=labels)
+        return out, functools.partial(loss_func, mask)
+
+    model.zero_grad_buffer()
+    state.optimizer.zero_grad()
+    outputs = get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(micro),
+        model=model,
+        num_microbatches=len(micro),
+        seq_length=ids.shape[1],
+        micro_batch_size=mbs,
+        forward_only=False,
+    )
+    state.optimizer.step()
+    state.scheduler.step(increment=1)
+    return float(sum(out["loss"] for out in outputs) / len(outputs))
+
+
+def timed(function: Any) -> tuple[float, float]:
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    value = function()
+    torch.cuda.synchronize()
+    return time.perf_counter() - start, value
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--rows", type=int, default=32)
+    parser.add_argument("--mbs", type=int, default=4)
+    parser.add_argument("--seq-length", type=int, default=512)
+    parser.add_argument("--steps", type=int, default=15)
+    parser.add_argument("--out", default="build/worker_train.json")
+    args = parser.parse_args()
+    worker = MegatronPolicyWorker(
+        policy(args.seq_length),
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=29533,
+        seed=0,
+        init_reference_model=False,
+    )
+    worker.prepare_for_training()
+    data = batch(args.rows, args.seq_length)
+    ways = {
+        "bare megatron-core": lambda: bare_step(worker, data, args.mbs),
+        "worker.train": lambda: worker.train(data, NLLLoss(), args.rows, args.mbs)["loss"],
+    }
+    seconds: dict[str, list[float]] = {name: [] for name in ways}
+    peaks: dict[str, float] = {}
+    for step in range(args.steps + 3):
+        for name, way in ways.items():
+            torch.cuda.reset_peak_memory_stats()
+            elapsed, loss = timed(way)
+            peaks[name] = torch.cuda.max_memory_allocated() / 2**20
+            if step >= 3:
+                seconds[name].append(elapsed)
+            print(f"{name:20s} step {step} {elapsed * 1e3:8.1f} ms  loss {loss:.6f}", flush=True)
+    bare = statistics.median(seconds["bare megatron-core"])
+    rows = [
+        {
+            "way": name,
+            "step_ms": round(statistics.median(values) * 1e3, 2),
+            "ratio_to_bare": round(statistics.median(values) / bare, 4),
+            "tokens_per_s": round(args.rows * args.seq_length / statistics.median(values)),
+            "peak_mib": round(peaks[name]),
+            "rows": args.rows,
+            "micro_batch": args.mbs,
+            "seq_length": args.seq_length,
+            "steps": args.steps,
+        }
+        for name, values in seconds.items()
+    ]
+    write_results(args.out, rows)
+    worker.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,216 @@
+"""A policy and a generation engine in one process: a table of logits over the last two tokens, really trained.
+
+They keep the promises of the worker group, of generation and of refit, so that loops can be tested whole in a second.
+"""
+
+from collections.abc import Iterable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.interface import RefitReport, bucketize
+
+VOCABULARY = 14
+TOKENIZER = arithmetic_tokenizer()
+EOS = TOKENIZER.eos_token_id
+
+# Repeat the digit: a table over the last two tokens can hold that.
+PROBLEMS = [Problem(f"{digit}=", str(digit)) for digit in range(10)]
+
+
+def table_logits(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Logits [B, S, V] of the token after each position."""
+    before = torch.cat([torch.zeros_like(input_ids[:, :1]), input_ids[:, :-1]], dim=1)
+    return table[before * VOCABULARY + input_ids]
+
+
+def table_logprobs(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
+    """Log-prob of each token after those before it, 0 at the first."""
+    logprobs = table_logits(table, input_ids)[:, :-1].log_softmax(dim=-1)
+    taken = logprobs.gather(-1, input_ids[:, 1:, None]).squeeze(-1)
+    return torch.cat([torch.zeros_like(taken[:, :1]), taken], dim=1)
+
+
+class ToyPolicy:
+    """The verbs of a worker group, over one table of logits."""
+
+    def __init__(self, seed: int = 0, lr: float = 0.3) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.table = (0.1 * torch.randn(VOCABULARY**2, VOCABULARY, generator=generator)).requires_grad_()
+        self.reference = self.table.detach().clone()
+        self.optimizer = torch.optim.Adam([self.table], lr=lr)
+        self.calls: list[str] = []
+
+    def prepare_for_training(self) -> None:
+        self.calls.append("prepare_for_training")
+
+    def prepare_for_lp_inference(self) -> None:
+        self.calls.append("prepare_for_lp_inference")
+
+    def offload_before_refit(self) -> None:
+        self.calls.append("offload_before_refit")
+
+    def offload_after_refit(self) -> None:
+        self.calls.append("offload_after_refit")
+
+    def train(self, data: BatchedData, loss_fn, gbs: int, mbs: int) -> dict:
+        self.calls.append("train")
+        assert data.size % gbs == 0
+        for batch in data.chunks(gbs):
+            counts = GlobalCounts.of(batch)
+            self.optimizer.zero_grad()
+            total, metrics = 0.0, {}
+            for part in batch.chunks(mbs):
+                loss, shares = loss_fn(table_logprobs(self.table, part["input_ids"]), part, counts)
+                loss.backward()
+                total += loss.item()
+                metrics = {name: metrics.get(name, 0.0) + share.item() for name, share in shares.items()}
+            norm = self.table.grad.norm().item()
+            self.optimizer.step()
+        return {"loss": total, "grad_norm": norm, "lr": 0.3, "num_skipped": 0, "metrics": metrics}
+
+    @torch.no_grad()
+    def evaluate(self, data: BatchedData, loss_fn, mbs: int) -> dict:
+        self.calls.append("evaluate")
+        loss, metrics = loss_fn(table_logprobs(self.table, data["input_ids"]), data, GlobalCounts.of(data))
+        return {"loss": loss.item(), "metrics": {name: value.item() for name, value in metrics.items()}}
+
+    @torch.no_grad()
+    def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        self.calls.append("get_logprobs")
+        return BatchedData(logprobs=table_logprobs(self.table, data["input_ids"]))
+
+    @torch.no_grad()
+    def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
+        self.calls.append("get_reference_policy_logprobs")
+        return BatchedData(reference_logprobs=table_logprobs(self.reference, data["input_ids"]))
+
+    def prepare_refit_info(self) -> dict:
+        return {"table": (tuple(self.table.shape), self.table.dtype)}
+
+    def send_weights(self, transport) -> RefitReport:
+        self.calls.append("send_weights")
+        return transport.send(bucketize([("table", self.table.detach())], 1 << 20))
+
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        Path(folder).mkdir()
+        optimizer = self.optimizer.state_dict() if save_optimizer else None
+        torch.save({"table": self.table.detach(), "optimizer": optimizer}, Path(folder) / "state.pt")
+
+    def load_checkpoint(self, folder: str) -> None:
+        state = torch.load(Path(folder) / "state.pt", weights_only=True)
+        self.table.data.copy_(state["table"])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+    def export_hf(self, folder: str) -> None:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        save_file({"table": self.table.detach().contiguous()}, Path(folder) / "model.safetensors")
+
+    def shutdown(self) -> None:
+        self.calls.append("shutdown")
+
+
+class ToyGeneration:
+    """A generation engine over a copy of the table."""
+
+    def __init__(self) -> None:
+        self.table = torch.full((VOCABULARY**2, VOCABULARY), float("nan"))
+        self.is_ready = False
+        self.requests: list[GenerationRequest] = []
+
+    @property
+    def receivers(self) -> list["ToyGeneration"]:
+        return [self]
+
+    def load_weights(self, bucket) -> None:
+        for _, tensor in bucket:
+            self.table = tensor.clone()
+
+    def prepare_refit_info(self, info) -> None:
+        assert info["table"][0] == tuple(self.table.shape)
+
+    def prepare_for_generation(self) -> None:
+        self.is_ready = True
+
+    def finish_generation(self) -> None:
+        self.is_ready = False
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        assert self.is_ready
+        self.requests.append(request)
+        sampling = request.sampling
+        uniforms = row_uniforms(
+            sampling.seed, request.step, request.prompt_ids, request.sample_ids, sampling.max_new_tokens
+        )
+        output = GenerationOutput([], [], [])
+        for prompt, draws in zip(request.prompt_ids, uniforms, strict=True):
+            ids, logprobs = list(prompt), []
+            for draw in draws:
+                logits = table_logits(self.table, torch.tensor([ids]))[:, -1]
+                tokens, chosen = choose_tokens(
+                    logits,
+                    torch.tensor([draw]),
+                    temperature=sampling.temperature,
+                    top_k=sampling.top_k,
+                    top_p=sampling.top_p,
+                )
+                ids.append(tokens.item())
+                logprobs.append(chosen.item())
+                if ids[-1] in sampling.stop_token_ids:
+                    break
+            output.output_ids.append(ids[len(prompt) :])
+            output.logprobs.append(logprobs)
+            output.finish_reasons.append("stop" if ids[-1] in sampling.stop_token_ids else "length")
+        return output
+
+    def weights_checksum(self) -> dict[str, int]:
+        return {"table": tensor_checksum(self.table)}
+
+    def memory_stats(self) -> dict[str, float]:
+        return {}
+
+    def shutdown(self) -> None:
+        self.is_ready = False
+
+
+class LocalTransport:
+    """Hands buckets to receivers in the same process."""
+
+    def __init__(self, receivers) -> None:
+        self.receivers = receivers
+
+    def send(self, buckets: Iterable) -> RefitReport:
+        checksums = {}
+        for bucket in buckets:
+            checksums |= {name: tensor_checksum(tensor) for name, tensor in bucket}
+            for receiver in self.receivers:
+                receiver.load_weights(bucket)
+        return RefitReport(len(checksums), 0, 1, 0.0, checksums)
+
+
+class Recorded:
+    """Outputs of a run that tests look at: one row a step."""
+
+    def __init__(self) -> None:
+        self.rows: dict[int, dict[str, float]] = {}
+        self.shown: list[int] = []
+
+    def log(self, step, metrics) -> None:
+        self.rows.setdefault(step, {}).update(metrics)
+
+    def show(self, step, metrics) -> None:
+        self.shown.append(step)
+        assert metrics.items() <= self.rows[step].items()
+
+    def without_timings(self) -> dict[int, dict[str, float]]:
+        return {
+            step: {name: value for name, value in row.items() if not name.startswith(("timing/", "performance/"))}
+            for step, row in self.rows.items()
+        }

@@ -1,0 +1,256 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from support.toy_policy import EOS, PROBLEMS, TOKENIZER, LocalTransport, Recorded, ToyGeneration, ToyPolicy
+
+from nemo_offload_rl.algorithms.advantages import GroupAdvantages
+from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
+from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, Validation
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.algorithms.rollouts import RolloutMaker
+from nemo_offload_rl.algorithms.state import TrainingState
+from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.algorithms.weights import WeightSync
+from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.environments import make_reward
+from nemo_offload_rl.generation.interface import SamplingParams
+from nemo_offload_rl.metrics.timer import Timer
+
+LOSS = ClippedPGLoss(
+    ratio_clip_min=0.2,
+    ratio_clip_max=0.2,
+    ratio_clip_c=None,
+    reference_policy_kl_penalty=0.0,
+    reference_policy_kl_type="k3",
+    kl_input_clamp_value=20.0,
+    kl_output_clamp_value=10.0,
+    token_level_loss=True,
+    use_importance_sampling_correction=False,
+    sequence_level_importance_ratios=False,
+    disable_ppo_ratio=False,
+    force_on_policy_ratio=False,
+    use_on_policy_kl_approximation=False,
+)
+SAMPLING = SamplingParams(
+    max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7
+)
+SETTINGS = GroupSettings(
+    num_prompts_per_step=5,
+    num_generations_per_prompt=8,
+    use_dynamic_sampling=False,
+    dynamic_sampling_max_gen_batches=4,
+)
+SCHEDULE = Schedule(
+    max_num_steps=6, max_num_epochs=99, val_period=3, val_at_start=True, val_at_end=True, save_period=2, target=None
+)
+
+
+class Setting:
+    """A GRPO algorithm with everything around it."""
+
+    def __init__(self, *, loss=LOSS, settings=SETTINGS, overlong_filtering=False, train_micro=40, train_global=40):
+        self.policy = ToyPolicy()
+        self.generation = ToyGeneration()
+        rollout = RolloutMaker(
+            self.generation, PromptFormat(TOKENIZER, max_tokens=2), TOKENIZER, make_reward("exact_match")
+        )
+        self.grpo = GRPO(
+            policy=self.policy,
+            generation=self.generation,
+            weights=WeightSync(self.policy, self.generation, LocalTransport([self.generation]), verify=True),
+            sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings),
+            validation=Validation(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
+            advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
+            loss_fn=loss,
+            batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
+            overlong_filtering=overlong_filtering,
+            save_optimizer=True,
+        )
+
+    def run(self, schedule=SCHEDULE, checkpoints=None, state=None, interrupt=None):
+        outputs = Recorded()
+        run = Run(
+            self.grpo,
+            schedule,
+            state if state is not None else TrainingState("unused"),
+            checkpoints if checkpoints is not None else NoCheckpoints(),
+            self.grpo.save,
+            outputs,
+            interrupt if interrupt is not None else Interrupt(),
+        )
+        return run.train(), outputs, run
+
+
+def test_it_learns_and_stops_at_its_target():
+    schedule = replace(SCHEDULE, max_num_steps=60, val_period=5, target=StopTarget("validation/accuracy", 0.9))
+    reason, outputs, run = Setting().run(schedule)
+    assert reason is StopReason.TARGET
+    assert outputs.rows[0]["validation/accuracy"] <= 0.3
+    assert outputs.rows[run.state.step]["validation/accuracy"] >= 0.9
+    assert run.state.step < 60
+    assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+               for step, row in outputs.rows.items() if step > 0)  # fmt: skip
+
+
+def test_the_same_seed_twice_gives_the_same_metrics():
+    _, first, _ = Setting().run()
+    _, second, _ = Setting().run()
+    assert first.without_timings() == second.without_timings()
+    assert list(first.rows) == list(range(7)) == first.shown
+
+
+def test_microbatches_do_not_change_the_run():
+    _, whole, _ = Setting(train_micro=40).run()
+    _, pieces, _ = Setting(train_micro=7).run()
+    for step, row in whole.without_timings().items():
+        assert pieces.without_timings()[step] == pytest.approx(row, rel=1e-3, abs=1e-5)
+
+
+@pytest.mark.parametrize("stop", [2, 4])
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
+    def checkpoints(name):
+        return CheckpointFolder(tmp_path / name, "validation/accuracy", higher_is_better=True, keep_top_k=2)
+
+    _, whole, _ = Setting().run(checkpoints=checkpoints("whole"))
+    first = replace(SCHEDULE, max_num_steps=stop, val_at_end=False)
+    reason, before, _ = Setting().run(first, checkpoints=checkpoints("parts"))
+    assert reason is StopReason.STEPS
+    newest = checkpoints("parts").latest()
+    assert newest.name == f"step_{stop}"
+
+    setting, state = Setting(), TrainingState.read(newest)
+    setting.grpo.position = state.position
+    setting.grpo.load(newest)
+    _, after, _ = setting.run(checkpoints=checkpoints("parts"), state=state)
+    assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
+    assert list(after.rows) == list(range(stop + 1, 7))
+
+
+def test_weights_are_sent_only_when_they_have_changed():
+    setting = Setting()
+    setting.run(replace(SCHEDULE, max_num_steps=2, val_period=1, val_at_start=True))
+    # Before the start, after step 1 and after step 2: validation's weights serve the next step too.
+    assert setting.policy.calls.count("send_weights") == 3
+    setting = Setting()
+    setting.run(replace(SCHEDULE, max_num_steps=2, val_period=0, val_at_start=False, val_at_end=False))
+    assert setting.policy.calls.count("send_weights") == 2
+
+
+def test_a_step_calls_the_verbs_in_order_and_times_them():
+    setting, timer = Setting(loss=replace(LOSS, reference_policy_kl_penalty=0.1)), Timer()
+    setting.grpo.step(1, timer)
+    assert setting.policy.calls == [
+        "offload_before_refit",
+        "send_weights",
+        "offload_after_refit",
+        "prepare_for_lp_inference",
+        "get_logprobs",
+        "prepare_for_lp_inference",
+        "get_reference_policy_logprobs",
+        "prepare_for_training",
+        "train",
+    ]
+    assert not setting.generation.is_ready
+    assert list(timer.seconds()) == ["refit", "generation", "rewards", "logprobs", "reference_logprobs", "training"]
+
+
+def test_passes_that_the_loss_does_not_need_are_left_out():
+    setting = Setting(loss=replace(LOSS, force_on_policy_ratio=True))
+    metrics = setting.grpo.step(1, Timer())
+    assert "get_logprobs" not in setting.policy.calls
+    assert "get_reference_policy_logprobs" not in setting.policy.calls
+    assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+
+
+def test_overlong_filtering_leaves_cut_off_answers_out():
+    filtered = Setting(overlong_filtering=True).grpo.step(1, Timer())
+    everything = Setting().grpo.step(1, Timer())
+    assert everything["train/num_valid_samples"] == 40
+    assert 0 < everything["train/truncation_rate"] < 1
+    assert filtered["train/num_valid_samples"] == round(40 * (1 - everything["train/truncation_rate"]))
+    assert filtered["train/reward"] == everything["train/reward"]
+
+
+def test_kl_pulls_towards_the_reference():
+    def distance(penalty):
+        setting = Setting(loss=replace(LOSS, reference_policy_kl_penalty=penalty))
+        setting.run(replace(SCHEDULE, max_num_steps=12, val_period=0))
+        return (setting.policy.table - setting.policy.reference).norm().item()
+
+    assert distance(2.0) < 0.9 * distance(0.0)
+
+
+def sampler(**changes) -> tuple[GroupSampler, ToyGeneration]:
+    setting = Setting(settings=replace(SETTINGS, **changes))
+    setting.grpo._weights.refresh()
+    return setting.grpo._sample, setting.generation
+
+
+def test_without_dynamic_sampling_a_batch_is_one_request():
+    sample, generation = sampler()
+    rollouts, metrics = sample(1, Timer())
+    assert len(generation.requests) == 1
+    assert generation.requests[0].sample_ids == [*range(8)] * 5
+    assert generation.requests[0].step == 1
+    assert rollouts.rewards.shape == (5, 8)
+    assert rollouts.batch.size == 40
+    assert metrics["train/num_generation_batches"] == 1
+    assert metrics["train/reward"] == pytest.approx(rollouts.rewards.mean().item())
+
+
+def test_rollouts_belong_together():
+    sample, _ = sampler()
+    rollouts, _ = sample(1, Timer())
+    batch = rollouts.batch
+    for row in range(batch.size):
+        length = batch["input_lengths"][row].item()
+        ids = batch["input_ids"][row, :length].tolist()
+        response = TOKENIZER.decode(ids[2:], skip_special_tokens=True)
+        assert batch["token_mask"][row].sum() == length - 2
+        assert rollouts.truncated[row] == (ids[-1] != EOS)
+        assert rollouts.rewards.flatten()[row] == float(response == str(ids[0]))
+        assert (batch["generation_logprobs"][row] != 0).sum() == length - 2
+        assert ids[:2] == batch["input_ids"][row // 8 * 8, :2].tolist()
+
+
+def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
+    sample, generation = sampler(use_dynamic_sampling=True, num_prompts_per_step=4, dynamic_sampling_max_gen_batches=40)
+    rollouts, metrics = sample(1, Timer())
+    assert rollouts.rewards.shape == (4, 8)
+    assert (rollouts.rewards.amax(1) > rollouts.rewards.amin(1)).all()
+    assert len(generation.requests) == metrics["train/num_generation_batches"] > 1
+    assert [request.sample_ids[0] for request in generation.requests[:2]] == [0, 8]
+    assert metrics["train/informative_prompts"] < 1
+    assert metrics["train/reward"] < rollouts.rewards.mean()
+
+
+def test_dynamic_sampling_gives_up_with_advice():
+    sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
+    with pytest.raises(RuntimeError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"):
+        sample(3, Timer())
+
+
+def test_refit_that_goes_wrong_is_seen():
+    class Lossy(LocalTransport):
+        def send(self, buckets):
+            report = super().send(buckets)
+            self.receivers[0].table[0, 0] += 1
+            return report
+
+    policy, generation = ToyPolicy(), ToyGeneration()
+    weights = WeightSync(policy, generation, Lossy([generation]), verify=True)
+    with pytest.raises(RuntimeError, match="1 different .table."):
+        weights.refresh()
+
+
+def test_prompts_that_do_not_fit_are_left_out_of_the_loss():
+    setting = Setting()
+    rollout = replace(setting.grpo._sample.rollout, prompt_format=PromptFormat(TOKENIZER, max_tokens=1))
+    setting.grpo._weights.refresh()
+    rollouts = rollout(PROBLEMS[:2], 2, SAMPLING, 1, Timer())
+    assert rollouts.batch["sample_mask"].tolist() == [0, 0, 0, 0]
+    assert torch.isfinite(rollouts.batch["generation_logprobs"]).all()

@@ -1,0 +1,331 @@
+import math
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+
+PLAIN = ClippedPGLoss(
+    ratio_clip_min=0.2,
+    ratio_clip_max=0.2,
+    ratio_clip_c=None,
+    reference_policy_kl_penalty=0.0,
+    reference_policy_kl_type="k3",
+    kl_input_clamp_value=20.0,
+    kl_output_clamp_value=10.0,
+    token_level_loss=True,
+    use_importance_sampling_correction=False,
+    sequence_level_importance_ratios=False,
+    disable_ppo_ratio=False,
+    force_on_policy_ratio=False,
+    use_on_policy_kl_approximation=False,
+)
+VARIANTS = {
+    "plain": {},
+    "clip higher": {"ratio_clip_max": 0.4},
+    "dual clip": {"ratio_clip_c": 1.3},
+    "KL k1": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1"},
+    "KL k2": {"reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k2"},
+    "KL k3": {"reference_policy_kl_penalty": 0.3},
+    "KL clamped": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.05},
+    "KL unclamped": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": None, "kl_output_clamp_value": None},
+    "KL on policy": {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True},
+    "sample level": {"token_level_loss": False, "reference_policy_kl_penalty": 0.3},
+    "sampler correction": {"use_importance_sampling_correction": True},
+    "GSPO": {
+        "sequence_level_importance_ratios": True, "token_level_loss": False, "use_importance_sampling_correction": True,
+    },
+    "REINFORCE": {"disable_ppo_ratio": True},
+    "forced ratio": {"force_on_policy_ratio": True, "reference_policy_kl_penalty": 0.1},
+}  # fmt: skip
+
+
+def random_batch(num_samples=6, width=7, seed=0, spread=0.4) -> tuple[torch.Tensor, BatchedData]:
+    """Log-probs and a batch with unequal lengths, a dropped sample and a prompt in front."""
+    rng = torch.Generator().manual_seed(seed)
+    lengths = torch.randint(4, width + 1, (num_samples,), generator=rng)
+    positions = torch.arange(width)
+    valid = (positions < lengths[:, None]).float()
+    token_mask = valid * (positions >= 2)
+    logprobs = -torch.rand(num_samples, width, generator=rng) * 2 - 0.1
+
+    def near(values):
+        return (values + spread * torch.randn(num_samples, width, generator=rng)).clamp(max=-0.01) * valid
+
+    sample_mask = torch.ones(num_samples)
+    sample_mask[1] = 0
+    data = BatchedData(
+        input_ids=torch.randint(0, 9, (num_samples, width), generator=rng),
+        input_lengths=lengths,
+        token_mask=token_mask,
+        sample_mask=sample_mask,
+        prev_logprobs=near(logprobs),
+        generation_logprobs=near(logprobs) * token_mask,
+        reference_policy_logprobs=near(logprobs),
+        advantages=torch.randn(num_samples, 1, generator=rng) * token_mask,
+    )
+    return logprobs * valid, data
+
+
+def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData) -> float:
+    """The loss, one token at a time, in float64 and without torch."""
+    columns = {name: data[name].double().numpy() for name in data}
+    kept = [row for row in range(len(logprobs)) if columns["sample_mask"][row] > 0]
+    num_tokens = sum(columns["token_mask"][row, 1:].sum() for row in kept)
+    total = 0.0
+    for row in kept:
+        tokens = [t for t in range(1, logprobs.shape[1]) if columns["token_mask"][row, t] > 0]
+        previous = logprobs[row] if loss.force_on_policy_ratio else columns["prev_logprobs"][row]
+        log_ratios = {t: logprobs[row, t] - previous[t] for t in tokens}
+        log_weights = {t: previous[t] - columns["generation_logprobs"][row, t] for t in tokens}
+        per_token = []
+        for t in tokens:
+            advantage = columns["advantages"][row, t]
+            ratio = math.exp(log_ratios[t])
+            weight = math.exp(log_weights[t])
+            if loss.sequence_level_importance_ratios:
+                ratio = math.exp(sum(log_ratios.values()) / len(tokens))
+                weight = math.exp(sum(log_weights.values()))
+            clipped = min(max(ratio, 1 - loss.ratio_clip_min), 1 + loss.ratio_clip_max)
+            if loss.disable_ppo_ratio:
+                ratio = clipped = logprobs[row, t]
+            value = max(-advantage * ratio, -advantage * clipped)
+            if loss.ratio_clip_c is not None and advantage < 0:
+                value = min(value, -advantage * loss.ratio_clip_c)
+            if loss.use_importance_sampling_correction:
+                value *= weight
+            if loss.reference_policy_kl_penalty:
+                d = columns["reference_policy_logprobs"][row, t] - logprobs[row, t]
+                if loss.kl_input_clamp_value is not None:
+                    d = min(max(d, -loss.kl_input_clamp_value), loss.kl_input_clamp_value)
+                kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[loss.reference_policy_kl_type]
+                if loss.kl_output_clamp_value is not None:
+                    kl = min(max(kl, -loss.kl_output_clamp_value), loss.kl_output_clamp_value)
+                if loss.use_on_policy_kl_approximation:
+                    kl *= math.exp(logprobs[row, t] - columns["generation_logprobs"][row, t])
+                value += loss.reference_policy_kl_penalty * kl
+            per_token.append(value)
+        total += sum(per_token) / num_tokens if loss.token_level_loss else sum(per_token) / len(tokens) / len(kept)
+    return total
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_value_against_plain_loops(name):
+    loss = replace(PLAIN, **VARIANTS[name])
+    for seed in range(3):
+        logprobs, data = random_batch(seed=seed)
+        value, _ = loss(logprobs, data, GlobalCounts.of(data))
+        assert value.item() == pytest.approx(loss_by_loops(loss, logprobs.double().numpy(), data), rel=1e-5, abs=1e-6)
+
+
+# Where a factor counts as constant (a forced ratio's base, the on-policy weight of the KL), the gradient is by design
+# not that of the value; test_gradients_by_hand has those.
+@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"forced ratio", "KL on policy"}))
+def test_gradient_against_finite_differences(name):
+    loss = replace(PLAIN, **VARIANTS[name])
+    logprobs, data = random_batch(seed=4)
+    current = logprobs.clone().requires_grad_()
+    value, _ = loss(current, data, GlobalCounts.of(data))
+    value.backward()
+    exact, step = logprobs.double().numpy(), 1e-6
+    differences = np.zeros_like(exact)
+    for index in np.ndindex(*exact.shape):
+        up, down = exact.copy(), exact.copy()
+        up[index] += step
+        down[index] -= step
+        differences[index] = (loss_by_loops(loss, up, data) - loss_by_loops(loss, down, data)) / (2 * step)
+    np.testing.assert_allclose(current.grad.numpy(), differences, rtol=1e-3, atol=1e-5)
+    assert np.abs(differences).max() > 1e-3
+
+
+def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, reference=0.5, advantage=1.0):
+    """Loss, gradient with respect to the log-prob and metrics of one sample with one trained token."""
+    logprobs = torch.tensor([[0.0, math.log(current)]], requires_grad=True)
+    data = BatchedData(
+        token_mask=torch.tensor([[0.0, 1]]),
+        sample_mask=torch.ones(1),
+        prev_logprobs=torch.tensor([[0.0, math.log(previous)]]),
+        generation_logprobs=torch.tensor([[0.0, math.log(sampler)]]),
+        reference_policy_logprobs=torch.tensor([[0.0, math.log(reference)]]),
+        advantages=torch.tensor([[0.0, advantage]]),
+    )
+    value, metrics = loss(logprobs, data, GlobalCounts.of(data))
+    value.backward()
+    return value.item(), logprobs.grad[0, 1].item(), {name: metric.item() for name, metric in metrics.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "numbers", "loss", "gradient"),
+    [
+        ({}, {"current": 0.55, "advantage": 2.0}, -2.2, -2.2),  # ratio 1.1, inside the clip
+        ({}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # ratio 1.5, clipped to 1.2
+        ({}, {"current": 0.25, "advantage": 2.0}, -1.0, -1.0),  # ratio 0.5: the worse one counts
+        ({}, {"current": 0.25, "advantage": -2.0}, 1.6, 0.0),  # ratio 0.5, clipped to 0.8
+        ({}, {"current": 0.75, "advantage": -2.0}, 3.0, 3.0),  # ratio 1.5: the worse one counts
+        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": -2.0}, 2.5, 0.0),  # ... up to the bound
+        ({"ratio_clip_c": 1.25}, {"current": 0.75, "advantage": 2.0}, -2.4, 0.0),  # which positive ones ignore
+        ({"ratio_clip_max": 0.6}, {"current": 0.75, "advantage": 2.0}, -3.0, -3.0),
+        ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
+        ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * math.log(2), -2.0),
+        ({"use_importance_sampling_correction": True}, {"sampler": 0.25, "advantage": 1.0}, -2.0, -2.0),
+        # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d)
+        (
+            {"reference_policy_kl_penalty": 0.1},
+            {"reference": 0.25, "advantage": 0.0},
+            0.1 * (math.log(2) - 0.5),
+            0.05,
+        ),
+        # the weight current / sampler = 2 counts as constant
+        (
+            {"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True},
+            {"reference": 0.25, "sampler": 0.25, "advantage": 0.0},
+            0.2 * (math.log(2) - 0.5),
+            0.1,
+        ),
+    ],
+)
+def test_gradients_by_hand(change, numbers, loss, gradient):
+    value, slope, _ = one_token(replace(PLAIN, **change), **numbers)
+    assert value == pytest.approx(loss, rel=1e-5)
+    assert slope == pytest.approx(gradient, rel=1e-5, abs=1e-7)
+
+
+def test_metrics_by_hand():
+    _, _, metrics = one_token(
+        replace(PLAIN, reference_policy_kl_penalty=0.1), current=0.75, previous=0.5, sampler=0.4, reference=0.375
+    )
+    assert metrics == pytest.approx(
+        {
+            "probs_ratio": 1.5,
+            "probs_ratio_clamped": 1.2,
+            "kl_penalty": math.log(2) - 0.5,
+            "token_mult_prob_error": 1.25,
+            "gen_kl_error": 0.25 - math.log(1.25),
+            "approx_entropy": -(0.75 / 0.4) * math.log(0.75),
+            "num_valid_samples": 1.0,
+        },
+        rel=1e-5,
+    )
+    assert one_token(PLAIN)[2]["kl_penalty"] == 0.0
+
+
+def test_without_a_penalty_no_reference_is_needed():
+    logprobs, data = random_batch()
+    del data["reference_policy_logprobs"]
+    PLAIN(logprobs, data, GlobalCounts.of(data))
+    assert not PLAIN.needs_reference_logprobs
+    assert replace(PLAIN, reference_policy_kl_penalty=0.1).needs_reference_logprobs
+
+
+def test_a_forced_ratio_needs_no_previous_logprobs():
+    loss = replace(PLAIN, force_on_policy_ratio=True)
+    logprobs, data = random_batch()
+    expected = loss(logprobs, data, GlobalCounts.of(data))[1]["token_mult_prob_error"]
+    del data["prev_logprobs"]
+    metrics = loss(logprobs, data, GlobalCounts.of(data))[1]
+    assert not loss.needs_prev_logprobs
+    assert PLAIN.needs_prev_logprobs
+    assert metrics["probs_ratio"].item() == pytest.approx(1.0)
+    assert metrics["token_mult_prob_error"] == expected > 1.0
+
+
+LOSSES = {**{name: replace(PLAIN, **change) for name, change in VARIANTS.items()}, "NLL": NLLLoss()}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+@pytest.mark.parametrize("num_microbatches", [2, 3, 6])
+def test_microbatches_change_neither_loss_nor_gradient_nor_metrics(name, num_microbatches):
+    loss = LOSSES[name]
+    logprobs, data = random_batch()
+    counts = GlobalCounts.of(data)
+    whole = logprobs.clone().requires_grad_()
+    expected, expected_metrics = loss(whole, data, counts)
+    expected.backward()
+
+    pieces = logprobs.clone().requires_grad_()
+    size = data.size // num_microbatches
+    total, metrics = 0.0, dict.fromkeys(expected_metrics, 0.0)
+    for start in range(0, data.size, size):
+        value, shares = loss(pieces[start : start + size], data.slice(start, start + size), counts)
+        value.backward()
+        total += value.item()
+        metrics = {key: metrics[key] + shares[key].item() for key in metrics}
+    assert total == pytest.approx(expected.item(), rel=1e-5, abs=1e-6)
+    torch.testing.assert_close(pieces.grad, whole.grad, rtol=1e-5, atol=1e-7)
+    assert metrics == pytest.approx({key: value.item() for key, value in expected_metrics.items()}, rel=1e-5, abs=1e-6)
+    assert not any(value.requires_grad for value in expected_metrics.values())
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_what_is_masked_plays_no_part(name):
+    loss = LOSSES[name]
+    logprobs, data = random_batch()
+    counts = GlobalCounts.of(data)
+    used = (data["token_mask"] * data["sample_mask"][:, None]).bool()
+    used[:, 0] = False
+    noisy = BatchedData(data)
+    for column in ("prev_logprobs", "generation_logprobs", "reference_policy_logprobs", "advantages"):
+        noisy[column] = torch.where(used, data[column], torch.full_like(data[column], -1e9))
+    current = torch.where(used, logprobs, torch.full_like(logprobs, -1e9)).requires_grad_()
+    value, metrics = loss(current, noisy, counts)
+    expected, expected_metrics = loss(logprobs, data, counts)
+    value.backward()
+    assert value.item() == pytest.approx(expected.item(), rel=1e-6)
+    for key in metrics:
+        assert metrics[key].item() == pytest.approx(expected_metrics[key].item(), rel=1e-6), key
+    assert torch.isfinite(current.grad).all()
+    assert not current.grad[~used].any()
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_batch_without_valid_samples_gives_zero(name):
+    logprobs, data = random_batch()
+    data["sample_mask"] = torch.zeros(data.size)
+    current = logprobs.clone().requires_grad_()
+    value, _ = LOSSES[name](current, data, GlobalCounts.of(data))
+    value.backward()
+    assert value.item() == 0
+    assert not current.grad.any()
+
+
+def test_a_value_that_is_not_finite_shows():
+    logprobs, data = random_batch()
+    row, column = (data["token_mask"] * data["sample_mask"][:, None]).nonzero()[0].tolist()
+    logprobs[row, column] = float("nan")
+    assert not torch.isfinite(PLAIN(logprobs, data, GlobalCounts.of(data))[0])
+
+
+def test_nll_by_hand():
+    half, quarter = math.log(0.5), math.log(0.25)
+    logprobs = torch.tensor([[0, -9.0, half, quarter], [0, -9.0, quarter, 0], [0, half, half, half]], requires_grad=True)
+    data = BatchedData(
+        token_mask=torch.tensor([[0.0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 1]]), sample_mask=torch.tensor([1.0, 1, 0])
+    )
+    value, metrics = NLLLoss()(logprobs, data, GlobalCounts.of(data))
+    value.backward()
+    assert value.item() == pytest.approx(-(half + quarter + quarter) / 3)
+    assert logprobs.grad.tolist() == pytest.approx(np.array([[0, 0, -1, -1], [0, 0, -1, 0], [0, 0, 0, 0]]) / 3)
+    assert metrics["answer_probability"].item() == pytest.approx((0.125 + 0.25) / 2)
+    assert metrics["num_valid_samples"].item() == 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"ratio_clip_c": 1.0}, r"ratio_clip_c must be above 1 or null, found 1\.0"),
+        ({"reference_policy_kl_type": "k9"}, "one of k1, k2, k3, found 'k9'"),
+        ({"disable_ppo_ratio": True, "force_on_policy_ratio": True}, "leaves no ratio"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(PLAIN, **change)
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_travel(name):
+    assert pickle.loads(pickle.dumps(LOSSES[name])) == LOSSES[name]

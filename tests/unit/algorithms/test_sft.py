@@ -1,0 +1,107 @@
+from dataclasses import replace
+
+import pytest
+import torch
+from support.toy_policy import PROBLEMS, TOKENIZER, Recorded, ToyPolicy, table_logprobs
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.sft import SFT, Validation
+from nemo_offload_rl.algorithms.state import TrainingState
+from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.metrics.timer import Timer
+
+SCHEDULE = Schedule(
+    max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
+)
+
+
+def make(*, micro=4, max_tokens=8) -> SFT:
+    return SFT(
+        policy=ToyPolicy(),
+        example_format=PromptFormat(TOKENIZER, max_tokens),
+        examples=ProblemLoader(PROBLEMS, shuffle=True, seed=3),
+        validation=Validation(PROBLEMS[:7], micro_batch_size=2),
+        train_global_batch_size=4,
+        train_micro_batch_size=micro,
+        save_optimizer=True,
+    )
+
+
+def run(sft, schedule=SCHEDULE, checkpoints=None, state=None):
+    outputs = Recorded()
+    run = Run(
+        sft, schedule, state or TrainingState("unused"), checkpoints or NoCheckpoints(), sft.save, outputs, Interrupt()
+    )
+    return run.train(), outputs
+
+
+def test_it_learns_and_stops_at_its_target():
+    schedule = replace(SCHEDULE, max_num_steps=200, target=StopTarget("validation/answer_probability", 0.8))
+    reason, outputs = run(make(), schedule)
+    last = outputs.rows[max(outputs.rows)]
+    assert reason is StopReason.TARGET
+    assert outputs.rows[0]["validation/answer_probability"] < 0.05
+    assert last["validation/answer_probability"] >= 0.8
+    assert last["validation/val_loss"] < 0.2 < outputs.rows[0]["validation/val_loss"]
+
+
+def test_a_loss_is_a_target_from_above():
+    schedule = replace(SCHEDULE, max_num_steps=200, target=StopTarget("validation/val_loss", 0.5))
+    _, outputs = run(make(), schedule)
+    losses = [row["validation/val_loss"] for row in outputs.rows.values() if "validation/val_loss" in row]
+    assert losses[-1] <= 0.5 < losses[-2]
+
+
+def test_answer_probability_is_that_of_sampling_the_answer():
+    sft = make()
+    table = sft._policy.table.detach()
+    expected = 0.0
+    for problem in PROBLEMS[:7]:
+        ids = torch.tensor([TOKENIZER(problem.prompt + problem.answer)["input_ids"] + [TOKENIZER.eos_token_id]])
+        expected += table_logprobs(table, ids)[0, 2:].sum().exp().item() / 7
+    assert sft.validate(0)["validation/answer_probability"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_only_answers_are_trained_on():
+    sft = make()
+    before = sft._policy.table.detach().clone()
+    sft.step(1, Timer())
+    changed = (sft._policy.table != before).any(dim=1).nonzero().flatten().tolist()
+    equals = TOKENIZER.convert_tokens_to_ids("=")
+    # Trained are the token after "digit =" and the one after "= digit"; not "=" after the digit that begins a prompt.
+    assert all(index // 14 == equals or index % 14 == equals for index in changed)
+    assert not any(index // 14 == 0 and index % 14 != equals for index in changed)
+
+
+def test_examples_that_do_not_fit_are_left_out():
+    metrics = make(max_tokens=3).step(1, Timer())  # prompt, answer and end of sequence are four tokens
+    assert metrics["train/num_valid_samples"] == 0
+    assert metrics["train/loss"] == 0
+
+
+def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
+    _, whole = run(make())
+    folder = CheckpointFolder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=1)
+    _, before = run(make(), replace(SCHEDULE, max_num_steps=4), folder)
+    sft, state = make(), TrainingState.read(folder.latest())
+    sft.position = state.position
+    sft.load(folder.latest())
+    _, after = run(sft, SCHEDULE, folder, state)
+    assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
+
+
+def test_microbatches_do_not_change_the_run():
+    _, whole = run(make(micro=4))
+    _, pieces = run(make(micro=1))
+    for step, row in whole.without_timings().items():
+        assert pieces.without_timings()[step] == pytest.approx(row, rel=1e-4, abs=1e-6)
+
+
+def test_epochs_end_a_run():
+    reason, outputs = run(make(), replace(SCHEDULE, max_num_steps=100, max_num_epochs=2))
+    assert reason is StopReason.EPOCHS
+    assert max(outputs.rows) == 4  # two batches of four from ten problems, twice
+    assert "validation/val_loss" in outputs.rows[4]

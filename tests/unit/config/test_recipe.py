@@ -1,0 +1,178 @@
+"""Reading recipes: inheritance, overrides, interpolation, and what is said where one cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.config.recipe import load_recipe, read_recipe
+from nemo_offload_rl.config.problems import RecipeError
+
+
+@pytest.fixture(autouse=True)
+def in_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def write(name: str, text: str) -> Path:
+    path = Path(name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def error_of(path: Path | str, *overrides: str) -> str:
+    with pytest.raises(RecipeError) as caught:
+        load_recipe(path, overrides)
+    return str(caught.value)
+
+
+def test_later_defaults_and_the_file_itself_win():
+    write("base/grandparent.yaml", "a: {x: 1, y: 1, z: 1}\nlist: [1, 2]\n")
+    write("base/parent.yaml", "defaults: grandparent.yaml\na: {y: 2, z: 2}\n")
+    write("other.yaml", "a: {z: 3, w: 3}\nlist: [3]\n")
+    recipe = load_recipe(write("recipe.yaml", "defaults: [base/parent.yaml, other.yaml]\na: {w: 4}\n"))
+    assert recipe.config == {"a": {"x": 1, "y": 2, "z": 3, "w": 4}, "list": [3]}
+
+
+def test_origins_name_the_file_and_line_that_set_a_key():
+    write("parent.yaml", "a:\n  x: 1\n  y: 1\n")
+    recipe = load_recipe(write("recipe.yaml", "defaults: parent.yaml\n\na:\n  y: 2\n"), ["+a.z=3"])
+    assert str(recipe.origins["a.x"]) == "parent.yaml:2"
+    assert str(recipe.origins["a.y"]) == "recipe.yaml:4"
+    assert str(recipe.origins["a.z"]) == "command line: +a.z=3"
+    assert str(recipe.origin("a.y.deeper")) == "recipe.yaml:4"
+
+
+def test_a_section_replaces_its_base_with_override_marker():
+    write("parent.yaml", "a: {x: 1}\nb: {x: 1}\n")
+    recipe = load_recipe(write("recipe.yaml", "defaults: parent.yaml\na: {_override_: true, y: 2}\nb: {y: 2}\n"))
+    assert recipe.config == {"a": {"y": 2}, "b": {"x": 1, "y": 2}}
+
+
+def test_null_replaces_a_section_and_a_section_replaces_null():
+    write("parent.yaml", "a: {x: 1}\nb: null\n")
+    recipe = load_recipe(write("recipe.yaml", "defaults: parent.yaml\na: null\nb: {x: 2}\n"))
+    assert recipe.config == {"a": None, "b": {"x": 2}}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [("1e-8", 1e-8), ("1E5", 1e5), ("5.0e-6", 5e-6), (".5", 0.5), ("-3e2", -300.0), ("3", 3), ("1e", "1e"), ("off", False)],
+)
+def test_numbers_are_those_of_yaml_1_2_and_off_is_false(text, value):
+    read = load_recipe(write("recipe.yaml", f"a: {text}\n")).config["a"]
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_dates_stay_text():
+    assert load_recipe(write("recipe.yaml", "a: 2026-08-01\n")).config["a"] == "2026-08-01"
+
+
+def test_interpolation_sees_overrides_and_resolvers_compute():
+    text = """
+    a: {b: 3, c: "${.b}", d: "${mul:${a.b}, ${a.c}}", e: "${max:${a.b},${add:2,2}}", f: "${div:${a.b},2}"}
+    g: ${a}
+    """
+    config = load_recipe(write("recipe.yaml", text), ["a.b=5"]).config
+    assert config["a"] == {"b": 5, "c": 5, "d": 25, "e": 5, "f": 2.5}
+    assert config["g"] == config["a"]
+
+
+def test_overrides_follow_hydras_grammar():
+    path = write("recipe.yaml", "a: {b: 1, c: {d: 1}}\nlist: [1]\n")
+    config = load_recipe(
+        path, ["a.b=2", "+a.e='1'", "++a.b=3", "++a.f=1e-8", "~a.c.d", "a.c={g: [1, x]}", "list=[2,null]"]
+    ).config
+    assert config == {"a": {"b": 3, "c": {"g": [1, "x"]}, "e": "1", "f": 1e-8}, "list": [2, None]}
+
+
+def test_an_anchor_can_be_used_twice_and_overridden_apart():
+    path = write("recipe.yaml", "a: &a {x: 1}\nb: *a\nc: {<<: *a, y: 2}\n")
+    assert load_recipe(path, ["b.x=5"]).config == {"a": {"x": 1}, "b": {"x": 5}, "c": {"x": 1, "y": 2}}
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("a.c=1", "command line: a.c=1: a.c: the recipe has no such key; nearest key: a.b"),
+        ("+a.b=1", "a.b: is there already; write a.b=... to change it, or ++a.b=..."),
+        ("~a.bb", "a.bb: cannot be deleted: the recipe has no such key; nearest key: a.b"),
+        ("~a.b=7", "a.b: cannot be deleted: its value is 1, not 7"),
+        ("a.b.c=1", "a.b.c: cannot be set: a.b is no section"),
+        ("a.b=1,2", "is a sweep over several values"),
+        ("a/b=1", "names a config group"),
+        ("a.b", "command line: a.b: cannot be read as an override; write section.key=value"),
+        ("a.b=[1", "cannot be read as an override"),
+        ("grpo.seed=3", "grpo.seed: is a valid key that this recipe does not set; write +grpo.seed=... to add it"),
+    ],
+)
+def test_an_override_that_does_not_apply_says_why(override, message):
+    assert message in error_of(write("recipe.yaml", "a: {b: 1}\n"), override)
+
+
+def test_all_problems_are_reported_at_once_with_their_lines():
+    path = write("recipe.yaml", "a:\n  x: 1\n  x: 2\nb: ${c.d}\n3: x\n")
+    error = error_of(path, "nope=1")
+    assert "recipe recipe.yaml: 4 problems" in error
+    assert "recipe.yaml:3: a.x: stands twice in this section, first on line 2" in error
+    assert "recipe.yaml:4: b: '${c.d}' cannot be resolved: Interpolation key 'c.d' not found" in error
+    assert "recipe.yaml:5: 3: a key is text, found 3; put it into quotes" in error
+    assert "command line: nope=1: nope: the recipe has no such key" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a: ${a}\n", "recipe.yaml:1: a: '${a}' cannot be resolved"),
+        ("a: ${mul:1}\n", "mul expected 2 arguments, got 1"),
+        ("a: ${nope:1}\n", "Unsupported interpolation type nope"),
+        ("a: ${b\n", "recipe.yaml:1: a: '${b'"),
+        ("a: ???\n", "recipe.yaml:1: a: must be given a value; it is ???"),
+        ("a: 1\nb: [1\n", "broken YAML"),
+        ("a: 1\n  b: 2\n", "recipe.yaml:2: broken YAML: mapping values are not allowed in this context"),
+        ("a: {b: &x {c: *x}}\n", "an alias stands inside what it refers to"),
+        ("a: *x\n", "recipe.yaml:1: broken YAML: found undefined alias"),
+        ("a.b: 1\n", "recipe.yaml:1: a.b: a key has no dot; write the part before it as a section"),
+        ("a: !!binary aGk=\n", "recipe.yaml:1: a: is a bytes; put it into quotes"),
+        ("a: !!python/object:os.system x\n", "broken YAML: could not determine a constructor"),
+        ("", "recipe.yaml: is empty; a recipe is a mapping of sections"),
+        ("- a\n", "recipe.yaml:1: is a list; a recipe is a mapping of sections"),
+        ("text\n", "recipe.yaml:1: is a single value"),
+        ("defaults: nope.yaml\n", "recipe.yaml:1: defaults: names nope.yaml, but there is no such recipe"),
+        ("defaults: [a.yaml, 3]\n", "recipe.yaml:1: defaults: is the name of a recipe, or a list of such names; found 3"),
+        ("defaults: recipe.yaml\n", "the recipe inherits from itself: recipe.yaml -> recipe.yaml"),
+    ],
+)
+def test_a_recipe_that_cannot_be_read_says_where_and_why(text, message):
+    write("a.yaml", "a: 1\n")
+    assert message in error_of(write("recipe.yaml", text))
+
+
+def test_a_longer_cycle_is_shown_whole():
+    write("b.yaml", "defaults: c.yaml\n")
+    write("c.yaml", "defaults: [a.yaml]\n")
+    error = error_of(write("a.yaml", "defaults: b.yaml\n"))
+    assert "c.yaml:1: defaults: the recipe inherits from itself: a.yaml -> b.yaml -> c.yaml -> a.yaml" in error
+
+
+def test_a_missing_recipe_suggests_one():
+    write("configs/grpo_tiny.yaml", "a: 1\n")
+    assert "configs/grpo_tny.yaml: there is no such recipe; did you mean configs/grpo_tiny.yaml?" in error_of(
+        "configs/grpo_tny.yaml"
+    )
+    assert "configs: is a folder, not a recipe" in error_of("configs")
+
+
+def test_bytes_that_are_no_text():
+    Path("recipe.yaml").write_bytes(b"a: \xff\n")
+    assert "recipe.yaml: is no UTF-8 text (byte 3)" in error_of("recipe.yaml")
+    Path("recipe.yaml").write_bytes(b"a: 1\nb: \x07\n")
+    assert "recipe.yaml:2: broken YAML" in error_of("recipe.yaml")
+
+
+def test_what_a_value_was_interpolated_from():
+    recipe = read_recipe(write("recipe.yaml", "a: {b: 1, c: '${.b}', d: '${mul:${a.b}, ${..x}}'}\nx: 2\n"))
+    assert recipe.sources("a.c") == ["a.b"]
+    assert recipe.sources("a.d") == ["a.b", "x"]
+    assert recipe.sources("x") == []

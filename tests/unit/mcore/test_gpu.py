@@ -1,0 +1,122 @@
+"""The same worker on a CUDA GPU, with Transformer Engine. Deterministic kernels, so that numbers can be compared exactly."""
+
+import os
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.offload.types import Cell, Phase, Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+# Large enough for cuDNN's fused attention, and for memory to be seen leaving.
+GPU_QWEN3 = TINY_QWEN3 | {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic(monkeypatch):
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def gpu_policy(precision="bfloat16", packing=False, **megatron):
+    policy = tiny_policy(GPU_QWEN3, precision, **megatron)
+    if packing:
+        policy["sequence_packing"] = {
+            "enabled": True,
+            "train_mb_tokens": 24,
+            "logprob_mb_tokens": 48,
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_round": 8,
+        }
+    return policy
+
+
+def steps(worker, count=3):
+    return [worker.train(random_batch(8, seed=seed), NLLLoss(), gbs=8, mbs=2) for seed in range(count)]
+
+
+def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
+    from transformers import AutoModelForCausalLM
+
+    worker = make_worker(gpu_policy())
+    data = random_batch(4)
+    got = worker.get_logprobs(data, mbs=4)["logprobs"]
+    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained).cuda().float().eval()
+    model.load_state_dict({name: weight.float() for name, weight in worker._export()})
+    ids = data["input_ids"].cuda()
+    with torch.no_grad():
+        want = model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).cpu()
+    for row, length in enumerate(data["input_lengths"].tolist()):
+        torch.testing.assert_close(got[row, 1:length], want[row, : length - 1], rtol=0, atol=0.05)
+
+
+def test_packed_losses_are_the_unpacked_ones(make_worker):
+    padded, packed = make_worker(gpu_policy()), None
+    data = random_batch(8)
+    want = padded.get_logprobs(data, mbs=4)["logprobs"]
+    want_steps = steps(padded)
+    packed = make_worker(gpu_policy(packing=True))
+    got = packed.get_logprobs(data, mbs=4)["logprobs"]
+    got_steps = steps(packed)
+    torch.testing.assert_close(got, want, rtol=0, atol=0.03)
+    for a, b in zip(got_steps, want_steps, strict=True):
+        assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
+        assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
+    # 8 rows of micro-batches of 2 are 4; packed rows of 24 tokens hold what fits.
+    assert got_steps[0]["num_microbatches"] != want_steps[0]["num_microbatches"]
+
+
+def test_phases_give_memory_back_and_change_no_number(make_worker):
+    def run(visit_phases):
+        worker = make_worker(gpu_policy(), init_reference_model=True)
+        out = []
+        for seed in range(4):
+            out.append(worker.train(random_batch(8, seed=seed), NLLLoss(), gbs=8, mbs=2))
+            if visit_phases:
+                worker.offload_before_refit()
+                assert worker.residency.where(Target.GRADS) is Cell.DROPPED
+                with_params = torch.cuda.memory_allocated()
+                assert worker.residency.enter(Phase.GENERATE).bytes > 0
+                size = sum(b.param_data.nbytes for chunk in worker._state.model for b in chunk.buffers)
+                assert with_params - torch.cuda.memory_allocated() >= size
+                assert worker.residency.enter(Phase.GENERATE).moved == {}
+                out[-1]["logprobs"] = worker.get_logprobs(random_batch(4), mbs=4)["logprobs"].sum().item()
+                out[-1]["reference"] = (
+                    worker.get_reference_policy_logprobs(random_batch(4), mbs=4)["reference_logprobs"].sum().item()
+                )
+            else:
+                out[-1]["logprobs"] = worker.get_logprobs(random_batch(4), mbs=4)["logprobs"].sum().item()
+                out[-1]["reference"] = (
+                    out[0].get("reference")
+                    or worker.get_reference_policy_logprobs(random_batch(4), mbs=4)["reference_logprobs"].sum().item()
+                )
+        return out
+
+    assert run(visit_phases=True) == run(visit_phases=False)
+
+
+@pytest.mark.parametrize("precision_aware", [False, True])
+def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision_aware):
+    policy = gpu_policy()
+    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = precision_aware
+    worker = make_worker(policy)
+    steps(worker)
+    worker.offload_after_refit()
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = steps(worker)
+    worker = make_worker(policy, seed=99)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert steps(worker) == want
+
+
+def test_overlapped_reduction_and_gather_change_no_number(make_worker):
+    plain = steps(make_worker(gpu_policy()))
+    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    assert steps(make_worker(gpu_policy(distributed_data_parallel_config=overlap))) == plain

@@ -1,0 +1,210 @@
+"""Writes docs/recipe-keys.md from the schema's comments and the tables of fields that are refused.
+
+python tools/keys_page.py          writes the page
+python tools/keys_page.py check    exits 1 where it is out of date
+"""
+
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+import annotated_types
+
+from nemo_offload_rl.config.keys import Key, key_comments, schema_keys
+from nemo_offload_rl.config.megatron_fields import SECTIONS
+from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.schema import ALGORITHMS
+from nemo_offload_rl.config.upstream import OFF_ONLY, OTHER_VALUES, SWITCHED_OFF, WITHOUT_EFFECT
+
+PAGE = Path(__file__).parent.parent / "docs" / "recipe-keys.md"
+
+INTRO = """# Every key of a recipe
+
+<!-- Written by tools/keys_page.py from the schema's comments: change those, not this page. -->
+
+A recipe is YAML. [Recipes](recipes.md) tells how they inherit and how the command line changes them; `nemo-offload-rl
+validate RECIPE` prints one with everything resolved, or everything that is wrong with it. No key has a default in the
+code: what a recipe does not say it inherits from the files named in its `defaults:`. The keys marked *optional* may be
+absent, and their text says what absence means.
+"""
+
+MEGATRON = """## Megatron's own fields
+
+`policy.megatron_cfg`, its `optimizer` and its `distributed_data_parallel_config` also take any field of the Megatron
+config that they stand for, by its own name, checked against the installed Megatron:
+"""
+
+OWNED = """
+These fields may only have the values given here, since this package sets them itself or does not support them yet:
+"""
+
+UPSTREAM = """## NeMo-RL's other keys
+
+NeMo-RL's recipes load here. A key of theirs that belongs to a feature this package lacks is accepted where its value
+leaves that feature off, and refused, by name, where it turns something on.
+
+| key | only value | feature |
+|---|---|---|
+"""
+
+WITHOUT = """
+These are accepted with any value, since here there is nothing that they could change:
+
+| key | why |
+|---|---|
+"""
+
+OTHER = """
+Values that NeMo-RL has for keys of ours, and this package has not:
+
+| key | instead |
+|---|---|
+"""
+
+
+def page() -> str:
+    """The page's text."""
+    sections, described = [], set()
+    for algorithm, root in ALGORITHMS.items():
+        keys = schema_keys(root)
+        for path, typed_dict in _sections(keys):
+            if typed_dict not in described:
+                sections.append(_section(path, typed_dict, keys, algorithm, described))
+                described |= {typed_dict, *_bases(typed_dict)}
+    parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources(), OWNED, _owned_table()]
+    parts += [UPSTREAM + _off_rows(), WITHOUT + _without_rows(), OTHER + _other_rows()]
+    return "\n".join(part.strip("\n") + "\n" for part in parts)
+
+
+def _contents(algorithm: str) -> str:
+    keys = schema_keys(ALGORITHMS[algorithm])
+    names = [f"`{path}`" + ("" if key.required else " (optional)") for path, key in keys.items() if "." not in path]
+    return f"A recipe with `{algorithm}` has the sections {', '.join(names)}."
+
+
+def _sections(keys: dict[str, Key]) -> Iterator[tuple[str, type]]:
+    """Every section and its TypedDict; the alternatives of a union follow each other."""
+    for path, key in keys.items():
+        for member in _members(key.annotation):
+            if is_typeddict(member):
+                yield path, member
+
+
+def _bases(typed_dict: type) -> list[type]:
+    return [base for base in types.get_original_bases(typed_dict) if is_typeddict(base)]
+
+
+def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, described: set[type]) -> str:
+    title = path.replace("*", "NAME")
+    hints = get_type_hints(typed_dict, include_extras=True)
+    if "dataset_name" in hints:
+        title += f"` with `dataset_name: {get_args(hints['dataset_name'])[0]}"
+    bases = _bases(typed_dict)
+    inherited = {name for base in bases for name in get_type_hints(base)}
+    lines = [f"## `{title}`", "", "| key | value | meaning |", "|---|---|---|"]
+    if described.intersection(bases):
+        lines[0] = f"## `{title}` with `{algorithm}`: further keys"
+        hints = {name: hint for name, hint in hints.items() if name not in inherited}
+    for name, hint in hints.items():
+        annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
+        marks = "" if name in typed_dict.__required_keys__ else " *optional*"
+        marks += f" *{algorithm} only*" if bases and name not in inherited else ""
+        owner = next((base for base in bases if name in get_type_hints(base)), typed_dict)
+        comment = key_comments(owner)[name]
+        lines.append(f"| `{name}`{marks} | {_cell(_words(annotation))} | {_cell(comment)} |")
+    return "\n".join(lines)
+
+
+def _members(annotation: Any) -> list[Any]:
+    if get_origin(annotation) is Annotated:
+        return _members(get_args(annotation)[0])
+    if get_origin(annotation) in (Union, types.UnionType):
+        return [member for part in get_args(annotation) for member in _members(part)]
+    return [annotation]
+
+
+_PLAIN = {int: "integer", float: "number", bool: "true or false", str: "text", type(None): "null", Any: "any value"}
+
+
+def _words(annotation: Any) -> str:
+    """A type in words."""
+    if annotation in _PLAIN:
+        return _PLAIN[annotation]
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        bounds = [bound for item in arguments[1:] for bound in _bounds(item)]
+        return " ".join([_words(arguments[0]), ", ".join(bounds)]).strip()
+    if origin is Literal:
+        return show_choices(arguments).replace("'", "`")
+    if origin in (Union, types.UnionType):
+        words = list(dict.fromkeys(_words(argument) for argument in arguments))
+        return " or ".join(words)
+    if origin is list:
+        return f"list of {_words(arguments[0])}"
+    return "section"
+
+
+def _bounds(item: Any) -> Iterator[str]:
+    for bound in getattr(item, "metadata", [item]):
+        match bound:
+            case annotated_types.Ge(ge=value):
+                yield f">= {value:g}"
+            case annotated_types.Gt(gt=value):
+                yield f"> {value:g}"
+            case annotated_types.Le(le=value):
+                yield f"<= {value:g}"
+            case annotated_types.Lt(lt=value):
+                yield f"< {value:g}"
+
+
+def _megatron_sources() -> str:
+    return "\n".join(f"- `{section}`: {source.title}" for section, source in SECTIONS.items()) + "\n"
+
+
+def _owned_table() -> str:
+    lines = ["| field | only values | why |", "|---|---|---|"]
+    for section, fields in OWNED_FIELDS.items():
+        prefix = section.removeprefix("policy.")
+        for name, owned in fields.items():
+            values = show_choices(owned.values) if owned.values else "none"
+            lines.append(f"| `{prefix}.{name}` | {_cell(values)} | {_cell(owned.why)} |")
+    return "\n".join(lines) + "\n"
+
+
+def _off_rows() -> str:
+    rows = [(row.path, row.off, row.feature) for row in OFF_ONLY]
+    rows += [(f"{feature.section}.{feature.switch}", feature.off, feature.feature) for feature in SWITCHED_OFF]
+    return "".join(f"| `{path}` | {show(off[0])} | {feature} |\n" for path, off, feature in sorted(rows))
+
+
+def _without_rows() -> str:
+    rows = [(row.path, row.reason) for row in WITHOUT_EFFECT]
+    rows += [(f"{feature.section}.*", f"tunes {feature.feature}, which is off") for feature in SWITCHED_OFF]
+    return "".join(f"| `{path}` | {reason} |\n" for path, reason in sorted(rows))
+
+
+def _other_rows() -> str:
+    return "".join(f"| `{path}` | {remedy} |\n" for path, remedy in OTHER_VALUES.items())
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*")
+
+
+def main() -> int:
+    if sys.argv[1:] == ["check"]:
+        if PAGE.is_file() and PAGE.read_text(encoding="utf-8") == page():
+            return 0
+        print(f"{PAGE.name} is out of date: run python tools/keys_page.py")
+        return 1
+    PAGE.parent.mkdir(exist_ok=True)
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"wrote {PAGE.name}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
