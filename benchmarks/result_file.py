@@ -31,6 +31,15 @@ def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
+def print_rows(rows: Sequence[Mapping[str, Cell]]) -> None:
+    """Prints rows as a table, a column a field."""
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [names, *([str(row[name]) if name in row else "-" for name in names] for row in rows)]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
+    for line in lines:
+        print("  ".join(cell.rjust(width) for cell, width in zip(line, widths, strict=True)))
+
+
 def machine() -> str:
     """Says what the figures were measured on: the GPUs if there are any, the processor, its cores, the memory."""
     import torch
@@ -42,7 +51,12 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit that is checked out, with `+changes` where tracked files differ from it."""
+    """Returns the commit that is checked out, with `+changes` where tracked files differ from it.
+
+    NEMO_OFFLOAD_RL_COMMIT names it on a machine that has a copy of the tree without its history.
+    """
+    if "NEMO_OFFLOAD_RL_COMMIT" in os.environ:
+        return os.environ["NEMO_OFFLOAD_RL_COMMIT"]
     head = _git("rev-parse", "--short", "HEAD")
     return f"{head}+changes" if _git("status", "--porcelain", "--untracked-files=no") else head
 

@@ -1,7 +1,8 @@
 """What does `worker.train` cost over a bare megatron-core loop of the same model and schedule, on one GPU?
 
-Both run in this process, in turn, on the same batches. The bare loop is the least that megatron-core needs: its schedule, its
-own cross entropy inside the model, its optimizer and scheduler; no log-probs, no loss contract, no checks of gradients.
+Both run in this process, in turn, on the same batches. The bare loop is the least that megatron-core needs: its
+schedule, its own cross entropy inside the model, its optimizer and scheduler; no log-probs, no loss contract, no checks
+of gradients.
 
     python benchmarks/worker_train.py --out docs/results/worker_train.json
 """
@@ -10,10 +11,11 @@ import argparse
 import functools
 import statistics
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
-from results import write_results
+from result_file import print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
@@ -152,7 +154,8 @@ def main() -> None:
         }
         for name, values in seconds.items()
     ]
-    write_results(args.out, rows)
+    write_result(Path(args.out), rows)
+    print_rows(rows)
     worker.shutdown()
 
 

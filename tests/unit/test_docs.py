@@ -39,8 +39,8 @@ def test_files_of_the_repository_that_are_named_exist(page):
 
 @EVERY_PAGE
 def test_make_targets_that_are_named_exist(page):
-    code = "\n".join(re.findall(r"`[^`]+`|^ {4}.*$|^make .*$", page.read_text(), flags=re.MULTILINE))
-    named = {target for line in re.findall(r"\bmake ((?:[a-z]+ ?)+)", code) for target in line.split()}
+    code = re.findall(r"^ {4}.*$|^make .*$|(?<!`)`[^`\n]+`", page.read_text(), flags=re.MULTILINE)
+    named = {target for line in code for run in re.findall(r"\bmake ((?:[a-z]+\b ?)+)", line) for target in run.split()}
     assert named <= make_targets()
 
 

@@ -1,4 +1,4 @@
-"""The same worker on a CUDA GPU, with Transformer Engine. Deterministic kernels, so that numbers can be compared exactly."""
+"""The same worker on a CUDA GPU, with Transformer Engine and deterministic kernels: numbers compare exactly."""
 
 import os
 
