@@ -89,7 +89,8 @@ class _Findings:
         return [
             problem
             for problem in self.problems
-            if not any(self.touches(source) for source in self._recipe.sources(problem.path))
+            if problem in self._recipe.problems
+            or not any(self.touches(source) for source in self._recipe.sources(problem.path))
         ]
 
     def add(self, path: str, message: str) -> None:

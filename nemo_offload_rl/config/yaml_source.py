@@ -153,6 +153,10 @@ class _Builder:
                 message = f"a key is text, found {key!r}; put it into quotes"
                 self.problems.append(Problem(_join(path, str(key)), Origin(self.file, line), message))
                 continue
+            if "." in key:
+                message = "a key has no dot; write the part before it as a section"
+                self.problems.append(Problem(_join(path, key), Origin(self.file, line), message))
+                continue
             value = self.build(value_node, _join(path, key))
             mapping[key] = Node(value.value, Origin(self.file, line))
         return mapping

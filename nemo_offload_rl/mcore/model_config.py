@@ -1,6 +1,7 @@
 """From the recipe's policy section to Megatron's own configs; pure apart from reading the Hugging Face config."""
 
 import dataclasses
+import importlib.util
 import logging
 from collections.abc import Mapping
 from pathlib import Path
@@ -99,6 +100,18 @@ def make_bridge(policy: Mapping[str, Any]) -> Any:
     return bridge.from_hf_config(config)
 
 
+def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
+    """Absent means on where the kernel is; Megatron-Bridge turns it on with Transformer Engine, which lacks it."""
+    installed = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    wanted = cfg.get("gradient_accumulation_fusion")
+    if wanted and not installed:
+        raise ValueError(
+            "policy.megatron_cfg.gradient_accumulation_fusion is true, but its kernel fused_weight_gradient_mlp_cuda "
+            "(of Apex) is not installed; set it to false or leave it out."
+        )
+    return installed if wanted is None else wanted
+
+
 def packs(policy: Mapping[str, Any]) -> bool:
     """Whether the policy's batches are packed; absent means padded."""
     return "sequence_packing" in policy and policy["sequence_packing"]["enabled"]
@@ -141,6 +154,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         if key in names and key not in _DERIVED and value is not None
     }
     overrides |= _recompute_fields(cfg)
+    overrides["gradient_accumulation_fusion"] = _gradient_accumulation_fusion(cfg)
     overrides |= {
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,

@@ -86,7 +86,11 @@ class MegatronPolicyWorker:
             seed=seed,
             te_rng_tracker=config["megatron_cfg"]["cuda_graph_impl"] != "none",
         )
-        self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+        try:
+            self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+        except BaseException:
+            parallel.destroy()
+            raise
         self._reference = (
             ReferenceWeights(parameter for _, parameter in self._state.parameters()) if init_reference_model else None
         )

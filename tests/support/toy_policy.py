@@ -20,6 +20,7 @@ from nemo_offload_rl.refit.interface import RefitReport, bucketize
 VOCABULARY = 14
 TOKENIZER = arithmetic_tokenizer()
 EOS = TOKENIZER.eos_token_id
+EQUALS = TOKENIZER.convert_tokens_to_ids("=")
 
 # Repeat the digit: a table over the last two tokens can hold that.
 PROBLEMS = [Problem(f"{digit}=", str(digit)) for digit in range(10)]
@@ -41,9 +42,11 @@ def table_logprobs(table: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor
 class ToyPolicy:
     """The verbs of a worker group, over one table of logits."""
 
-    def __init__(self, seed: int = 0, lr: float = 0.3) -> None:
+    def __init__(self, seed: int = 0, lr: float = 0.2) -> None:
         generator = torch.Generator().manual_seed(seed)
-        self.table = (0.1 * torch.randn(VOCABULARY**2, VOCABULARY, generator=generator)).requires_grad_()
+        self.table = 0.1 * torch.randn(VOCABULARY**2, VOCABULARY, generator=generator)
+        self.table[EQUALS * VOCABULARY : EQUALS * VOCABULARY + 10, EOS] += 3  # mostly ends after one digit
+        self.table.requires_grad_()
         self.reference = self.table.detach().clone()
         self.optimizer = torch.optim.Adam([self.table], lr=lr)
         self.calls: list[str] = []

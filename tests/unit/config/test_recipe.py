@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.config.recipe import load_recipe, read_recipe
 from nemo_offload_rl.config.problems import RecipeError
+from nemo_offload_rl.config.recipe import load_recipe, read_recipe
 
 
 @pytest.fixture(autouse=True)
@@ -57,7 +57,16 @@ def test_null_replaces_a_section_and_a_section_replaces_null():
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1e-8", 1e-8), ("1E5", 1e5), ("5.0e-6", 5e-6), (".5", 0.5), ("-3e2", -300.0), ("3", 3), ("1e", "1e"), ("off", False)],
+    [
+        ("1e-8", 1e-8),
+        ("1E5", 1e5),
+        ("5.0e-6", 5e-6),
+        (".5", 0.5),
+        ("-3e2", -300.0),
+        ("3", 3),
+        ("1e", "1e"),
+        ("off", False),
+    ],
 )
 def test_numbers_are_those_of_yaml_1_2_and_off_is_false(text, value):
     read = load_recipe(write("recipe.yaml", f"a: {text}\n")).config["a"]
@@ -140,7 +149,10 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("- a\n", "recipe.yaml:1: is a list; a recipe is a mapping of sections"),
         ("text\n", "recipe.yaml:1: is a single value"),
         ("defaults: nope.yaml\n", "recipe.yaml:1: defaults: names nope.yaml, but there is no such recipe"),
-        ("defaults: [a.yaml, 3]\n", "recipe.yaml:1: defaults: is the name of a recipe, or a list of such names; found 3"),
+        (
+            "defaults: [a.yaml, 3]\n",
+            "recipe.yaml:1: defaults: is the name of a recipe, or a list of such names; found 3",
+        ),
         ("defaults: recipe.yaml\n", "the recipe inherits from itself: recipe.yaml -> recipe.yaml"),
     ],
 )

@@ -1,0 +1,47 @@
+"""Recipes without a GPU: what is switched off, and that it is said."""
+
+import copy
+
+from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.config.cpu import OFF_ON_CPU
+from nemo_offload_rl.config.keys import is_valid_key
+from tests.unit.config.conftest import CONFIGS
+
+
+def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
+    config = load(CONFIGS / "grpo_math_1B_megatron.yaml").config
+    before = copy.deepcopy(config)
+    adapted, lines = adapt_to_cpu(config)
+    assert config == before
+    megatron = adapted["policy"]["megatron_cfg"]
+    assert megatron["apply_rope_fusion"] is False
+    assert megatron["moe_permute_fusion"] is False
+    assert megatron["optimizer"]["use_precision_aware_optimizer"] is False
+    assert adapted["policy"]["sequence_packing"]["enabled"] is False
+    assert adapted["policy"]["precision"] == "bfloat16"
+    assert len(lines) == len(set(lines)) == 7
+    expected = "policy.megatron_cfg.apply_rope_fusion is off on this machine: it needs Transformer Engine on a GPU"
+    assert expected in lines
+    assert all("\n" not in line for line in lines)
+
+
+def test_an_adapted_config_needs_no_more():
+    config, _ = adapt_to_cpu(load(CONFIGS / "grpo_math_1B_megatron.yaml").config)
+    assert adapt_to_cpu(config) == (config, [])
+
+
+def test_the_tiny_recipe_is_the_same_everywhere():
+    for name in ("grpo_tiny_cpu.yaml", "sft_tiny_cpu.yaml"):
+        assert adapt_to_cpu(load(CONFIGS / name).config)[1] == []
+
+
+def test_fields_of_megatron_are_switched_off_where_a_recipe_sets_them():
+    overrides = ["+policy.megatron_cfg.masked_softmax_fusion=true", "+policy.megatron_cfg.moe_router_fusion=false"]
+    adapted, lines = adapt_to_cpu(load(CONFIGS / "sft_tiny_cpu.yaml", overrides).config)
+    assert adapted["policy"]["megatron_cfg"]["masked_softmax_fusion"] is False
+    assert lines == ["policy.megatron_cfg.masked_softmax_fusion is off on this machine: it needs a GPU"]
+
+
+def test_the_table_names_keys_that_exist():
+    for path in OFF_ON_CPU:
+        assert is_valid_key(f"policy.megatron_cfg.{path}"), path

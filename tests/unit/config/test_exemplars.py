@@ -1,0 +1,82 @@
+"""The recipes in examples/: they load, say every offload key, and repeat nothing that they inherit."""
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.recipe import load_recipe
+from nemo_offload_rl.config.yaml_source import read_yaml
+from tests.unit.config.conftest import CONFIGS
+
+EXAMPLES = CONFIGS.parent
+EVERY_YAML = sorted(EXAMPLES.rglob("*.yaml"))
+RECIPES = sorted(CONFIGS.glob("*.yaml"))
+
+OFFLOAD_KEYS = (
+    "policy.offload_optimizer_for_refit",
+    "policy.offload_optimizer_for_logprob",
+    "policy.use_pinned_optimizer_offload",
+    "policy.megatron_cfg.fine_grained_activation_offloading",
+    "policy.megatron_cfg.offload_modules",
+    "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
+    "policy.megatron_cfg.optimizer.optimizer_offload_fraction",
+    "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d",
+)
+
+
+def test_the_exemplars_are_there():
+    names = {"grpo_tiny_cpu.yaml", "grpo_math_1B_megatron.yaml", "sft_tiny_cpu.yaml", "sft.yaml"}
+    assert names <= {path.name for path in RECIPES}
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_an_exemplar_is_valid(path):
+    validated = load(path)
+    assert yaml.safe_load(yaml.safe_dump(validated.recipe.config)) == validated.recipe.config
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+@pytest.mark.parametrize("key", OFFLOAD_KEYS)
+def test_an_exemplar_shows_each_offload_key(path, key):
+    node = load_recipe(path).config
+    for name in key.split("."):
+        assert name in node, key
+        node = node[name]
+
+
+def written(value, path=""):
+    """Each leaf of a file as it is written, before interpolation."""
+    if isinstance(value, dict) and value:
+        for name, item in value.items():
+            yield from written(item, f"{path}.{name}" if path else name)
+    else:
+        yield path, value
+
+
+@pytest.mark.parametrize("path", EVERY_YAML, ids=lambda path: str(path.relative_to(EXAMPLES)))
+def test_a_file_repeats_no_value_that_it_inherits(path: Path, tmp_path):
+    root, problems = read_yaml(path)
+    assert root is not None
+    assert problems == []
+    own = root.plain()
+    defaults = own.pop("defaults", None)
+    if defaults is None:
+        return
+    parents = [defaults] if isinstance(defaults, str) else defaults
+    inherited = {}
+    for parent in parents:
+        inherited |= everything_written(path.parent / parent)
+    repeated = [key for key, value in written(own) if key in inherited and inherited[key] == value]
+    assert repeated == []
+
+
+def everything_written(path: Path):
+    root, _ = read_yaml(path)
+    own = root.plain()
+    defaults = own.pop("defaults", [])
+    found = {}
+    for parent in [defaults] if isinstance(defaults, str) else defaults:
+        found |= everything_written(path.parent / parent)
+    return found | dict(written(own))

@@ -1,0 +1,63 @@
+"""Megatron's fields, read from source: the same names as the imported dataclasses have, and types that mean something."""
+
+import dataclasses
+
+import pytest
+
+from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
+
+MEGATRON = "policy.megatron_cfg"
+
+
+def test_names_are_those_of_the_imported_dataclasses():
+    from megatron.core.distributed import DistributedDataParallelConfig
+    from megatron.core.optimizer import OptimizerConfig
+    from megatron.core.transformer import MLATransformerConfig, TransformerConfig
+
+    def names(config):
+        return {field.name for field in dataclasses.fields(config) if not field.name.startswith("_")}
+
+    assert names(TransformerConfig) | names(MLATransformerConfig) <= set(megatron_fields(MEGATRON))
+    assert names(OptimizerConfig) == set(megatron_fields(f"{MEGATRON}.optimizer"))
+    ddp = megatron_fields(f"{MEGATRON}.distributed_data_parallel_config")
+    assert names(DistributedDataParallelConfig) == set(ddp)
+
+
+@pytest.mark.parametrize(
+    ("name", "good", "bad", "expected"),
+    [
+        ("moe_router_topk", [2], ["2", 2.0, True, None], "an integer"),
+        ("layernorm_epsilon", [1e-5, 1], ["1e-5", None, False], "a number"),
+        ("qk_layernorm", [True], [1, "true"], "true or false"),
+        ("rope_type", ["yarn"], [1, None], "text"),
+        ("moe_z_loss_coeff", [None, 0.1], ["x"], "a number or null"),
+        ("normalization", ["RMSNorm"], [None, 3], "text"),
+        ("moe_router_score_function", ["sigmoid"], ["relu", None], "'softmax', 'sigmoid' or 'sqrtsoftplus'"),
+        ("flash_attention_version", [2, None], ["2", 5, True], "2, 3 or 4 or null"),
+        ("moe_router_load_balancing_type", ["none", ["aux_loss"]], [3, [3]], "text or a list of texts"),
+        ("window_size", [[128, 0], None], [[128], [128, "0"], 128], "a list of integers or null"),
+        ("attention_backend", ["flash"], ["flsh", 1], "'flash', 'fused', 'unfused', 'local' or 'auto'"),
+        ("mamba_training_ssm_states_dtype", ["bfloat16", None], ["float8", 16], "'float32', 'bfloat16' or 'float16'"),
+        ("moe_layer_freq", [1, [1, 0]], ["1", [1.5]], "an integer or a list of integers"),
+        ("pipeline_model_parallel_layout", ["Et*4L", ["x"], None], [3], "text or a list or null"),
+    ],
+)
+def test_values_are_checked_by_annotation(name, good, bad, expected):
+    for value in good:
+        assert check_field(MEGATRON, name, value) is None, value
+    for value in bad:
+        message = check_field(MEGATRON, name, value)
+        assert message is not None, value
+        assert f"must be {expected}" in message
+
+
+def test_a_function_cannot_be_set():
+    assert "cannot be set in a recipe" in check_field(MEGATRON, "activation_func", "gelu")
+
+
+def test_every_annotation_is_understood():
+    """Each field either takes plain values that the message names, or says that it takes none."""
+    for section in SECTIONS:
+        for field in megatron_fields(section).values():
+            message = check_field(section, field.name, object())
+            assert message is not None or field.expected() == "any value", field.name

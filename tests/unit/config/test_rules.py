@@ -1,0 +1,258 @@
+"""What must hold between keys: for each rule a recipe that breaks it, through overrides of an exemplar."""
+
+import pytest
+
+from nemo_offload_rl.algorithms import grpo, sft
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.keys import find_key
+from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.rules import NOTES, RULES
+from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
+from nemo_offload_rl.config.schema import ALGORITHMS
+from tests.unit.config.conftest import CONFIGS
+
+MEGATRON = "policy.megatron_cfg"
+TP = f"{MEGATRON}.tensor_model_parallel_size"
+PP = f"{MEGATRON}.pipeline_model_parallel_size"
+EP = f"{MEGATRON}.expert_model_parallel_size"
+
+BROKEN = {
+    "model_parallel_size_divides_world_size": (
+        [f"{TP}=2"],
+        f"{TP}: tensor 2 x pipeline 1 x context 1 = 2 ranks a replica do not divide the 1 ranks of the cluster",
+    ),
+    "expert_parallel_size_divides_world_size": (
+        [f"{EP}=3", "cluster.gpus_per_node=2", "policy.hf_config.num_experts=6"],
+        f"{EP}: expert 3 x expert tensor 1 x pipeline 1 = 3 ranks do not divide the 2 ranks",
+    ),
+    "virtual_pipeline_needs_pipeline": (
+        [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
+        f"virtual_pipeline_model_parallel_size: is 2, but {PP} is 1",
+    ),
+    "pipeline_stages_share_layers_evenly": (
+        [f"{PP}=3", "cluster.gpus_per_node=3"],
+        f"{PP}: is 3, but 4 of the model's 4 layers cannot be split evenly over 3 stages",
+    ),
+    "tensor_parallel_size_divides_heads": (
+        [f"{TP}=8", "cluster.gpus_per_node=8"],
+        f"{TP}: is 8, which does not divide the model's 4 attention heads",
+    ),
+    "expert_parallel_needs_experts": (
+        [f"{EP}=2", "cluster.gpus_per_node=2"],
+        f"{EP}: is 2, but policy.hf_config is a dense model; set it to 1",
+    ),
+    "sequence_parallel_needs_divisible_lengths": (
+        [
+            f"{TP}=2",
+            "cluster.gpus_per_node=2",
+            f"{MEGATRON}.sequence_parallel=true",
+            "policy.make_sequence_length_divisible_by=3",
+        ],
+        f"sequence_parallel: needs policy.make_sequence_length_divisible_by (3) to be a multiple of {TP} (2)",
+    ),
+    "port_range_has_both_ends": (
+        ["+cluster.master_port_range_low=2000"],
+        "cluster.master_port_range_low and master_port_range_high come together",
+    ),
+    "micro_batches_fill_global_batch": (
+        ["policy.train_micro_batch_size=100"],
+        "train_global_batch_size: is 512, which is no multiple of data-parallel size 1 x policy.train_micro_batch_size 100",
+    ),
+    "micro_batches_fill_validation_batch": (
+        ["sft.val_micro_batch_size=100"],
+        "sft.val_global_batch_size: is 256, which is no multiple of data-parallel size 1 x sft.val_micro_batch_size 100",
+    ),
+    "prompts_fit_into_sequences": (
+        ["data.max_input_seq_length=17"],
+        "data.max_input_seq_length: is 17, above policy.max_total_sequence_length (16)",
+    ),
+    "answers_fit_into_sequences": (
+        ["policy.generation.max_new_tokens=17"],
+        "policy.generation.max_new_tokens: is 17, above policy.max_total_sequence_length (16)",
+    ),
+    "packing_has_its_sizes": (
+        ["policy.sequence_packing.enabled=true", "~policy.sequence_packing.logprob_mb_tokens"],
+        "policy.sequence_packing.enabled: is true, which needs policy.sequence_packing.logprob_mb_tokens too",
+    ),
+    "optimizer_agrees_with_precision": (
+        ["policy.precision=bfloat16"],
+        "optimizer.bf16: is false, but policy.precision is bfloat16; set it to true",
+    ),
+    "min_lr_is_below_lr": ([f"{MEGATRON}.optimizer.min_lr=1"], "optimizer.min_lr: is 1, above"),
+    "warm_up_starts_below_lr": ([f"{MEGATRON}.scheduler.lr_warmup_init=1"], "lr_warmup_init: is 1, above"),
+    "warm_up_ends_before_decay": (
+        [f"{MEGATRON}.scheduler.lr_warmup_iters=9", f"{MEGATRON}.scheduler.lr_decay_iters=9"],
+        "lr_warmup_iters: is 9, but must be below",
+    ),
+    "overlapped_gather_needs_distributed_optimizer": (
+        [f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true"],
+        "overlap_param_gather: is true, which needs policy.megatron_cfg.distributed_data_parallel_config.overlap_grad_reduce",
+    ),
+    "precision_aware_optimizer_is_distributed_adam": (
+        [f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true", f"{MEGATRON}.optimizer.optimizer=sgd"],
+        "use_precision_aware_optimizer: is true, which needs",
+    ),
+    "recomputation_says_what": (
+        [
+            f"{MEGATRON}.activation_checkpointing=true",
+            f"{MEGATRON}.recompute_granularity=selective",
+            f"{MEGATRON}.recompute_modules=[attn]",
+        ],
+        "recompute_modules: may hold 'core_attn', 'moe_act',",
+    ),
+    "pinned_optimizer_offload_is_not_here_yet": (
+        ["policy.use_pinned_optimizer_offload=true"],
+        "policy.use_pinned_optimizer_offload: comes with the residency engine",
+    ),
+    "optimizer_offload_for_logprob_is_not_here_yet": (
+        ["policy.offload_optimizer_for_logprob=true"],
+        "policy.offload_optimizer_for_logprob: comes with the residency engine",
+    ),
+    "fully_reshardable_checkpoints_are_refused": (
+        [f"+{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable=true"],
+        "restores wrong optimizer state from fully_reshardable checkpoints",
+    ),
+    "checkpoints_are_written_synchronously": (
+        [f"+{MEGATRON}.checkpoint.async_save=true"],
+        "checkpoint.async_save: not supported here while checkpointing.enabled is true",
+    ),
+    "save_plans_are_made_anew": (
+        [f"+{MEGATRON}.checkpoint.ckpt_assume_constant_structure=true"],
+        "checkpoint.ckpt_assume_constant_structure: not supported here while checkpointing.enabled is true",
+    ),
+    "global_batches_fill_step": (
+        ["policy.train_global_batch_size=768"],
+        "grpo.num_prompts_per_step: 64 prompts x grpo.num_generations_per_prompt 8 = 512 samples are no multiple of",
+    ),
+    "leave_one_out_needs_two_answers": (
+        ["grpo.use_leave_one_out_baseline=true", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
+        "grpo.use_leave_one_out_baseline: is true, which needs grpo.num_generations_per_prompt of 2 or more",
+    ),
+    "dynamic_sampling_needs_two_answers": (
+        ["grpo.use_dynamic_sampling=true", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
+        "grpo.use_dynamic_sampling: is true, which needs grpo.num_generations_per_prompt of 2 or more",
+    ),
+    "estimator_agrees_on_normalisation": (
+        ["grpo.adv_estimator.normalize_rewards=false"],
+        "grpo.adv_estimator.normalize_rewards: is false, but grpo.normalize_rewards is true",
+    ),
+    "estimator_agrees_on_baseline": (
+        ["grpo.adv_estimator.use_leave_one_out_baseline=true"],
+        "grpo.adv_estimator.use_leave_one_out_baseline: is true, but grpo.use_leave_one_out_baseline is false",
+    ),
+    "advantage_bounds_are_in_order": (
+        ["grpo.advantage_clip_low=1.0", "grpo.advantage_clip_high=-1.0"],
+        "grpo.advantage_clip_low: is 1.0, not below grpo.advantage_clip_high (-1.0)",
+    ),
+    "reward_scaling_has_its_ranges": (
+        ["grpo.reward_scaling.enabled=true", "grpo.reward_scaling.source_min=2"],
+        "grpo.reward_scaling.enabled: maps [2, 1.0] to [0.0, 1.0]",
+    ),
+    "sequence_ratios_need_sequence_loss": (
+        ["loss_fn.sequence_level_importance_ratios=true"],
+        "loss_fn.sequence_level_importance_ratios: is true, which needs loss_fn.token_level_loss false",
+    ),
+    "no_ratio_has_no_settings": (
+        ["loss_fn.disable_ppo_ratio=true", "loss_fn.force_on_policy_ratio=true"],
+        "loss_fn.disable_ppo_ratio: is true, which leaves no ratio for loss_fn.force_on_policy_ratio",
+    ),
+    "forced_ratio_needs_one_update": (
+        ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
+        "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step a GRPO step",
+    ),
+    "grpo_validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
+    "sft_validation_has_data": (["data.validation=null"], "data.validation: is null, but sft.val_period is 10"),
+    "grpo_stop_target_is_whole": (
+        ["grpo.stop_at_validation_metric=val:acc"],
+        "grpo.stop_at_validation_metric: must be 'val:accuracy',",
+    ),
+    "sft_stop_target_is_whole": (
+        ["sft.stop_at_validation_threshold=null"],
+        "stop_at_validation_metric and stop_at_validation_threshold come together",
+    ),
+    "checkpoint_metric_is_measured": (
+        ["checkpointing.metric_name=val:val_loss"],
+        "checkpointing.metric_name: must be 'val:accuracy', 'val:reward' or 'val:mean_gen_tokens_per_sample', train:NAME",
+    ),
+    "wandb_has_its_names": (["logger.wandb_enabled=true"], "logger.wandb_enabled: is true, which needs logger.wandb"),
+    "environment_is_defined": (
+        ["data.default.env_name=x"],
+        "data.default.env_name: names 'x', but env has 'arithmetic'",
+    ),
+    "rewards_have_what_they_need": (
+        ["env.arithmetic.reward=python", "+env.arithmetic.reward_function=rewards"],
+        "env.arithmetic.reward_function: is written package.module:function; found 'rewards'",
+    ),
+}
+
+
+@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
+    overrides, message = BROKEN[rule.check.__name__]
+    is_sft = any(read.startswith("sft.") for read in rule.reads)
+    error = error_of(*overrides, recipe=CONFIGS / ("sft_tiny_cpu.yaml" if is_sft else "grpo_tiny_cpu.yaml"))
+    assert message in error
+
+
+def test_rules_read_keys_that_exist():
+    for rule in [*RULES, *NOTES]:
+        for read in rule.reads:
+            path = read.removesuffix("?")
+            section, _, name = path.rpartition(".")
+            is_megatron = section in SECTIONS and name in megatron_fields(section)
+            assert is_megatron or any(find_key(root, path) for root in ALGORITHMS.values()), path
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["sft.stop_at_validation_metric=null"], "come together"),
+        (["sft.val_period=0"], "needs validation during the run; set sft.val_period above 0"),
+        (["sft.stop_at_validation_metric=val:accuracy"], "must be 'val:val_loss' or 'val:answer_probability'"),
+    ],
+)
+def test_a_stop_target_needs_metric_value_and_validation(overrides, message, error_of):
+    assert message in error_of(*overrides, recipe=CONFIGS / "sft_tiny_cpu.yaml")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            ["env.arithmetic.reward=python"],
+            "env.arithmetic.reward: is python, which needs env.arithmetic.reward_function",
+        ),
+        (["+env.arithmetic.reward_function=a:b"], "env.arithmetic.reward_function: is read only with"),
+        (["~data.default.env_name"], "data.default.env_name: missing; it names the section of env"),
+    ],
+)
+def test_an_environment_is_whole(overrides, message, error_of):
+    assert message in error_of(*overrides)
+
+
+def test_two_ranks_pass():
+    for parallel in (TP, PP):
+        load(CONFIGS / "grpo_tiny_cpu.yaml", [f"{parallel}=2", "cluster.gpus_per_node=2"])
+    load(CONFIGS / "grpo_tiny_cpu.yaml", ["cluster.gpus_per_node=2"])
+
+
+def test_uneven_stages_pass_where_the_recipe_says_how():
+    overrides = [f"{PP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.num_layers_in_first_pipeline_stage=1"]
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+    load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, f"{MEGATRON}.num_layers_in_last_pipeline_stage=3"])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "note"),
+    [
+        (["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=1.0"], "clip_grad 1.0 is what counts"),
+        (["policy.train_global_batch_size=256"], "256 makes 2 optimizer steps of a GRPO step's 512 samples"),
+        (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
+    ],
+)
+def test_what_is_worth_saying_of_a_valid_recipe(overrides, note):
+    assert note in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
+
+
+def test_metrics_are_those_that_the_algorithms_measure():
+    assert VALIDATION_METRICS == {"grpo": grpo.VALIDATION_METRICS, "sft": sft.VALIDATION_METRICS}

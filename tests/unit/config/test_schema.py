@@ -1,0 +1,48 @@
+"""The schema: every key is documented, and every section strict."""
+
+import subprocess
+import sys
+
+import pytest
+
+from nemo_offload_rl.config.keys import key_comments, schema_keys
+from nemo_offload_rl.config.megatron_fields import megatron_fields
+from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.schema import ALGORITHMS, GRPOMasterConfig
+from tests.unit.config.conftest import CONFIGS
+
+ALL_KEYS = {key.path: key for root in ALGORITHMS.values() for key in schema_keys(root).values() if key.name != "*"}
+
+
+@pytest.mark.parametrize("path", ALL_KEYS)
+def test_each_key_has_a_comment_that_says_what_it_is_for(path):
+    key = ALL_KEYS[path]
+    assert len(key.comment.split()) >= 2
+    assert key.comment.endswith((".", ")"))
+    assert key.required or "bsent: " in key.comment, f"{path} may be absent: its comment says what that means"
+
+
+def test_a_comment_is_the_block_above_its_key():
+    comments = key_comments(GRPOMasterConfig)
+    assert comments["grpo"] == "The algorithm."
+    assert comments["warm_start"].endswith("Absent: GRPO starts from policy.model_name itself.")
+
+
+def test_sections_are_strict():
+    for key in ALL_KEYS.values():
+        config = key.owner.__pydantic_config__
+        assert config["strict"] is True
+        assert config["extra"] == (
+            "allow" if key.owner.__name__.startswith("Megatron") and "allow" in config.values() else "forbid"
+        )
+
+
+def test_owned_fields_are_megatrons():
+    for section, fields in OWNED_FIELDS.items():
+        assert set(fields) <= set(megatron_fields(section))
+
+
+def test_the_keys_page_is_up_to_date():
+    root = CONFIGS.parents[1]
+    check = subprocess.run([sys.executable, root / "tools" / "keys_page.py", "check"], capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout

@@ -1,0 +1,197 @@
+"""Mistakes in recipes, and what the user is told about each."""
+
+import pytest
+
+from nemo_offload_rl.config import load
+from tests.unit.config.conftest import CONFIGS
+
+MEGATRON = "policy.megatron_cfg"
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        # Unknown keys: the nearest one, here, elsewhere, in Megatron's configs.
+        (
+            "+grpo.num_prompts_per_stp=1",
+            "grpo.num_prompts_per_stp: unknown key; nearest valid key: grpo.num_prompts_per_step",
+        ),
+        ("+policy.lr=1", "policy.lr: unknown key; nearest valid key: policy.megatron_cfg.optimizer.lr"),
+        ("+gpro.x=1", "gpro: unknown key; nearest valid key: grpo"),
+        ("+env.arithmetic.rewrd=1", "env.arithmetic.rewrd: unknown key; nearest valid key: env.arithmetic.reward"),
+        ("+data.train.num_digit=1", "data.train.num_digit: unknown key; nearest valid key: data.train.num_digits"),
+        (f"+{MEGATRON}.moe_z_los_coeff=1", f"unknown key; nearest valid key: {MEGATRON}.moe_z_loss_coeff"),
+        (f"+{MEGATRON}.optimizer.lion_beta=1", f"unknown key; nearest valid key: {MEGATRON}.optimizer.lion_beta"),
+        (
+            f"+{MEGATRON}.distributed_data_parallel_config.bucket_sizes=1",
+            f"unknown key; nearest valid key: {MEGATRON}.distributed_data_parallel_config.bucket_size",
+        ),
+        (
+            f"+{MEGATRON}.scheduler.lr_decay_step=1",
+            f"unknown key; nearest valid key: {MEGATRON}.scheduler.lr_decay_style",
+        ),
+        ("+policy.zzzzz=1", "policy.zzzzz: unknown key\n"),
+        # Wrong types.
+        ("grpo.max_num_steps=ten", "grpo.max_num_steps: must be an integer; found 'ten'\n"),
+        ("grpo.max_num_steps='10'", "must be an integer; found '10'; write it without quotes"),
+        ("grpo.max_num_steps=1.5", "must be an integer; found 1.5"),
+        ("grpo.max_num_steps=true", "must be an integer; found true"),
+        ("grpo.max_num_steps=null", "must be an integer; found null"),
+        ("grpo.normalize_rewards=1", "must be true or false; found 1"),
+        ("grpo.normalize_rewards='true'", "must be true or false; found 'true'; write it without quotes"),
+        ("policy.model_name=3", "policy.model_name: must be text; found 3"),
+        ("policy.model_name=''", "must be text that is not empty; found ''"),
+        (f"{MEGATRON}.offload_modules=core_attn", "must be a list; found 'core_attn'"),
+        (f"{MEGATRON}.recompute_modules=[1]", "recompute_modules.0: must be text; found 1"),
+        ("policy.tokenizer=arithmetic", "policy.tokenizer: must be a section (a mapping); found 'arithmetic'"),
+        ("loss_fn.ratio_clip_max=inf", "must be a finite number; found inf"),
+        (
+            f"+{MEGATRON}.layernorm_epsilon=small",
+            f"{MEGATRON}.layernorm_epsilon: must be a number, as megatron-core's TransformerConfig says; found 'small'",
+        ),
+        (
+            f"+{MEGATRON}.optimizer.decoupled_lr='1e-3'",
+            "must be a number or null, as megatron-core's OptimizerConfig says",
+        ),
+        (
+            f"+{MEGATRON}.init_method=normal",
+            "cannot be set in a recipe: in megatron-core's TransformerConfig it is no plain value",
+        ),
+        (f"+{MEGATRON}.moe_router_score_function=soft", "must be 'softmax', 'sigmoid' or 'sqrtsoftplus'"),
+        # Values out of range.
+        ("grpo.num_prompts_per_step=0", "must be at least 1; found 0"),
+        ("loss_fn.ratio_clip_c=1.0", "loss_fn.ratio_clip_c: must be above 1.0; found 1.0"),
+        ("policy.generation.top_p=1.5", "must be at most 1.0; found 1.5"),
+        ("policy.generation.temperature=0", "must be above 0.0; found 0"),
+        ("loss_fn.reference_policy_kl_type=k4", "must be 'k1', 'k2' or 'k3'; found 'k4'\n"),
+        # Missing keys.
+        (
+            "~grpo.seed",
+            "grpo.seed: missing (its meaning: Seed of data order, sampling and initial weights. 0 or more.)",
+        ),
+        ("~loss_fn", "loss_fn: missing (its meaning: Its loss.)"),
+        (
+            "~data.train.dataset_name",
+            "data.train.dataset_name: missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'",
+        ),
+        ("~data.train.num_digits", "data.train.num_digits: missing (its meaning: Digits of each summand."),
+        # What upstream has and this package has not.
+        ("policy.generation.backend=vllm", "'vllm' is not supported here; set policy.generation.backend=transformers"),
+        ("policy.precision=float16", "'float16' is not supported here; set policy.precision=bfloat16"),
+        (f"{MEGATRON}.enabled=false", "false is not supported here; set policy.megatron_cfg.enabled=true"),
+        ("data.train.dataset_name=squad", "data.train.dataset_name: 'squad' is not supported here; give your data as"),
+        ("+dpo.seed=1", "dpo: DPO is not supported here; delete the section"),
+        ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo' or 'sft', found grpo and sft; delete one"),
+        # Fields that this package owns or does not support yet.
+        (f"{MEGATRON}.fine_grained_activation_offloading=true", "activation offloading is not supported here yet"),
+        (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
+        (f"{MEGATRON}.cuda_graph_impl=local", "CUDA graphs are not supported here yet"),
+        (f"+{MEGATRON}.enable_cuda_graph=true", "CUDA graphs are not supported here yet"),
+        (f"+{MEGATRON}.fp8=e4m3", "fp8 is not supported here yet"),
+        (f"+{MEGATRON}.fp4=e2m1", "fp4 is not supported here yet"),
+        (f"+{MEGATRON}.cpu_offloading=true", "layer-wise cpu_offloading is not supported here"),
+        (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
+        (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that; found 'bfloat16'"),
+        (f"{MEGATRON}.optimizer.optimizer_cpu_offload=true", "the CPU optimizer is not supported here yet"),
+        (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
+        (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),
+        ("policy.use_pinned_optimizer_offload=true", "comes with the residency engine and is not supported here yet"),
+        ("policy.offload_optimizer_for_logprob=true", "comes with the residency engine and is not supported here yet"),
+    ],
+)
+def test_a_mistake_is_answered_by_one_message(error_of, override, message):
+    error = f"{error_of(override)}\n"
+    assert message in error
+    assert ": 1 problem\n" in error
+
+
+def test_a_recipe_without_an_algorithm(tmp_path, error_of):
+    (tmp_path / "recipe.yaml").write_text("policy: {}\n")
+    error = error_of(recipe=tmp_path / "recipe.yaml")
+    assert "recipe.yaml: no section says which algorithm to run; a recipe has one of 'grpo' or 'sft'" in error
+    (tmp_path / "recipe.yaml").write_text("gpro: {}\n")
+    assert "did you mean grpo?" in error_of(recipe=tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text("a: 1\ndpo: {}\n")
+    assert "recipe.yaml:2: dpo: DPO is not supported here" in error_of(recipe=tmp_path / "recipe.yaml")
+
+
+def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):
+    error = error_of(
+        "nope.key=1",
+        "+grpo.nope=1",
+        "+grpo.async_grpo.enabled=true",
+        "grpo.seed=x",
+        "policy.generation.backend=vllm",
+        f"+{MEGATRON}.moe_z_loss_coeff=x",
+        f"{MEGATRON}.context_parallel_size=2",
+        "data.default.env_name=math",
+        "warm_start.recipe=nope.yaml",
+        "logger.log_dir=${nope}",
+        "~loss_fn.ratio_clip_min",
+    )
+    assert ": 11 problems\n" in error
+
+
+def test_a_consequence_of_a_mistake_is_not_reported_beside_it(error_of):
+    # train_global_batch_size, sequence_packing.logprob_mb_tokens and more are computed from these.
+    error = error_of("grpo.num_prompts_per_step=ten", "policy.max_total_sequence_length=1.5")
+    assert ": 2 problems\n" in error
+
+
+def test_a_value_that_was_interpolated_says_from_where(error_of):
+    error = error_of("policy.max_grad_norm=${policy.model_name}", "policy.megatron_cfg.optimizer.clip_grad=1.0")
+    assert "must be a number; found 'tiny-qwen3' (from '${policy.model_name}')" in error
+
+
+def test_problems_stand_in_the_order_of_the_files(tmp_path, error_of):
+    recipe = tmp_path / "recipe.yaml"
+    base = CONFIGS / "grpo_tiny_cpu.yaml"
+    recipe.write_text(
+        f"defaults: {base}\nwarm_start: {{recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}}}\ngrpo:\n  seed: x\n  nope: 1\n"
+    )
+    lines = error_of("loss_fn.ratio_clip_min=x", recipe=recipe).splitlines()
+    assert [line.strip().split(": ")[0] for line in lines[1:]] == ["command line", f"{recipe}:4", f"{recipe}:5"]
+
+
+def test_the_warm_start_recipe_is_checked_too(tmp_path, error_of):
+    assert "warm_start.recipe: there is no recipe" in error_of("warm_start.recipe=nope.yaml")
+    error = error_of("+warm_start.overrides=['sft.seed=x', 'nope=1']")
+    assert "warm_start.overrides: sft.seed=x: sft.seed: must be an integer" in error
+    assert "warm_start.overrides: nope=1: nope: the recipe has no such key" in error
+    assert "must be an sft recipe; found one of grpo" in error_of(
+        f"warm_start.recipe={CONFIGS}/grpo_math_1B_megatron.yaml"
+    )
+    assert "its sft.export_hf must be true" in error_of("+warm_start.overrides=['sft.export_hf=false']")
+    assert "must be as in the warm_start recipe" in error_of("policy.hf_config.hidden_size=64")
+
+
+def test_the_warm_start_recipe_lies_beside_the_file_that_names_it(tmp_path, monkeypatch):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\n")
+    monkeypatch.chdir(tmp_path)
+    warm_start = load(recipe).warm_start
+    assert warm_start is not None
+    assert warm_start.algorithm == "sft"
+    assert warm_start.recipe.path == CONFIGS / "sft_tiny_cpu.yaml"
+
+
+def test_any_megatron_field_reaches_the_config():
+    overrides = [
+        f"+{MEGATRON}.moe_z_loss_coeff=1e-3",
+        f"+{MEGATRON}.attention_backend=flash",
+        f"+{MEGATRON}.window_size=[128,0]",
+        f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16",
+        f"+{MEGATRON}.distributed_data_parallel_config.bucket_size=40000000",
+    ]
+    megatron = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["policy"]["megatron_cfg"]
+    assert megatron["moe_z_loss_coeff"] == 1e-3
+    assert megatron["attention_backend"] == "flash"
+    assert megatron["window_size"] == [128, 0]
+    assert megatron["optimizer"]["exp_avg_dtype"] == "bfloat16"
+    assert megatron["distributed_data_parallel_config"]["bucket_size"] == 40000000
+
+
+def test_sequence_parallel_alone_is_off_and_says_so():
+    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"{MEGATRON}.sequence_parallel=true"])
+    assert validated.config["policy"]["megatron_cfg"]["sequence_parallel"] is False
+    assert f"{MEGATRON}.sequence_parallel is off, since {MEGATRON}.tensor_model_parallel_size is 1" in validated.notes
