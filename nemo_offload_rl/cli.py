@@ -66,7 +66,9 @@ def _parser() -> argparse.ArgumentParser:
         description="Write the policy of a checkpoint as a Hugging Face folder: safetensors, config and tokenizer.",
     )
     export.add_argument("checkpoint", type=Path, metavar="CHECKPOINT", help="a checkpoint folder, such as .../step_100")
-    export.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; must be empty or not exist")
+    export.add_argument(
+        "folder", type=Path, metavar="FOLDER", help="where to write: a new or empty folder, or a model to replace"
+    )
     export.set_defaults(run=_export)
     return parser
 
@@ -95,7 +97,9 @@ def _build_megatron_configs(config: "MasterConfig") -> list[str]:
         config, lines = adapt_to_cpu(config)
     try:
         return lines + build_configs(config["policy"])
-    except (AssertionError, RuntimeError, NotImplementedError) as error:  # how Megatron's configs refuse a combination
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:  # how Megatron's configs refuse
+        if str(error).startswith("policy."):
+            raise
         raise ValueError(f"policy.megatron_cfg: Megatron refuses this combination: {error}") from error
 
 

@@ -25,7 +25,7 @@ from nemo_offload_rl.algorithms.run_folder import (
     read_recipe,
     write_recipe,
 )
-from nemo_offload_rl.algorithms.setup import Preparation
+from nemo_offload_rl.algorithms.setup import Preparation, with_run_length
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Algorithm, Run, StopReason
 from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
@@ -94,7 +94,8 @@ class Job:
             run_dir = Path(TrainingState.read(newest).run_dir)
             changed = changed_keys(read_recipe(newest) or {}, self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
-            session.console.print(f"Going on from {newest}{suffix}.", markup=False, highlight=False)
+            message = f"Going on from {newest}{suffix}."
+            session.console.print(message, markup=False, highlight=False, soft_wrap=True)
         reason = self.run_in(run_dir, session, checkpoints, newest)
         self._report(run_dir, reason, session.console)
         return reason
@@ -113,8 +114,9 @@ class Job:
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = (self.config, []) if session.cluster.has_gpus else adapt_to_cpu(self.config)
             for note in [*self.notes, *adaptations]:
-                session.console.print(note, style="dim", markup=False, highlight=False)
-            algorithm = self.preparation.build(config["policy"], session.cluster)
+                session.console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+            policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
+            algorithm = self.preparation.build(policy, session.cluster)
             stack.callback(algorithm.shutdown)
             reason = self._train(algorithm, run_dir, session, checkpoints, newest)
             logger.info("%s ends: %s", self.algorithm, reason.value)

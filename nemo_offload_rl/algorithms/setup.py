@@ -46,6 +46,15 @@ class Preparation:
     tokenizer: PreTrainedTokenizerFast
 
 
+def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
+    """The policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps."""
+    megatron = policy["megatron_cfg"]
+    scheduler = megatron["scheduler"]
+    if scheduler.get("lr_decay_iters") is None:
+        scheduler = scheduler | {"lr_decay_iters": num_steps}
+    return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
+
+
 def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader, Sequence[Problem]]:
     """Reads the training and the validation data; where there is none of the latter, it is empty.
 

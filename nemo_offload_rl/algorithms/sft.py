@@ -158,8 +158,10 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     def build(fitted_policy: PolicyConfig, cluster: Cluster) -> SFT:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
+        policy = PolicyWorkerGroup(fitted_policy, cluster, seed=section["seed"], init_reference_model=False)
+        policy.wait_until_ready()
         return SFT(
-            policy=PolicyWorkerGroup(fitted_policy, cluster, seed=section["seed"], init_reference_model=False),
+            policy=policy,
             example_format=examples,
             examples=train,
             validation=Validation(

@@ -25,7 +25,8 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
         The exported Hugging Face folder, or None where the run was interrupted.
     """
     if read_recipe(folder) == job.config:
-        session.console.print(f"The warm start in {folder} is that of this recipe and is used again.", highlight=False)
+        message = f"The warm start in {folder} is that of this recipe and is used again."
+        session.console.print(message, markup=False, highlight=False, soft_wrap=True)
         return folder / HF_FOLDER
     if folder.exists():
         shutil.rmtree(folder)

@@ -1,7 +1,4 @@
-"""The Ray actor around one rank of a policy worker.
-
-Nothing here imports torch: the environment of the process is complete before the worker's module brings it in.
-"""
+"""The Ray actor around one rank of a policy worker."""
 
 import importlib
 import os
@@ -10,6 +7,9 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.wire import WireBatch
 
 
 class WorkerActor:
@@ -45,11 +45,17 @@ class WorkerActor:
         self._worker = worker_class(**arguments, master_addr=address, master_port=port)
         return self._worker.parallel_ranks()
 
-    def call(self, verb: str, arguments: Sequence[Any], shard: Any, *, wants_result: bool) -> Any:
-        """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch."""
-        arguments = arguments if shard is None else (shard, *arguments)
+    def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:
+        """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch.
+
+        Returns:
+            The result, a batch as a `WireBatch`; None where it is not wanted.
+        """
+        arguments = arguments if shard is None else (shard.unpack(), *arguments)
         result = getattr(self._worker, verb)(*arguments)
-        return result if wants_result else None
+        if not wants_result:
+            return None
+        return WireBatch.pack(result) if isinstance(result, BatchedData) else result
 
 
 def free_port(address: str, port_range: tuple[int, int] | None) -> int:
@@ -77,7 +83,7 @@ def free_port(address: str, port_range: tuple[int, int] | None) -> int:
 
 
 def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
-    """Environment variables of one rank, which must stand before torch and Transformer Engine are imported.
+    """Environment variables of one rank, for its process to start with: torch and others read some on import.
 
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.

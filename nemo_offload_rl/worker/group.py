@@ -19,6 +19,7 @@ from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
 from nemo_offload_rl.worker.actor import WorkerActor, worker_environment
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
+from nemo_offload_rl.worker.wire import WireBatch
 
 logger = logging.getLogger(__name__)
 
@@ -244,7 +245,8 @@ class PolicyWorkerGroup:
 
     def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
         shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
-        return shards.gather(self._run(verb, [shards.mbs], shards.shards))
+        results: list[WireBatch] = self._run(verb, [shards.mbs], shards.shards)
+        return shards.gather([result.unpack() for result in results])
 
     def _run(
         self,
@@ -260,7 +262,7 @@ class PolicyWorkerGroup:
             The results in data-parallel order, or of all ranks.
         """
         layout = self._built()
-        shard_refs = None if shards is None else [ray.put(shard) for shard in shards]
+        shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
         reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
         refs = [
             actor.call.remote(

@@ -152,25 +152,21 @@ class ToyGeneration:
         uniforms = row_uniforms(
             sampling.seed, request.step, request.prompt_ids, request.sample_ids, sampling.max_new_tokens
         )
-        output = GenerationOutput([], [], [])
-        for prompt, draws in zip(request.prompt_ids, uniforms, strict=True):
-            ids, logprobs = list(prompt), []
-            for draw in draws:
-                logits = table_logits(self.table, torch.tensor([ids]))[:, -1]
-                tokens, chosen = choose_tokens(
-                    logits,
-                    torch.tensor([draw]),
-                    temperature=sampling.temperature,
-                    top_k=sampling.top_k,
-                    top_p=sampling.top_p,
-                )
-                ids.append(tokens.item())
-                logprobs.append(chosen.item())
-                if ids[-1] in sampling.stop_token_ids:
-                    break
-            output.output_ids.append(ids[len(prompt) :])
-            output.logprobs.append(logprobs)
-            output.finish_reasons.append("stop" if ids[-1] in sampling.stop_token_ids else "length")
+        rows = [list(prompt) for prompt in request.prompt_ids]
+        output = GenerationOutput([[] for _ in rows], [[] for _ in rows], ["length"] * len(rows))
+        for draws in torch.from_numpy(uniforms).T:
+            context = torch.tensor([([0] + row)[-2:] for row in rows])
+            logits = table_logits(self.table, context)[:, -1]
+            tokens, logprobs = choose_tokens(
+                logits, draws, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+            )
+            for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
+                if output.finish_reasons[index] == "length":
+                    rows[index].append(token)
+                    output.output_ids[index].append(token)
+                    output.logprobs[index].append(logprob)
+                    if token in sampling.stop_token_ids:
+                        output.finish_reasons[index] = "stop"
         return output
 
     def weights_checksum(self) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""Megatron's fields, read from source: the same names as the imported dataclasses have, and types that mean something."""
+"""Megatron's fields, read from source: the names that the imported dataclasses have, and types that mean something."""
 
 import dataclasses
 

@@ -10,7 +10,7 @@ from nemo_offload_rl.placement.cluster import Cluster, _require_gpus, _require_o
 
 # Each of these starts its own Ray, so they run in a process of their own.
 START_AND_STOP = """
-import psutil, ray
+import os, psutil, ray, signal
 from nemo_offload_rl.placement.cluster import Cluster
 
 with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
@@ -27,6 +27,13 @@ with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
     ray.cloudpickle.register_pickle_by_value(__import__("sys").modules["__main__"])
     actors = [ray.remote(Where).options(**cluster.actor_options(rank, 0.5)).remote() for rank in range(3)]
     assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
+
+    # Ctrl-C in a terminal goes to every process of the group; only this one may take notice.
+    interrupts = []
+    signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
+    os.killpg(0, signal.SIGINT)
+    assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
+    assert interrupts == [1]
 assert not ray.is_initialized()
 assert psutil.Process().children(recursive=True) == []
 print("left nothing behind")
@@ -47,12 +54,14 @@ except ValueError as error:
 
 
 def _run(script: str) -> str:
-    run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False)
+    run = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=120, check=False, start_new_session=True
+    )
     assert run.returncode == 0, run.stderr
     return run.stdout
 
 
-def test_a_cluster_listens_on_loopback_and_leaves_no_process():
+def test_a_cluster_listens_on_loopback_survives_an_interrupt_and_leaves_no_process():
     assert "left nothing behind" in _run(START_AND_STOP)
 
 

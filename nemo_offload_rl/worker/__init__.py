@@ -1,0 +1,1 @@
+"""The policy worker, its Ray actor, and the handle on all ranks."""

@@ -1,0 +1,117 @@
+import json
+
+import pytest
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
+from nemo_offload_rl.algorithms.state import TrainingState, Validation, read_metrics_of
+from nemo_offload_rl.data.loader import DataPosition
+
+ACCURACY = "validation/accuracy"
+
+
+def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2) -> CheckpointFolder:
+    return CheckpointFolder(path, metric, higher_is_better, keep_top_k)
+
+
+def save(checkpoints, step, **metrics):
+    named = {f"validation/{name}": value for name, value in metrics.items()}
+    return checkpoints.save(TrainingState("run", step=step), named, lambda path: (path / "weights").write_text("w"))
+
+
+def steps(path):
+    return sorted(int(checkpoint.name.removeprefix("step_")) for checkpoint in path.iterdir())
+
+
+def test_a_checkpoint_holds_what_was_written_and_the_state(tmp_path):
+    state = TrainingState("logs/exp_001", 7, DataPosition(1, 30), [Validation(5, {ACCURACY: 0.5})])
+    written = folder(tmp_path / "new").save(state, {ACCURACY: 0.6}, lambda path: (path / "weights").write_text("w"))
+    assert written == tmp_path / "new" / "step_7"
+    assert (written / "weights").read_text() == "w"
+    assert TrainingState.read(written) == state
+    assert read_metrics_of(written) == {ACCURACY: 0.6}
+
+
+def test_the_best_and_the_newest_are_kept(tmp_path):
+    checkpoints = folder(tmp_path)
+    for step, accuracy in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.1)):
+        save(checkpoints, step, accuracy=accuracy)
+    assert steps(tmp_path) == [1, 4]
+    assert checkpoints.latest() == tmp_path / "step_4"
+
+
+def test_lower_can_be_better(tmp_path):
+    checkpoints = folder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=3)
+    for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.7), (10, 0.8)):
+        save(checkpoints, step, val_loss=loss)
+    assert steps(tmp_path) == [2, 3, 10]
+    assert checkpoints.latest().name == "step_10"
+
+
+def test_one_without_the_metric_ranks_last_and_the_older_of_equals_goes_first(tmp_path):
+    checkpoints = folder(tmp_path, keep_top_k=3)
+    for step, metrics in ((1, {"accuracy": 0.0}), (2, {}), (3, {"accuracy": 0.0}), (4, {"accuracy": 0.0}), (5, {})):
+        save(checkpoints, step, **metrics)
+    assert steps(tmp_path) == [3, 4, 5]
+
+
+def test_without_a_metric_age_counts(tmp_path):
+    checkpoints = folder(tmp_path, metric=None)
+    for step in (1, 2, 3):
+        save(checkpoints, step, accuracy=1.0 / step)
+    assert steps(tmp_path) == [2, 3]
+
+
+def test_null_keeps_all(tmp_path):
+    checkpoints = folder(tmp_path, keep_top_k=None)
+    for step in (1, 2, 3):
+        save(checkpoints, step)
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
+    checkpoints = folder(tmp_path)
+    save(checkpoints, 1)
+
+    def fail(path):
+        (path / "weights").write_text("half")
+        raise OSError("disk full")
+
+    with pytest.raises(OSError, match="disk full"):
+        checkpoints.save(TrainingState("run", step=2), {}, fail)
+    assert checkpoints.latest().name == "step_1"
+    assert (tmp_path / "tmp_step_2" / "weights").exists()
+    checkpoints.remove_unfinished()
+    assert steps(tmp_path) == [1]
+    save(checkpoints, 2)
+    assert checkpoints.latest().name == "step_2"
+
+
+def test_other_files_and_folders_are_left_alone(tmp_path):
+    (tmp_path / "step_best").mkdir()
+    (tmp_path / "step_9").write_text("a file")
+    checkpoints = folder(tmp_path, keep_top_k=1)
+    assert checkpoints.latest() is None
+    save(checkpoints, 1)
+    save(checkpoints, 2)
+    assert {path.name for path in tmp_path.iterdir()} == {"step_best", "step_9", "step_2"}
+
+
+def test_nothing_is_found_where_nothing_is(tmp_path):
+    checkpoints = folder(tmp_path / "absent")
+    checkpoints.remove_unfinished()
+    assert checkpoints.latest() is None
+
+
+def test_the_state_is_readable_json(tmp_path):
+    path = save(folder(tmp_path), 3, accuracy=0.25)
+    content = json.loads((path / "training_state.json").read_text())
+    assert content["step"] == 3
+    assert content["position"] == {"epoch": 0, "samples": 0}
+    assert content["metrics"] == {ACCURACY: 0.25}
+
+
+def test_off_means_nothing_is_written(tmp_path):
+    checkpoints = NoCheckpoints()
+    checkpoints.save(TrainingState("run", step=1), {}, lambda path: pytest.fail("was called"))
+    checkpoints.remove_unfinished()
+    assert checkpoints.latest() is None

@@ -1,0 +1,23 @@
+import os
+import signal
+
+import pytest
+
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+
+
+def test_the_first_is_noted_and_the_second_stops():
+    with Interrupt() as interrupt:
+        assert not interrupt.requested
+        os.kill(os.getpid(), signal.SIGINT)
+        assert interrupt.requested
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGINT)
+
+
+def test_afterwards_everything_is_as_before():
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(RuntimeError), Interrupt():
+        assert signal.getsignal(signal.SIGINT) is not before
+        raise RuntimeError
+    assert signal.getsignal(signal.SIGINT) is before

@@ -1,0 +1,42 @@
+import logging
+from io import StringIO
+
+from rich.console import Console
+
+from nemo_offload_rl.algorithms.run_folder import changed_keys, logged_to, new_run_folder, read_recipe, write_recipe
+
+
+def test_run_folders_are_numbered(tmp_path):
+    assert new_run_folder(tmp_path / "logs").name == "exp_001"
+    (tmp_path / "logs" / "exp_007").mkdir()
+    (tmp_path / "logs" / "exp_best").mkdir()
+    assert new_run_folder(tmp_path / "logs").name == "exp_008"
+
+
+def test_recipes_come_back_as_they_were(tmp_path):
+    config = {"grpo": {"lr": 1e-8, "metric": None, "on": True}, "names": ["a", "b"]}
+    assert read_recipe(tmp_path) is None
+    write_recipe(tmp_path, config)
+    assert read_recipe(tmp_path) == config
+
+
+def test_changed_keys_are_named_in_full():
+    old = {"a": {"b": 1, "c": 2}, "d": [1], "gone": None}
+    new = {"a": {"b": 1, "c": 3}, "d": [1], "e": {"f": 1}}
+    assert changed_keys(old, new) == ["a.c", "e", "gone"]
+    assert changed_keys(old, old) == []
+
+
+def test_the_log_is_in_the_folder_and_warnings_are_shown(tmp_path):
+    shown = StringIO()
+    package, module = logging.getLogger("nemo_offload_rl"), logging.getLogger("nemo_offload_rl.some.module")
+    before = package.handlers.copy(), package.level, package.propagate
+    with logged_to(tmp_path, Console(file=shown, width=200)):
+        module.info("a detail")
+        module.warning("a warning")
+    assert (package.handlers, package.level, package.propagate) == before
+    log = (tmp_path / "run.log").read_text()
+    assert "INFO nemo_offload_rl.some.module: a detail" in log
+    assert "a warning" in log
+    assert "a warning" in shown.getvalue()
+    assert "a detail" not in shown.getvalue()

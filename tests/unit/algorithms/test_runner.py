@@ -1,0 +1,37 @@
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "algorithm", "message"),
+    [
+        ("grpo_tiny_cpu", "grpo.max_num_step=3", "grpo", "grpo.max_num_steps"),
+        ("sft_tiny_cpu", "sft.seed=1", "grpo", "is a recipe of sft, not of grpo: run it with examples/run_sft.py"),
+        ("grpo_tiny_cpu", "data.validation.num_problems=999", "grpo", "only 661 additions of 2-digit numbers"),
+        ("grpo_tiny_cpu", "policy.tokenizer.name=/no/such/folder", "grpo", "tokenizer"),
+        ("absent", "a.b=1", "grpo", "absent.yaml"),
+    ],
+)
+def test_mistakes_are_one_message_and_status_2(recipe, override, algorithm, message, capsys):
+    assert run(CONFIGS / f"{recipe}.yaml", [override], algorithm) == EXIT_WRONG_RECIPE
+    captured = capsys.readouterr()
+    assert message in captured.err
+    assert "Traceback" not in captured.err
+    assert captured.out == ""
+
+
+def test_a_wrong_recipe_is_answered_before_torch_is_imported():
+    code = (
+        "import sys; from nemo_offload_rl.algorithms.runner import run; "
+        f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, ['grpo.nonsense=1'], 'grpo'); "
+        "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2", "False", "False"]

@@ -1,0 +1,62 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl import config
+from nemo_offload_rl.algorithms import ALGORITHMS
+from nemo_offload_rl.algorithms.job import Job
+from nemo_offload_rl.algorithms.setup import make_prompt_format, read_data, read_tokenizer
+from nemo_offload_rl.algorithms.step_end import StopTarget
+from nemo_offload_rl.config.schema import ALGORITHMS as SCHEMAS
+from nemo_offload_rl.data.problem import Problem
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
+
+
+def test_every_algorithm_has_a_schema_and_every_schema_an_algorithm():
+    assert set(ALGORITHMS) == set(SCHEMAS)
+
+
+@pytest.mark.parametrize("name", ["grpo_tiny_cpu", "sft_tiny_cpu"])
+def test_the_tiny_recipes_can_be_prepared(name):
+    job = Job.prepare(config.load(CONFIGS / f"{name}.yaml"))
+    assert len(job.preparation.tokenizer) == 14
+    section = job.config[job.algorithm]
+    assert job.preparation.schedule.max_num_steps == section["max_num_steps"]
+    metric = section["stop_at_validation_metric"].replace("val:", "validation/")
+    assert job.preparation.schedule.target == StopTarget(metric, section["stop_at_validation_threshold"])
+
+
+def test_datasets_by_their_names(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(json.dumps({"q": f"{n}", "a": n}) for n in range(3)))
+    jsonl = {"dataset_name": "ResponseDataset", "data_path": str(path), "input_key": "q", "output_key": "a"}
+    arithmetic = {"dataset_name": "arithmetic", "num_digits": 2, "num_problems": 5, "seed": 1}
+    train, validation = read_data({"train": jsonl, "validation": arithmetic, "shuffle": False}, seed=0)
+    assert train.next_batch(3) == [Problem(str(n), str(n)) for n in range(3)]
+    assert len(validation) == 5
+    assert read_data({"train": arithmetic, "validation": None, "shuffle": False}, seed=0)[1] == []
+    assert read_data({"train": arithmetic, "shuffle": False}, seed=0)[1] == []
+
+
+def test_an_explicit_null_leaves_no_chat_template():
+    assert read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages }}"}).chat_template == "{{ messages }}"
+    assert read_tokenizer({"name": "arithmetic", "chat_template": None}).chat_template is None
+
+
+def test_prompt_files_of_the_recipe_are_used(tmp_path):
+    (tmp_path / "prompt.txt").write_text("1+{}=")
+    (tmp_path / "system.txt").write_text("9")
+    data = {
+        "max_input_seq_length": 20,
+        "default": {
+            "prompt_file": str(tmp_path / "prompt.txt"),
+            "system_prompt_file": str(tmp_path / "system.txt"),
+        },
+    }
+    tokenizer_config = {"name": "arithmetic", "chat_template_kwargs": {"opened": "3"}}
+    tokenizer = read_tokenizer(tokenizer_config)
+    tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{{ opened }}"
+    prompts = make_prompt_format(data, tokenizer, tokenizer_config)
+    assert tokenizer.decode(prompts.prompts([Problem("2", "3")])[0].prompt_ids) == "9+1+2=+3"

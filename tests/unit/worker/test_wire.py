@@ -1,0 +1,53 @@
+import pickle
+import subprocess
+import sys
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.wire import WireBatch
+
+BATCH = BatchedData(
+    input_ids=torch.arange(6).view(2, 3),
+    mask=torch.tensor([1.0, 0.0]),
+    half=torch.randn(2, 3, 4).bfloat16(),
+    flags=torch.tensor([[True], [False]]),
+    strided=torch.randn(3, 2).T,
+    names=["a", "b"],
+)
+
+PICKLE_BESIDE_MEGATRON = """
+import pickle, sys, torch
+import megatron.core.safe_globals
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.wire import WireBatch
+batch = BatchedData(logprobs=torch.zeros(2, 3, dtype=torch.bfloat16))
+sys.stdout.buffer.write(pickle.dumps(WireBatch.pack(batch)))
+"""
+
+
+def test_a_batch_arrives_as_it_left():
+    arrived = pickle.loads(pickle.dumps(WireBatch.pack(BATCH))).unpack()
+    assert isinstance(arrived, BatchedData)
+    assert set(arrived) == set(BATCH)
+    for name in BATCH:
+        if name == "names":
+            assert arrived[name] == BATCH[name]
+        else:
+            assert arrived[name].dtype == BATCH[name].dtype
+            assert torch.equal(arrived[name], BATCH[name])
+
+
+def test_what_arrives_may_be_written_to():
+    wire = WireBatch.pack(BATCH)
+    for array, _ in wire.tensors.values():
+        array.flags.writeable = False  # as Ray hands it over
+    arrived = wire.unpack()
+    arrived["mask"].fill_(7)
+    assert wire.unpack()["mask"].tolist() == [1, 0]
+
+
+def test_a_batch_from_a_megatron_process_does_not_need_megatron():
+    sent = subprocess.run([sys.executable, "-c", PICKLE_BESIDE_MEGATRON], capture_output=True, check=True).stdout
+    assert b"megatron" not in sent
+    assert pickle.loads(sent).unpack()["logprobs"].shape == (2, 3)
