@@ -110,7 +110,7 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 
 def _export(options: argparse.Namespace) -> None:
-    from nemo_offload_rl.mcore.export import export_checkpoint
+    from nemo_offload_rl.worker.export import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.folder)
     sys.stdout.write(f"wrote {options.folder}\n")

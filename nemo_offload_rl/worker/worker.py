@@ -1,7 +1,7 @@
 """One rank of a Megatron policy: a plain class; worker/actor.py puts it on Ray."""
 
+import contextlib
 import logging
-import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +23,7 @@ from nemo_offload_rl.mcore.microbatches import (
 )
 from nemo_offload_rl.mcore.model_config import packs, parallel_sizes
 from nemo_offload_rl.mcore.reference import ReferenceWeights
-from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.offload.model_buffers import GradBuffers, ParamBuffers, Stays
 from nemo_offload_rl.offload.residency import Movable, Residency
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Phase, Target
@@ -74,8 +74,6 @@ class MegatronPolicyWorker:
         self._config = config
         self._rank = rank
         self._sizes = parallel_sizes(config["megatron_cfg"])
-        if not torch.cuda.is_available():
-            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world_size))
         self.device = parallel.initialize(
             self._sizes,
             rank=rank,
@@ -97,6 +95,7 @@ class MegatronPolicyWorker:
         self.residency = self._make_residency()
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
+        self._peaks: dict[str, float] = {}
         self._enable_param_gather(False)
 
     def _make_residency(self) -> Residency:
@@ -195,7 +194,26 @@ class MegatronPolicyWorker:
             raise ValueError(
                 f"train got {data.size} rows on a rank, no multiple of its {local} rows of a global batch."
             )
-        results, num_microbatches, tokens = [], 0, 0.0
+        with self._measuring("train"):
+            results, num_microbatches = self._train_steps(data, loss_fn, local, mbs)
+        done = [result for result in results if not result.skipped]
+        names = results[-1].metrics
+        return {
+            "loss": _mean(result.loss for result in done or results),
+            "grad_norm": _mean(result.grad_norm for result in done or results),
+            "lr": self._learning_rate(),
+            "num_steps": len(done),
+            "num_skipped": len(results) - len(done),
+            "num_microbatches": num_microbatches,
+            "tokens": int(data["input_lengths"].sum()),
+            "metrics": {name: _mean(result.metrics[name] for result in done or results) for name in names},
+        }
+
+    def _train_steps(
+        self, data: BatchedData, loss_fn: LossFunction, local: int, mbs: int
+    ) -> tuple[list[step.StepResult], int]:
+        """One step for each `local` rows; also returns the number of micro-batches."""
+        results, num_microbatches = [], 0
         self._enable_param_gather(True)
         try:
             for chunk in data.chunks(local):
@@ -207,23 +225,11 @@ class MegatronPolicyWorker:
                 self._count_skipped(result)
                 results.append(result)
                 num_microbatches += len(batches)
-                tokens += float(chunk["input_lengths"].sum())
                 if self._config["megatron_cfg"]["empty_unused_memory_level"] >= 1:
                     torch.cuda.empty_cache()
         finally:
             self._enable_param_gather(False)
-        done = [result for result in results if not result.skipped]
-        names = results[-1].metrics
-        return {
-            "loss": _mean(result.loss for result in done or results),
-            "grad_norm": _mean(result.grad_norm for result in done or results),
-            "lr": self._learning_rate(),
-            "num_steps": len(done),
-            "num_skipped": len(results) - len(done),
-            "num_microbatches": num_microbatches,
-            "tokens": int(tokens),
-            "metrics": {name: _mean(result.metrics[name] for result in done or results) for name in names},
-        }
+        return results, num_microbatches
 
     def _count_skipped(self, result: step.StepResult) -> None:
         if not result.skipped:
@@ -273,7 +279,7 @@ class MegatronPolicyWorker:
 
     def _logprobs(self, data: BatchedData, mbs: int) -> torch.Tensor:
         batches, bins = self._microbatches(data, mbs, self._row_tokens("logprob_mb_tokens"))
-        with self._eval_mode():
+        with self._eval_mode(), self._measuring("logprobs"):
             outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
@@ -323,11 +329,12 @@ class MegatronPolicyWorker:
         self.offload_before_refit()
         gib = self._config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in self._config else 1.0
         buckets = bucketize(self._export(), int(gib * GIB))
-        if self._rank == 0:
-            return transport.send(buckets)
-        for _ in buckets:  # the export is collective
-            pass
-        return None
+        with self._measuring("refit"):
+            if self._rank == 0:
+                return transport.send(buckets)
+            for _ in buckets:  # the export is collective
+                pass
+            return None
 
     def export_hf(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (safetensors shards, config); collective."""
@@ -353,8 +360,17 @@ class MegatronPolicyWorker:
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
-        """Host and GPU memory of this process, in bytes by name."""
-        return memory_stats()
+        """This process's memory in GiB: `memory_stats` now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
+        return memory_stats() | self._peaks
+
+    @contextlib.contextmanager
+    def _measuring(self, verb: str) -> Iterator[None]:
+        """Record the peak of allocated GPU memory under a verb's name; nothing without a GPU."""
+        reset_gpu_peak()
+        yield
+        stats = memory_stats()
+        if "gpu_peak_allocated_gib" in stats:
+            self._peaks[f"gpu_peak_{verb}_gib"] = stats["gpu_peak_allocated_gib"]
 
     def shutdown(self) -> None:
         """Leave the process groups; the worker is of no use afterwards."""
