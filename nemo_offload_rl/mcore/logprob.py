@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+
 # Tokens whose float32 softmax is alive at one time: 1024 tokens of a 152k vocabulary are 0.6 GB.
 CHUNK_TOKENS = 1024
 
@@ -80,46 +82,48 @@ def token_logprobs(
     """Log-probs of target tokens.
 
     Args:
-        logits: [..., V_local], this tensor-parallel rank's slice of the padded vocabulary.
-        targets: int64 [...], token ids below `vocab_size`.
+        logits: [B, S, V_local], this tensor-parallel rank's slice of the padded vocabulary. On a GPU the backward pass may
+            write over them.
+        targets: int64 [B, S], token ids below `vocab_size`.
         vocab_size: number of real tokens; columns beyond are padding.
         temperature: what the logits are divided by, so that the log-probs are those of what was sampled.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.
 
     Returns:
-        float32 [...], with grad if the logits have it.
+        float32 [B, S], with grad if the logits have it.
     """
     width = logits.shape[-1]
-    first = width * tp_group.rank() if tp_group is not None else 0
+    ranks = 1 if tp_group is None else tp_group.size()
+    if logits.is_cuda and have_transformer_engine() and temperature == 1.0 and vocab_size == width * ranks:
+        # One Triton kernel that reads the logits once, where the function above makes some ten float32 passes over them:
+        # 5% of a training step of a 1.5 B model (docs/results/worker_train.md).
+        from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
+
+        group = tp_group if ranks > 1 else None
+        return -parallel_cross_entropy(logits, targets, dist_process_group=group, overwrite_input=True)
+    first = 0 if tp_group is None else width * tp_group.rank()
     flat = logits.reshape(-1, width)
     out = _VocabParallelLogprob.apply(flat, targets.reshape(-1), tp_group, first, vocab_size - first, temperature)
     return out.reshape(targets.shape)
 
 
-def padded_logprobs(
-    logits: Tensor,
-    input_ids: Tensor,
-    lengths: Tensor,
-    *,
-    vocab_size: int,
-    temperature: float,
-    tp_group: ProcessGroup | None,
+def next_token_logprobs(
+    logits: Tensor, tokens: Tensor, *, vocab_size: int, temperature: float, tp_group: ProcessGroup | None
 ) -> Tensor:
-    """Log-probs of a right-padded batch, aligned with its tokens.
+    """Log-probs of a row's own tokens, aligned with them.
 
     Args:
-        logits: [B, S, V_local].
-        input_ids: int64 [B, S].
-        lengths: int64 [B], the number of real tokens of each row.
+        logits: [B, S, V_local]; position t predicts token t + 1.
+        tokens: int64 [B, S].
         vocab_size: as for `token_logprobs`.
         temperature: as for `token_logprobs`.
         tp_group: as for `token_logprobs`.
 
     Returns:
-        float32 [B, S]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
+        float32 [B, S]: entry t is log p(tokens[t] | tokens[<t]); entry 0 is 0.
     """
+    # Every position gets a target, the last one an unused one: cutting it off would copy the logits.
     values = token_logprobs(
-        logits[:, :-1], input_ids[:, 1:], vocab_size=vocab_size, temperature=temperature, tp_group=tp_group
+        logits, tokens.roll(-1, dims=1), vocab_size=vocab_size, temperature=temperature, tp_group=tp_group
     )
-    real = torch.arange(1, input_ids.shape[1], device=lengths.device)[None] < lengths[:, None]
-    return torch.nn.functional.pad(torch.where(real, values, 0.0), (1, 0))
+    return torch.nn.functional.pad(values[:, :-1], (1, 0))

@@ -16,7 +16,7 @@ from torch.distributed import ReduceOp
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.logprob import padded_logprobs, token_logprobs
+from nemo_offload_rl.mcore.logprob import next_token_logprobs
 from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
 
 
@@ -55,17 +55,29 @@ def _model_forward(model: torch.nn.Module, batch: MicroBatch) -> Tensor:
 
 
 def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature: float) -> Tensor:
-    """Log-probs [n, S] float32 of a micro-batch from its logits, padded or packed; see `padded_logprobs`."""
-    group = mpu.get_tensor_model_parallel_group()
-    ids, lengths = batch.data["input_ids"], batch.data["input_lengths"]
-    if batch.cu_seqlens is None:
-        return padded_logprobs(logits, ids, lengths, vocab_size=vocab_size, temperature=temperature, tp_group=group)
-    # Token i of the packed row is predicted at i - 1; what the first token of a sequence gets is dropped below.
-    values = token_logprobs(
-        logits[0, :-1], batch.tokens[0, 1:], vocab_size=vocab_size, temperature=temperature, tp_group=group
+    """Log-probs of a micro-batch's tokens.
+
+    Args:
+        logits: [n, S, V_local] of padded rows, or [1, T, V_local] of a packed row.
+        batch: what they were computed from.
+        vocab_size: number of real tokens.
+        temperature: what the logits are divided by.
+
+    Returns:
+        float32 [n, S]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
+    """
+    values = next_token_logprobs(
+        logits,
+        batch.tokens,
+        vocab_size=vocab_size,
+        temperature=temperature,
+        tp_group=mpu.get_tensor_model_parallel_group(),
     )
-    rows = unpack(torch.nn.functional.pad(values, (1, 0)), batch.cu_seqlens, lengths, ids.shape[1])
-    return torch.cat([torch.zeros_like(rows[:, :1]), rows[:, 1:]], dim=1)
+    lengths, width = batch.data["input_lengths"], batch.data["input_ids"].shape[1]
+    rows = values if batch.cu_seqlens is None else unpack(values[0], batch.cu_seqlens, lengths, width)
+    # Entry 0 of a packed sequence was predicted by the last token of its neighbour.
+    columns = torch.arange(width, device=rows.device)[None]
+    return torch.where((columns > 0) & (columns < lengths[:, None]), rows, 0.0)
 
 
 def _run(

@@ -30,7 +30,7 @@ def gpu_policy(precision="bfloat16", packing=False, **megatron):
     if packing:
         policy["sequence_packing"] = {
             "enabled": True,
-            "train_mb_tokens": 24,
+            "train_mb_tokens": 48,
             "logprob_mb_tokens": 48,
             "algorithm": "modified_first_fit_decreasing",
             "sequence_length_round": 8,
@@ -69,7 +69,7 @@ def test_packed_losses_are_the_unpacked_ones(make_worker):
     for a, b in zip(got_steps, want_steps, strict=True):
         assert a["loss"] == pytest.approx(b["loss"], rel=5e-3)
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
-    # 8 rows of micro-batches of 2 are 4; packed rows of 24 tokens hold what fits.
+    # 8 rows of micro-batches of 2 are 4; packed rows of 48 tokens hold what fits.
     assert got_steps[0]["num_microbatches"] != want_steps[0]["num_microbatches"]
 
 

@@ -1,0 +1,128 @@
+"""tools/setup.sh with a stand-in for uv that only writes down how it was called."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[3]
+
+STAND_IN = f"""#!/bin/bash
+case "$1 $2" in
+"--version "*) echo "uv ${{FAKE_UV_VERSION:-99.0.0}}"; exit ;;
+esac
+[[ -z ${{UV_PYTHON+set}} ]] || echo "UV_PYTHON is set" >> "$CALLS"
+echo "$*" >> "$CALLS"
+case "$1 $2" in
+"python find") [[ -z $FAKE_NO_PYTHON ]] && echo "{sys.executable}" ;;
+"python install") exit 1 ;;
+"venv "*) mkdir -p .venv/bin && ln -sfn "{sys.executable}" .venv/bin/python ;;
+esac
+"""
+
+
+class Checkout:
+    """A checkout in a folder with a space in its name, whose uv is the stand-in."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "a b"
+        for name in ("pyproject.toml", "uv.lock", "tools/setup.sh", "tools/uv-bootstrap.txt"):
+            (self.folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy(REPOSITORY / name, self.folder / name)
+        self._calls = folder / "calls"
+        self._bin = folder / "bin"
+        self._bin.mkdir()
+        (self._bin / "uv").write_text(STAND_IN)
+        (self._bin / "uv").chmod(0o755)
+
+    def setup(self, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
+        """Runs the script; returns how it ended and the calls of uv."""
+        self._calls.write_text("")
+        done = subprocess.run(
+            [self.folder / "tools" / "setup.sh", *arguments],
+            env={"PATH": f"{self._bin}:{os.environ['PATH']}", "CALLS": str(self._calls), "HOME": str(self._bin)}
+            | environment,
+            cwd="/",
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        return done, self._calls.read_text().splitlines()
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    return Checkout(tmp_path)
+
+
+def test_the_first_call_installs_with_hashes_and_the_second_does_nothing(checkout):
+    done, calls = checkout.setup()
+    assert done.returncode == 0, done.stderr
+    assert [call.split()[:2] for call in calls] == [
+        ["python", "find"], ["venv", "--quiet"], ["export", "--frozen"], ["pip", "sync"], ["sync", "--quiet"],
+    ]  # fmt: skip
+    assert "--require-hashes build/requirements.txt" in calls[3]
+    assert "--frozen" in calls[4]
+    done, calls = checkout.setup()
+    assert (done.returncode, done.stdout, calls) == (0, "", [])
+
+
+def test_a_changed_lock_is_installed_without_a_new_environment(checkout):
+    checkout.setup()
+    with (checkout.folder / "uv.lock").open("a") as lock:
+        lock.write("# changed\n")
+    done, calls = checkout.setup()
+    assert done.returncode == 0
+    assert [call.split()[0] for call in calls] == ["export", "pip", "sync"]
+    assert checkout.setup()[1] == []
+
+
+def test_extras_and_groups_stay(checkout):
+    checkout.setup()
+    _, calls = checkout.setup("--extra", "te")
+    assert "--extra te" in calls[0]
+    assert "--extra te" in calls[2]
+    assert checkout.setup()[1] == []
+    _, calls = checkout.setup("--group", "docs")
+    assert "--extra te --group docs" in calls[0]
+    assert checkout.setup("--extra", "te")[1] == []
+
+
+def test_uv_python_is_not_passed_on(checkout):
+    _, calls = checkout.setup(UV_PYTHON="/usr/bin/python3")
+    assert len(calls) == 5
+    assert "UV_PYTHON is set" not in calls
+
+
+def test_without_python_it_says_what_to_do_and_leaves_no_stamp(checkout):
+    done, calls = checkout.setup(FAKE_NO_PYTHON="1")
+    assert done.returncode == 1
+    assert "Python 3.12 is needed" in done.stderr
+    assert "pyenv install 3.12" in done.stderr
+    assert not any(call.startswith(("venv", "pip")) for call in calls)
+    assert checkout.setup()[0].returncode == 0
+
+
+def test_an_old_uv_is_not_used(checkout):
+    (checkout.folder / "tools" / "uv-bootstrap.txt").write_text("--no-index\nuv==99\n")  # nothing to be found there
+    done, calls = checkout.setup(FAKE_UV_VERSION="0.4.0", PIP_NO_INDEX="1")
+    assert done.returncode != 0
+    assert "installing one into .uv" in done.stdout
+    assert calls == []
+
+
+@pytest.mark.parametrize(("arguments", "message"), [(["te"], "unknown argument 'te'"), (["--extra"], "needs a name")])
+def test_wrong_arguments_are_answered(checkout, arguments, message):
+    done, calls = checkout.setup(*arguments)
+    assert done.returncode == 1
+    assert message in done.stderr
+    assert calls == []
+
+
+def test_make_lists_its_targets():
+    done = subprocess.run(["make", "help"], cwd=REPOSITORY, capture_output=True, text=True, check=True)
+    for target in ("setup", "grpo", "sft", "test", "lint", "docs", "lock", "clean"):
+        assert f"make {target} " in done.stdout
