@@ -18,7 +18,7 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
 
 HERE = Path(__file__).parent
 TIMING = "timing/train/"
-MEMORY = "memory/"
+MEMORY = "performance/memory/"
 
 
 def rows_of(steps: list[dict[str, float]]) -> list[dict[str, Cell]]:

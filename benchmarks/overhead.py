@@ -27,6 +27,7 @@ from rich.table import Table
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
+from nemo_offload_rl.algorithms.setup import read_data, with_run_length
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.timer import Timer
@@ -61,7 +62,8 @@ def main() -> None:
     preparation = grpo.prepare(recipe)
     with Cluster(num_nodes=1, gpus_per_node=1) as cluster:
         torch.set_num_threads(cluster.threads_per_node)
-        algorithm = preparation.build(recipe["policy"], cluster)
+        policy = with_run_length(recipe["policy"], preparation.schedule.max_num_steps)
+        algorithm: Any = preparation.build(policy, cluster)
         try:
             seconds = take_turns(
                 {"plain": plain_step(recipe), "framework": framework_step(algorithm)},
@@ -92,7 +94,7 @@ def plain_step(recipe: Any) -> Step:
     """One step of the yardstick, on the recipe's problems in the recipe's order."""
     section, policy, loss = recipe["grpo"], recipe["policy"], recipe["loss_fn"]
     tokenizer = load_tokenizer(policy["tokenizer"]["name"])
-    problems, _ = grpo.read_data(recipe["data"], section["seed"])
+    problems, _ = read_data(recipe["data"], section["seed"])
     trainer = PlainGRPO(
         policy,
         num_generations=section["num_generations_per_prompt"],

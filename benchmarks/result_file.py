@@ -23,7 +23,7 @@ def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
     result = {
         "machine": machine(),
         "commit": commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
         "rows": list(rows),
     }

@@ -12,7 +12,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.metric_names import training_metrics
+from nemo_offload_rl.algorithms.metric_names import memory_metrics, training_metrics
 from nemo_offload_rl.algorithms.policy_verbs import Policy
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.setup import (
@@ -122,7 +122,13 @@ class GRPO:
                 batch, self._loss_fn, gbs=self._batch_sizes.train_global, mbs=self._batch_sizes.train_micro
             )
         self._weights.mark_stale()
-        return metrics | training_metrics(result) | {"train/num_tokens": float(batch["input_lengths"].sum())}
+        return (
+            metrics
+            | training_metrics(result)
+            | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | memory_metrics("policy", self._policy.memory_stats())
+            | memory_metrics("generation", self._generation.memory_stats())
+        )
 
     def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
         """Log-probs of the tokens before the update, as far as the loss needs them."""

@@ -22,6 +22,11 @@ def logged_name(recipe_name: str) -> str:
     return f"{_SECTIONS[section]}/{metric}"
 
 
+def memory_metrics(owner: str, stats: Mapping[str, float]) -> dict[str, float]:
+    """The memory of a policy's or a generation engine's processes, as logged; it differs from run to run."""
+    return {f"performance/memory/{owner}/{name}": value for name, value in stats.items()}
+
+
 def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
     """The metrics of a policy's ``train``, as logged."""
     own = {name: float(result[name]) for name in ("loss", "grad_norm", "lr", "num_skipped")}

@@ -48,6 +48,10 @@ class Policy(WeightSource, Protocol):
         """Writes a Hugging Face folder."""
         ...
 
+    def memory_stats(self) -> dict[str, float]:
+        """The largest of the ranks' memory readings, in GiB by name."""
+        ...
+
     def shutdown(self) -> None:
         """Ends the policy's processes."""
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.algorithms.metric_names import training_metrics
+from nemo_offload_rl.algorithms.metric_names import memory_metrics, training_metrics
 from nemo_offload_rl.algorithms.policy_verbs import Policy
 from nemo_offload_rl.algorithms.setup import (
     Preparation,
@@ -85,7 +85,11 @@ class SFT:
         with timer.phase("training"):
             self._policy.prepare_for_training()
             result = self._policy.train(batch, self._loss_fn, gbs=self._gbs, mbs=self._mbs)
-        return training_metrics(result) | {"train/num_tokens": float(batch["input_lengths"].sum())}
+        return (
+            training_metrics(result)
+            | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | memory_metrics("policy", self._policy.memory_stats())
+        )
 
     def validate(self, step: int) -> dict[str, float]:
         """Loss of the validation answers per token, and the mean probability of a whole answer."""

@@ -82,7 +82,8 @@ def token_logprobs(
     """Log-probs of target tokens.
 
     Args:
-        logits: [B, S, V_local], this tensor-parallel rank's slice of the padded vocabulary. On a GPU the backward pass may
+        logits: [B, S, V_local], this tensor-parallel rank's slice of the padded vocabulary. On a GPU the backward
+        pass may
             write over them.
         targets: int64 [B, S], token ids below `vocab_size`.
         vocab_size: number of real tokens; columns beyond are padding.
@@ -95,8 +96,8 @@ def token_logprobs(
     width = logits.shape[-1]
     ranks = 1 if tp_group is None else tp_group.size()
     if logits.is_cuda and have_transformer_engine() and temperature == 1.0 and vocab_size == width * ranks:
-        # One Triton kernel that reads the logits once, where the function above makes some ten float32 passes over them:
-        # 5% of a training step of a 1.5 B model (docs/results/worker_train.md).
+        # One Triton kernel that reads the logits once, where the function above makes some ten float32 passes over
+        # them: 5% of a training step of a 1.5 B model (docs/results/worker_train.md).
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
 
         group = tp_group if ranks > 1 else None

@@ -116,6 +116,9 @@ class ToyPolicy:
         Path(folder).mkdir(parents=True, exist_ok=True)
         save_file({"table": self.table.detach().contiguous()}, Path(folder) / "model.safetensors")
 
+    def memory_stats(self) -> dict[str, float]:
+        return {}
+
     def shutdown(self) -> None:
         self.calls.append("shutdown")
 
