@@ -36,7 +36,7 @@ def rows_of(steps: list[dict[str, float]]) -> list[dict[str, Cell]]:
         if name.startswith(MEMORY)
     ]
     for name in (
-        "train/tokens_per_s",
+        "performance/tokens_per_sec",
         "train/num_tokens",
         "train/token_mult_prob_error",
         "train/loss",

@@ -360,7 +360,7 @@ class MegatronPolicyWorker:
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB: `memory_stats` now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
+        """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
         return memory_stats() | self._peaks
 
     @contextlib.contextmanager
