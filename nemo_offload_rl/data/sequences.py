@@ -17,18 +17,22 @@ def response_batch(
     Returns:
         input_ids, input_lengths, token_mask (1 on the response) and sample_mask (1 where there is a response).
     """
-    sequences = [[*prompt, *response] for prompt, response in zip(prompt_ids, response_ids, strict=True)]
-    width = max(len(sequence) for sequence in sequences)
-    input_ids = torch.full((len(sequences), width), pad_token_id, dtype=torch.long)
-    token_mask = torch.zeros(len(sequences), width)
-    for row, (sequence, prompt) in enumerate(zip(sequences, prompt_ids, strict=True)):
-        input_ids[row, : len(sequence)] = torch.tensor(sequence, dtype=torch.long)
-        token_mask[row, len(prompt) : len(sequence)] = 1
+    prompt_lengths = torch.tensor([len(prompt) for prompt in prompt_ids], dtype=torch.long)
+    response_lengths = torch.tensor([len(response) for response in response_ids], dtype=torch.long)
+    lengths = prompt_lengths + response_lengths
+    positions = torch.arange(int(lengths.max()))
+    is_token = positions < lengths[:, None]
+    input_ids = torch.full(is_token.shape, pad_token_id, dtype=torch.long)
+    # Masked assignment fills row by row, so that all rows take one conversion from Python numbers.
+    input_ids[is_token] = torch.tensor(
+        [token for row in zip(prompt_ids, response_ids, strict=True) for part in row for token in part],
+        dtype=torch.long,
+    )
     return BatchedData(
         input_ids=input_ids,
-        input_lengths=torch.tensor([len(sequence) for sequence in sequences], dtype=torch.long),
-        token_mask=token_mask,
-        sample_mask=torch.tensor([float(len(response) > 0) for response in response_ids]),
+        input_lengths=lengths,
+        token_mask=(is_token & (positions >= prompt_lengths[:, None])).float(),
+        sample_mask=(response_lengths > 0).float(),
     )
 
 
@@ -39,7 +43,8 @@ def response_logprobs(batch: BatchedData, logprobs: Sequence[Sequence[float]]) -
         batch: made by ``response_batch``.
         logprobs: one number a response token, for each row.
     """
+    is_response = batch["token_mask"] > 0
+    assert is_response.sum(dim=1).tolist() == [len(row) for row in logprobs], "a log-prob for each response token"
     table = torch.zeros_like(batch["token_mask"])
-    for row, (values, length) in enumerate(zip(logprobs, batch["input_lengths"].tolist(), strict=True)):
-        table[row, length - len(values) : length] = torch.tensor(values, dtype=torch.float32)
+    table[is_response] = torch.tensor([value for row in logprobs for value in row], dtype=torch.float32)
     return table

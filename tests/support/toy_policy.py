@@ -158,7 +158,7 @@ class ToyGeneration:
         rows = [list(prompt) for prompt in request.prompt_ids]
         output = GenerationOutput([[] for _ in rows], [[] for _ in rows], ["length"] * len(rows))
         for draws in torch.from_numpy(uniforms).T:
-            context = torch.tensor([([0] + row)[-2:] for row in rows])
+            context = torch.tensor([[0, *row][-2:] for row in rows])
             logits = table_logits(self.table, context)[:, -1]
             tokens, logprobs = choose_tokens(
                 logits, draws, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p

@@ -2,7 +2,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.toy_policy import EOS, PROBLEMS, TOKENIZER, LocalTransport, Recorded, ToyGeneration, ToyPolicy, table_logprobs
+from support.toy_policy import (
+    EOS,
+    PROBLEMS,
+    TOKENIZER,
+    LocalTransport,
+    Recorded,
+    ToyGeneration,
+    ToyPolicy,
+    table_logprobs,
+)
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
@@ -14,6 +23,7 @@ from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.algorithms.weights import WeightSync
+from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import make_reward
@@ -35,9 +45,7 @@ LOSS = ClippedPGLoss(
     force_on_policy_ratio=False,
     use_on_policy_kl_approximation=False,
 )
-SAMPLING = SamplingParams(
-    max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7
-)
+SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
 SETTINGS = GroupSettings(
     num_prompts_per_step=5,
     num_generations_per_prompt=8,
@@ -94,6 +102,10 @@ def test_it_learns_and_stops_at_its_target():
     assert run.state.step < 60
     assert all(row["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
                for step, row in outputs.rows.items() if step > 0)  # fmt: skip
+
+
+def test_validation_measures_what_recipes_may_name():
+    assert set(Setting().grpo.validate(0)) == {f"validation/{name}" for name in VALIDATION_METRICS["grpo"]}
 
 
 def test_the_same_seed_twice_gives_the_same_metrics():
@@ -235,7 +247,9 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
 
 def test_dynamic_sampling_gives_up_with_advice():
     sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
-    with pytest.raises(RuntimeError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"):
+    with pytest.raises(
+        RuntimeError, match=r"1 generation batches of step 3 did not give 5 prompts.*use_dynamic_sampling=false"
+    ):
         sample(3, Timer())
 
 
@@ -248,7 +262,7 @@ def test_refit_that_goes_wrong_is_seen():
 
     policy, generation = ToyPolicy(), ToyGeneration()
     weights = WeightSync(policy, generation, Lossy([generation]), verify=True)
-    with pytest.raises(RuntimeError, match="1 different .table."):
+    with pytest.raises(RuntimeError, match=r"1 different \(table\)"):
         weights.refresh()
 
 

@@ -17,7 +17,12 @@ def test_the_first_is_noted_and_the_second_stops():
 
 def test_afterwards_everything_is_as_before():
     before = signal.getsignal(signal.SIGINT)
-    with pytest.raises(RuntimeError), Interrupt():
-        assert signal.getsignal(signal.SIGINT) is not before
-        raise RuntimeError
+
+    def fail_inside():
+        with Interrupt():
+            assert signal.getsignal(signal.SIGINT) is not before
+            raise RuntimeError
+
+    with pytest.raises(RuntimeError):
+        fail_inside()
     assert signal.getsignal(signal.SIGINT) is before

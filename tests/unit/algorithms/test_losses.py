@@ -301,7 +301,9 @@ def test_a_value_that_is_not_finite_shows():
 
 def test_nll_by_hand():
     half, quarter = math.log(0.5), math.log(0.25)
-    logprobs = torch.tensor([[0, -9.0, half, quarter], [0, -9.0, quarter, 0], [0, half, half, half]], requires_grad=True)
+    logprobs = torch.tensor(
+        [[0, -9.0, half, quarter], [0, -9.0, quarter, 0], [0, half, half, half]], requires_grad=True
+    )
     data = BatchedData(
         token_mask=torch.tensor([[0.0, 0, 1, 1], [0, 0, 1, 0], [0, 1, 1, 1]]), sample_mask=torch.tensor([1.0, 1, 0])
     )

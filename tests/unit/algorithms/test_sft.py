@@ -9,6 +9,7 @@ from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.sft import SFT, Validation
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
@@ -53,6 +54,10 @@ def test_a_loss_is_a_target_from_above():
     _, outputs = run(make(), schedule)
     losses = [row["validation/val_loss"] for row in outputs.rows.values() if "validation/val_loss" in row]
     assert losses[-1] <= 0.5 < losses[-2]
+
+
+def test_validation_measures_what_recipes_may_name():
+    assert set(make().validate(0)) == {f"validation/{name}" for name in VALIDATION_METRICS["sft"]}
 
 
 def test_answer_probability_is_that_of_sampling_the_answer():

@@ -6,7 +6,9 @@ from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 def batch(rows: int, width: int, first: int = 0) -> BatchedData:
     ids = torch.arange(first, first + rows * width).view(rows, width)
-    return BatchedData(input_ids=ids, input_lengths=torch.full((rows,), width), texts=[f"t{first + r}" for r in range(rows)])
+    return BatchedData(
+        input_ids=ids, input_lengths=torch.full((rows,), width), texts=[f"t{first + r}" for r in range(rows)]
+    )
 
 
 def test_size_is_the_number_of_rows():

@@ -26,7 +26,10 @@ def test_jsonl_gives_a_problem_a_line(tmp_path):
         ("{'question': 1}", r"a\.jsonl:2 is not JSON"),
         ('["1+1", "2"]', r"a\.jsonl:2 is not an object with the fields 'question' and 'answer'"),
         ('{"question": "1+1"}', r"a\.jsonl:2 has no field 'answer'; it has 'question'"),
-        ('{"question": "1+1", "answer": null}', r"a\.jsonl:2: the field 'answer' must be a text or a number, found None"),
+        (
+            '{"question": "1+1", "answer": null}',
+            r"a\.jsonl:2: the field 'answer' must be a text or a number, found None",
+        ),
         ('{"question": "1+1", "answer": true}', r"a\.jsonl:2: the field 'answer' must be .*found True"),
     ],
 )
@@ -95,5 +98,5 @@ def test_a_row_without_an_answer_is_named(tmp_path):
 
 def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"not parquet")
-    with pytest.raises(DataError, match="parquet files of .* cannot be read"):
+    with pytest.raises(DataError, match=r"parquet files of .* cannot be read"):
         load_hf_folder(tmp_path, None, "q", "a")

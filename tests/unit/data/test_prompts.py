@@ -70,7 +70,9 @@ def test_a_template_that_hides_the_answer_is_refused():
 def test_a_begin_of_sequence_is_put_first_once():
     tokenizer = arithmetic_tokenizer()
     tokenizer.bos_token = "="
-    ids = [p.prompt_ids for p in PromptFormat(tokenizer, 9, add_bos=True).prompts([Problem("1", ""), Problem("=1", "")])]
+    ids = [
+        p.prompt_ids for p in PromptFormat(tokenizer, 9, add_bos=True).prompts([Problem("1", ""), Problem("=1", "")])
+    ]
     assert ids == [[11, 1], [11, 1]]
 
 
@@ -94,7 +96,11 @@ def test_prompt_files(tmp_path):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [("no place", "every prompt would be the same"), ("{} {}", "not a prompt template"), ("{ ", "not a prompt template")],
+    [
+        ("no place", "every prompt would be the same"),
+        ("{} {}", "not a prompt template"),
+        ("{ ", "not a prompt template"),
+    ],
 )
 def test_wrong_prompt_files_are_refused(tmp_path, content, message):
     path = tmp_path / "prompt.txt"
