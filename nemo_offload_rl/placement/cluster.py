@@ -3,7 +3,9 @@
 import contextlib
 import logging
 import os
+import shlex
 import shutil
+import sys
 import tempfile
 from collections.abc import Sequence
 from types import TracebackType
@@ -163,6 +165,9 @@ class Cluster:
             num_cpus=available_threads(),
             num_gpus=num_gpus,
             include_dashboard=False,
+            # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path with a
+            # space in it.
+            runtime_env={"py_executable": shlex.quote(sys.executable)},
             **_object_store_options(num_gpus > 0),
             **logging_options,
         )

@@ -1,0 +1,110 @@
+"""The GRPO recipe as a user runs it, shortened."""
+
+import os
+import signal
+import subprocess
+import time
+
+import psutil
+import pytest
+import torch
+from support.examples import SHORT_GRPO, command, environment, run_example
+
+pytestmark = pytest.mark.slow
+
+
+def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
+    metrics = grpo_run.metrics()
+    assert list(metrics) == [0, 1, 2, 3, 4]
+    for step in range(1, 5):
+        row = metrics[step]
+        assert {"train/reward", "train/loss", "train/grad_norm", "train/kl_penalty", "train/lr"} <= set(row)
+        # Sampler and trainer agree on what was sampled.
+        assert 1.0 <= row["train/token_mult_prob_error"] < 1.02
+    assert {step for step, row in metrics.items() if "validation/accuracy" in row} == {0, 2, 4}
+    assert metrics[1]["train/kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # nothing has been learnt yet
+    assert metrics[4]["train/kl_penalty"] > 0
+    run = grpo_run.folder / "logs" / "exp_001"
+    assert (run / "grpo.png").stat().st_size > 10_000
+    assert (run / "run.log").is_file()
+    assert list(run.rglob("events.out.tfevents.*"))
+    assert sorted(path.name for path in (grpo_run.folder / "checkpoints").iterdir()) == ["step_2", "step_4"]
+    assert "Where the time went" in grpo_run.output
+
+
+def test_the_same_seed_gives_the_same_metrics(grpo_run, tmp_path):
+    again = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4"])
+    assert again.metrics() == grpo_run.metrics()
+
+
+def test_a_resumed_run_equals_an_uninterrupted_one(grpo_run, tmp_path):
+    # With val_at_end the first half validates at the step that the uninterrupted run validates at, too.
+    first = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=2"])
+    assert first.status == 0, first.output
+    second = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4"])
+    assert second.status == 0, second.output
+    assert "Going on from" in second.output
+    assert second.metrics() == grpo_run.metrics()
+
+
+@pytest.mark.parametrize(
+    "layout", [[], ["policy.megatron_cfg.tensor_model_parallel_size=2"]], ids=["data_parallel", "tensor_parallel"]
+)
+def test_two_ranks_take_the_same_first_step(grpo_run, tmp_path, layout):
+    two = run_example(
+        "run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", "cluster.gpus_per_node=2", *layout]
+    )
+    assert two.status == 0, two.output
+    want, got = grpo_run.metrics()[1], two.metrics()[1]
+    for name in ("train/reward", "train/loss", "train/grad_norm", "train/num_tokens"):
+        assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing_running(tmp_path):
+    overrides = [*SHORT_GRPO, "grpo.max_num_steps=100000", "checkpointing.save_period=100000"]
+    process = subprocess.Popen(
+        command("run_grpo.py", tmp_path, overrides),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "logs" / "exp_001" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert saved.name.startswith("step_")
+    assert (saved / "policy" / "layout.json").is_file()
+    psutil.wait_procs([psutil.Process(pid) for pid in family if psutil.pid_exists(pid)], timeout=20)
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
+
+
+def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    from nemo_offload_rl.cli import main
+
+    checkpoint = grpo_run.folder / "checkpoints" / "step_4"
+    assert main(["export", str(checkpoint), str(tmp_path / "hf")]) == 0
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
+    ids = tokenizer("07+85=", return_tensors="pt").input_ids
+    assert ids.shape == (1, 6)
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
+    done = run_example("run_grpo.py", tmp_path, ["grpo.num_prompts_per_step=0", "policy.precison=float32"])
+    assert done.status == 2
+    assert "Traceback" not in done.output
+    assert "policy.precision" in done.output  # the nearest key
+    assert not (tmp_path / "logs").exists()

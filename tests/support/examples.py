@@ -1,0 +1,65 @@
+"""Runs the examples as a user would."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+
+# Eight prompts of four answers: a GRPO step is over in no time, and all of its parts have run.
+SHORT_GRPO = [
+    "~warm_start",
+    "grpo.num_prompts_per_step=8",
+    "grpo.num_generations_per_prompt=4",
+    "grpo.val_period=2",
+    "grpo.max_val_samples=32",
+    "policy.train_global_batch_size=32",
+    "policy.train_micro_batch_size=16",
+    "loss_fn.reference_policy_kl_penalty=0.01",
+    "policy.verify_refit=true",
+    "checkpointing.save_period=2",
+]
+
+
+@dataclass(frozen=True)
+class Finished:
+    """A run that has ended."""
+
+    folder: Path
+    status: int
+    output: str
+
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """What was logged, by step, without what differs from run to run."""
+        lines = (self.folder / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()
+        rows = {row["step"]: row for row in map(json.loads, lines)}
+        return {
+            step: {name: value for name, value in row.items() if not name.startswith(("timing/", "performance/"))}
+            for step, row in rows.items()
+        }
+
+
+def command(script: str, folder: Path, overrides: list[str]) -> list[str]:
+    places = [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}"]
+    return [sys.executable, str(ROOT / "examples" / script), *places, *overrides]
+
+
+def environment() -> dict[str, str]:
+    return os.environ | {"HF_HUB_OFFLINE": "1"}
+
+
+def run_example(script: str, folder: Path, overrides: list[str]) -> Finished:
+    """Run an example as a user would, with its logs and checkpoints in a folder."""
+    done = subprocess.run(
+        command(script, folder, overrides),
+        cwd=ROOT,
+        env=environment(),
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return Finished(folder, done.returncode, done.stdout + done.stderr)
