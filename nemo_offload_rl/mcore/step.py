@@ -8,10 +8,11 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.optimizer import ChainedOptimizer
+from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
-from torch.distributed import ReduceOp
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
@@ -149,16 +150,21 @@ def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
         sums[name] = sums[name] + share if name in sums else share
 
 
-def _gradients_are_finite(state: TrainingState, device: torch.device) -> bool:
-    """Whether every gradient of every rank is finite; one read of the gradient buffers."""
-    sums = [
-        buffer.grad_data.sum(dtype=torch.float32)
-        for chunk in state.model
-        for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers)
-    ]
-    bad = (~torch.isfinite(torch.stack(sums)).all()).float().reshape(1).to(device)
-    torch.distributed.all_reduce(bad, ReduceOp.MAX)
-    return bad.item() == 0.0
+def _clip_and_update(optimizer: ChainedOptimizer, norm: float) -> None:
+    """The second half of `optimizer.step()`: clip the gradients that `prepare_grads` made ready, and update.
+
+    Parameters with a norm of their own (multi-token prediction) are not supported here.
+    """
+    for part in optimizer.chained_optimizers:
+        parameters = part.get_parameters()
+        if parameters and part.config.clip_grad > 0.0:
+            clip_grad_by_total_norm_fp32(
+                parameters,
+                max_norm=part.config.clip_grad,
+                total_norm=norm,
+                use_decoupled_grad=part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8,
+            )
+    optimizer.step_with_ready_grads()
 
 
 def train_step(
@@ -196,15 +202,18 @@ def train_step(
         return loss * scale, {}
 
     _run(state, batches, on_output, forward_only=False, device=device)
+    # optimizer.step() taken apart at its norm, which is its one wait for the GPU: what follows costs nothing more.
+    optimizer = state.optimizer
+    assert isinstance(optimizer, ChainedOptimizer)
+    optimizer.prepare_grads()
+    grad_norm = float(optimizer.get_grad_norm())
     totals = _sum_over_ranks(sums, device)
     loss = totals.pop("loss")
-    finite = _gradients_are_finite(state, device)
-    if not (math.isfinite(loss) and finite):
+    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
         return StepResult(loss, math.nan, skipped=True, metrics=totals)
-    updated, grad_norm, _ = state.optimizer.step()
-    if updated:
-        state.scheduler.step(increment=1)
-    return StepResult(loss, float(grad_norm), skipped=not updated, metrics=totals)
+    _clip_and_update(optimizer, grad_norm)
+    state.scheduler.step(increment=1)
+    return StepResult(loss, grad_norm, skipped=False, metrics=totals)
 
 
 @torch.no_grad()
