@@ -1,0 +1,91 @@
+"""Gradients and updates are those of plain torch and transformers."""
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+
+
+def nll(model, data) -> torch.Tensor:
+    logits = model(data["input_ids"]).logits[:, :-1]
+    logprobs = logits.log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
+    mask = data["token_mask"][:, 1:] * data["sample_mask"][:, None]
+    return -(logprobs * mask).sum() / mask.sum()
+
+
+def twin(worker):
+    """The Hugging Face model with the worker's weights."""
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained)
+    model.load_state_dict({name: weight.clone() for name, weight in worker._export()})
+    return model
+
+
+def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
+    policy = tiny_policy()
+    policy["megatron_cfg"]["optimizer"] |= {
+        "optimizer": "sgd",
+        "use_distributed_optimizer": False,  # which supports no sgd
+        "lr": 1.0,
+        "min_lr": 1.0,
+        "weight_decay": 0.0,
+        "sgd_momentum": 0.0,
+        "clip_grad": 0.0,
+    }
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_warmup_init": 0.0,
+        "lr_warmup_iters": 0,
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.0,
+    }
+    worker = make_worker(policy)
+    model = twin(worker)
+    before = {name: weight.clone() for name, weight in worker._export()}
+    data = random_batch(8)
+    nll(model, data).backward()
+    worker.train(data, NLLLoss(), gbs=8, mbs=4)
+    after = dict(worker._export())
+    for name, parameter in model.named_parameters():
+        step = before[name] - after[name]  # a step of plain SGD at rate 1 is the gradient
+        error = float((step - parameter.grad).norm() / parameter.grad.norm())
+        assert error < 1e-3, name  # weights near 1 hold their small gradients to 1e-4
+
+
+@pytest.mark.parametrize("distributed", [True, False])
+def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
+    policy = tiny_policy()
+    policy["megatron_cfg"]["optimizer"] |= {"weight_decay": 0.0, "use_distributed_optimizer": distributed}
+    policy["megatron_cfg"]["scheduler"] |= {
+        "lr_warmup_iters": 0,
+        "start_weight_decay": 0.0,
+        "end_weight_decay": 0.0,
+    }
+    worker = make_worker(policy)
+    model = twin(worker)
+    start = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+    adam = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0)
+    for seed in range(5):
+        data = random_batch(8, seed=seed)
+        adam.zero_grad()
+        nll(model, data).backward()
+        norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        adam.step()
+        result = worker.train(data, NLLLoss(), gbs=8, mbs=2)
+        assert norm > 1.0  # so that clipping counts
+        assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    trained = dict(worker._export())
+    for name, parameter in model.named_parameters():
+        moved = (parameter - start[name]).norm()
+        assert float((trained[name] - parameter).norm() / moved) < 1e-3, name
+
+
+def test_experts_compute_what_those_of_the_hugging_face_model_do(make_worker):
+    from transformers import AutoModelForCausalLM
+
+    worker = make_worker(tiny_policy(TINY_QWEN3_MOE))
+    torch.manual_seed(3)  # the worker's seed: its random weights are this model's
+    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained)
+    data = random_batch(4)
+    assert worker.evaluate(data, NLLLoss(), mbs=4)["loss"] == pytest.approx(float(nll(model, data)), rel=1e-5)
