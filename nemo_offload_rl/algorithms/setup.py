@@ -47,11 +47,14 @@ class Preparation:
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """The policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps."""
+    """The policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps.
+
+    A run that ends within its warm-up decays nothing; megatron-core wants the decay to end after the warm-up all the same.
+    """
     megatron = policy["megatron_cfg"]
     scheduler = megatron["scheduler"]
     if scheduler.get("lr_decay_iters") is None:
-        scheduler = scheduler | {"lr_decay_iters": num_steps}
+        scheduler = scheduler | {"lr_decay_iters": max(num_steps, scheduler["lr_warmup_iters"] + 1)}
     return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
 
 

@@ -21,6 +21,7 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
         assert {"train/reward", "train/loss", "train/grad_norm", "train/kl_penalty", "train/lr"} <= set(row)
         # Sampler and trainer agree on what was sampled.
         assert 1.0 <= row["train/token_mult_prob_error"] < 1.02
+        assert row["train/grad_norm"] > 0
     assert {step for step, row in metrics.items() if "validation/accuracy" in row} == {0, 2, 4}
     assert metrics[1]["train/kl_penalty"] == pytest.approx(0.0, abs=1e-6)  # nothing has been learnt yet
     assert metrics[4]["train/kl_penalty"] > 0
@@ -38,7 +39,6 @@ def test_the_same_seed_gives_the_same_metrics(grpo_run, tmp_path):
 
 
 def test_a_resumed_run_equals_an_uninterrupted_one(grpo_run, tmp_path):
-    # With val_at_end the first half validates at the step that the uninterrupted run validates at, too.
     first = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=2"])
     assert first.status == 0, first.output
     second = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=4"])

@@ -18,7 +18,11 @@ SHORT_GRPO = [
     "grpo.max_val_samples=32",
     "policy.train_global_batch_size=32",
     "policy.train_micro_batch_size=16",
+    "policy.megatron_cfg.scheduler.lr_decay_iters=10",  # the same schedule for runs of any length
     "loss_fn.reference_policy_kl_penalty=0.01",
+    "loss_fn.force_on_policy_ratio=false",
+    "env.arithmetic.reward=python",
+    "++env.arithmetic.reward_function=support.rewards:starts_low",
     "policy.verify_refit=true",
     "checkpointing.save_period=2",
 ]
@@ -48,7 +52,7 @@ def command(script: str, folder: Path, overrides: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"HF_HUB_OFFLINE": "1"}
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
 
 
 def run_example(script: str, folder: Path, overrides: list[str]) -> Finished:
