@@ -42,6 +42,14 @@ def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bo
     return f"is true, which needs {missing} to be true"
 
 
+@rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer")
+def distributed_optimizer_is_adam(optimizer: str, distributed: bool) -> Verdict:
+    """megatron-core shards the state of Adam only."""
+    if optimizer == "adam" or not distributed:
+        return None
+    return f"is {optimizer}, which needs {OPTIMIZER}.use_distributed_optimizer to be false"
+
+
 @rule(f"{OPTIMIZER}.use_precision_aware_optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer")
 def precision_aware_optimizer_is_distributed_adam(enabled: bool, distributed: bool, optimizer: str) -> Verdict:
     """It is a feature of Transformer Engine's Adam under the distributed optimizer."""
