@@ -49,7 +49,8 @@ class Preparation:
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
     """The policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps.
 
-    A run that ends within its warm-up decays nothing; megatron-core wants the decay to end after the warm-up all the same.
+    A run that ends within its warm-up decays nothing; megatron-core wants the decay to end after the warm-up all the
+    same.
     """
     megatron = policy["megatron_cfg"]
     scheduler = megatron["scheduler"]

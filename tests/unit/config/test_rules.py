@@ -253,7 +253,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
     ("overrides", "note"),
     [
         (["policy.max_grad_norm=2.0", f"{MEGATRON}.optimizer.clip_grad=1.0"], "clip_grad 1.0 is what counts"),
-        (["policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=false"], "256 makes 2 optimizer steps of a GRPO step's 512 samples"),
+        (
+            ["policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=false"],
+            "256 makes 2 optimizer steps of a GRPO step's 512 samples",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],
 )
