@@ -24,7 +24,6 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "use_fused_weighted_squared_relu": (False, _GPU),
     "use_te_activation_func": (False, _TE),
     "use_transformer_engine_op_fuser": (False, _TE),
-    "sequence_parallel": (False, _TE),
     "optimizer.use_precision_aware_optimizer": (False, _TE),
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),
@@ -51,8 +50,8 @@ def adapt_to_cpu(config: Any) -> tuple[Any, list[str]]:
         if name in section and section[name] not in (off, None):
             section[name] = off
             lines.append(f"policy.megatron_cfg.{path} is off on this machine: it {why}")
-    packing = adapted["policy"]["sequence_packing"]
-    if packing["enabled"]:
-        packing["enabled"] = False
+    policy = adapted["policy"]
+    if "sequence_packing" in policy and policy["sequence_packing"]["enabled"]:
+        policy["sequence_packing"]["enabled"] = False
         lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, packing " + _TE)
     return adapted, lines

@@ -2,7 +2,6 @@
 
 import dataclasses
 import importlib.util
-import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,18 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 
-logger = logging.getLogger(__name__)
+# What megatron-core's local layers can do.
+_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_grouped_gemm": False,
+}
+_WITHOUT_CUDA: Mapping[str, Any] = {"use_cpu_initialization": True, "cross_entropy_loss_fusion": False}
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -148,14 +158,13 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
     cfg = policy["megatron_cfg"]
     dtype = DTYPES[policy["precision"]]
     names = {field.name for field in dataclasses.fields(provider)}
-    overrides = {
+    recipe = {
         key: _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
         for key, value in cfg.items()
         if key in names and key not in _DERIVED and value is not None
     }
-    overrides |= _recompute_fields(cfg)
-    overrides["gradient_accumulation_fusion"] = _gradient_accumulation_fusion(cfg)
-    overrides |= {
+    derived = _recompute_fields(cfg) | {
+        "gradient_accumulation_fusion": _gradient_accumulation_fusion(cfg),
         "params_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
         "fp16": False,
@@ -164,32 +173,37 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "mtp_num_layers": cfg.get("mtp_num_layers") or None,
         "seq_length": policy["max_total_sequence_length"],
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
-        "attention_dropout": 0.0,
-        "hidden_dropout": 0.0,
-        "deallocate_pipeline_outputs": True,
     }
-    if cfg.get("virtual_pipeline_model_parallel_size") is not None:
-        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains
-        # on swapped activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
-        overrides |= {"overlap_p2p_comm": True, "batch_p2p_comm": False}
     if provider.vocab_size % cfg["tensor_model_parallel_size"]:
-        overrides |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+        derived |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+    needed: dict[str, Any] = {}
+    if cfg.get("virtual_pipeline_model_parallel_size") is not None:
+        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on
+        # swapped activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
+        needed |= _agreed(cfg, {"overlap_p2p_comm": True, "batch_p2p_comm": False}, "virtual pipeline stages need")
     if not have_transformer_engine():
         from nemo_offload_rl.mcore.local_spec import local_block_spec
 
-        overrides |= {
-            "transformer_layer_spec": local_block_spec,
-            "transformer_impl": "local",
-            "gradient_accumulation_fusion": False,
-            "masked_softmax_fusion": False,
-            "persist_layer_norm": False,
-            "moe_permute_fusion": False,
-            "moe_router_fusion": False,
-            "moe_grouped_gemm": False,
-        }
+        needed |= _agreed(cfg, _WITHOUT_TRANSFORMER_ENGINE, "layers without Transformer Engine need")
+        needed["transformer_layer_spec"] = local_block_spec
     if not torch.cuda.is_available():
-        overrides |= {"use_cpu_initialization": True, "apply_rope_fusion": False, "cross_entropy_loss_fusion": False}
-    return overrides
+        needed |= _agreed(cfg, _WITHOUT_CUDA, "a machine without CUDA needs")
+    # RL computes log-probs of what was sampled: dropout is off unless the recipe asks for it.
+    return {"attention_dropout": 0.0, "hidden_dropout": 0.0} | recipe | derived | needed
+
+
+def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+    """`needed`, once the recipe is known not to contradict it.
+
+    Raises:
+        ValueError: it does.
+    """
+    for key, value in needed.items():
+        if cfg.get(key) not in (None, value):
+            raise ValueError(
+                f"policy.megatron_cfg.{key} is {cfg[key]}, but {why} {key} {value}; set it so or leave it out."
+            )
+    return needed
 
 
 def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:

@@ -4,8 +4,10 @@ import json
 import shutil
 from pathlib import Path
 
+import torch
 import yaml
 
+from nemo_offload_rl.config import adapt_to_cpu
 from nemo_offload_rl.mcore.export import HF_CONFIG_DIR
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -25,7 +27,10 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         raise ValueError(f"{checkpoint} is no checkpoint of a run: it has no recipe.yaml; give a step_N folder.")
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
-    policy = yaml.safe_load(recipe.read_text())["policy"]
+    config = yaml.safe_load(recipe.read_text())
+    if not torch.cuda.is_available():
+        config, _ = adapt_to_cpu(config)
+    policy = config["policy"]
     source = checkpoint / "policy" / HF_CONFIG_DIR / "config.json"
     policy["hf_config"] = json.loads(source.read_text())
     policy["hf_config_overrides"] = {}

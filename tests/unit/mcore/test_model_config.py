@@ -1,0 +1,59 @@
+import pytest
+from support.tiny import tiny_policy
+
+from nemo_offload_rl.mcore import model_config
+
+
+def overrides_of(**megatron):
+    policy = tiny_policy(**megatron)
+    bridge = model_config.make_bridge(policy)
+    return model_config.model_overrides(policy, bridge.to_megatron_provider(load_weights=False))
+
+
+def test_any_field_of_the_transformer_config_reaches_the_model():
+    policy = tiny_policy(hidden_dropout=0.1, layernorm_epsilon=1e-3, rotary_interleaved=True)
+    provider = model_config.make_provider(policy | {"hf_config": policy["hf_config"]}, model_config.make_bridge(policy))
+    assert (provider.hidden_dropout, provider.layernorm_epsilon, provider.rotary_interleaved) == (0.1, 1e-3, True)
+    assert provider.attention_dropout == 0.0  # off where the recipe says nothing
+
+
+def test_recomputation_counts_only_with_activation_checkpointing():
+    assert overrides_of(recompute_granularity="full")["recompute_granularity"] is None
+    on = overrides_of(activation_checkpointing=True, recompute_granularity="full")
+    assert (on["recompute_granularity"], on["recompute_method"], on["recompute_num_layers"]) == ("full", "uniform", 1)
+
+
+def test_virtual_stages_never_send_in_batches():
+    layout = {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}
+    assert overrides_of(**layout)["overlap_p2p_comm"] is True
+    with pytest.raises(
+        ValueError, match=r"batch_p2p_comm is True, but virtual pipeline stages need batch_p2p_comm False"
+    ):
+        overrides_of(**layout, batch_p2p_comm=True)
+
+
+def test_what_local_layers_cannot_do_is_refused():
+    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.moe_permute_fusion is True, but layers without"):
+        overrides_of(moe_permute_fusion=True)
+    with pytest.raises(ValueError, match=r"fused_weight_gradient_mlp_cuda \(of Apex\) is not installed"):
+        overrides_of(gradient_accumulation_fusion=True)
+
+
+def test_precision_is_said_twice_and_must_agree():
+    policy = tiny_policy()
+    policy["megatron_cfg"]["optimizer"]["bf16"] = True
+    with pytest.raises(ValueError, match=r"policy\.precision is float32; set bf16 to false"):
+        model_config.make_optimizer_config(policy)
+
+
+def test_an_override_of_a_field_that_the_model_lacks_is_refused():
+    policy = tiny_policy() | {"hf_config_overrides": {"num_layerz": 3}}
+    with pytest.raises(ValueError, match=r"policy\.hf_config_overrides\.num_layerz: Qwen3Config has no such field"):
+        model_config.hf_config(policy)
+
+
+def test_a_model_that_cannot_be_had_is_named(monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    policy = tiny_policy() | {"hf_config": None, "model_name": "./no/such/folder"}
+    with pytest.raises(ValueError, match=r"policy\.model_name is './no/such/folder'"):
+        model_config.hf_config(policy)
