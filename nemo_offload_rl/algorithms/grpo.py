@@ -108,7 +108,8 @@ class GRPO:
         with timer.phase("refit"):
             self._weights.refresh()
         rollouts, metrics = self._sample(step, timer)
-        self._generation.finish_generation()
+        with timer.phase("finish_generation"):
+            self._generation.finish_generation()
 
         batch = rollouts.batch
         if self._overlong_filtering:

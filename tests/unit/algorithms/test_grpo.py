@@ -167,7 +167,15 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "train",
     ]
     assert not setting.generation.is_ready
-    assert list(timer.seconds()) == ["refit", "generation", "rewards", "logprobs", "reference_logprobs", "training"]
+    assert list(timer.seconds()) == [
+        "refit",
+        "generation",
+        "rewards",
+        "finish_generation",
+        "logprobs",
+        "reference_logprobs",
+        "training",
+    ]
 
 
 def test_passes_that_the_loss_does_not_need_are_left_out():
