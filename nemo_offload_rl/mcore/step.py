@@ -92,7 +92,7 @@ def _run(
     """Run the schedule; `on_output(batch, logits)` is called on the last stage for each micro-batch."""
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
-        batch = _to_device(next(iterator), device)
+        batch = next(iterator)
 
         def loss_func(logits: Tensor, non_loss_data: bool = False) -> Any:
             return on_output(batch, logits)
@@ -100,7 +100,9 @@ def _run(
         return _model_forward(model, batch), loss_func
 
     first = batches[0]
-    iterators = [iter(batches) for _ in state.model]
+    # All at once and before any kernel is queued: a copy from pageable memory waits for what the GPU is doing.
+    on_device = [_to_device(batch, device) for batch in batches]
+    iterators = [iter(on_device) for _ in state.model]
     schedule = get_forward_backward_func()
     return schedule(
         forward_step_func=forward_step,
