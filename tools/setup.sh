@@ -83,7 +83,8 @@ install_locked() {
     "$uv" export --frozen --quiet --no-emit-project $wanted -o build/requirements.txt >/dev/null
     "$uv" pip sync --quiet --python .venv --require-hashes build/requirements.txt
     # shellcheck disable=SC2086
-    "$uv" sync --quiet --frozen $wanted
+    # Not `uv sync`: it builds Transformer Engine anew, from an sdist whose address the lock does not name.
+    "$uv" pip install --quiet --python .venv --no-deps --editable .
     say "installed in $((SECONDS - seconds)) s"
 }
 
