@@ -82,16 +82,15 @@ def token_logprobs(
     """Log-probs of target tokens.
 
     Args:
-        logits: [B, S, V_local], this tensor-parallel rank's slice of the padded vocabulary. On a GPU the backward
-        pass may
-            write over them.
-        targets: int64 [B, S], token ids below `vocab_size`.
+        logits: [S, B, V_local], as megatron-core's output layer gives them: this tensor-parallel rank's slice of the
+            padded vocabulary. On a GPU the backward pass may write over them.
+        targets: int64 [S, B], token ids below `vocab_size`.
         vocab_size: number of real tokens; columns beyond are padding.
         temperature: what the logits are divided by, so that the log-probs are those of what was sampled.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.
 
     Returns:
-        float32 [B, S], with grad if the logits have it.
+        float32 [S, B], with grad if the logits have it.
     """
     width = logits.shape[-1]
     ranks = 1 if tp_group is None else tp_group.size()
@@ -114,7 +113,7 @@ def next_token_logprobs(
     """Log-probs of a row's own tokens, aligned with them.
 
     Args:
-        logits: [B, S, V_local]; position t predicts token t + 1.
+        logits: [S, B, V_local]; position t predicts token t + 1.
         tokens: int64 [B, S].
         vocab_size: as for `token_logprobs`.
         temperature: as for `token_logprobs`.
@@ -124,7 +123,6 @@ def next_token_logprobs(
         float32 [B, S]: entry t is log p(tokens[t] | tokens[<t]); entry 0 is 0.
     """
     # Every position gets a target, the last one an unused one: cutting it off would copy the logits.
-    values = token_logprobs(
-        logits, tokens.roll(-1, dims=1), vocab_size=vocab_size, temperature=temperature, tp_group=tp_group
-    )
-    return torch.nn.functional.pad(values[:, :-1], (1, 0))
+    targets = tokens.roll(-1, dims=1).t().contiguous()
+    values = token_logprobs(logits, targets, vocab_size=vocab_size, temperature=temperature, tp_group=tp_group)
+    return torch.nn.functional.pad(values.t()[:, :-1], (1, 0))

@@ -34,7 +34,7 @@ def test_values_and_gradients_are_those_of_log_softmax(monkeypatch, dtype, tempe
 
 def test_log_probs_are_aligned_with_their_tokens():
     generator = torch.Generator().manual_seed(1)
-    logits = torch.randn(2, 5, 8, generator=generator)
+    logits = torch.randn(5, 2, 8, generator=generator)
     tokens = torch.randint(0, 8, (2, 5), generator=generator)
 
     got = next_token_logprobs(logits, tokens, vocab_size=8, temperature=1.0, tp_group=None)
@@ -42,7 +42,7 @@ def test_log_probs_are_aligned_with_their_tokens():
     assert got[:, 0].tolist() == [0.0, 0.0]
     for row in range(2):
         for t in range(1, 5):
-            torch.testing.assert_close(got[row, t], logits[row, t - 1].log_softmax(-1)[tokens[row, t]])
+            torch.testing.assert_close(got[row, t], logits[t - 1, row].log_softmax(-1)[tokens[row, t]])
 
 
 @pytest.mark.gpu
