@@ -1,0 +1,50 @@
+"""What `nemo-offload-rl doctor` prints: a verdict on each fact about this machine, or the facts as JSON."""
+
+import dataclasses
+import json
+import sys
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from nemo_offload_rl.placement.checks import Check, Verdict, judge
+from nemo_offload_rl.placement.machine import MachineFacts, machine_facts
+
+_STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
+# rich takes 80 columns where there is no terminal, in which remedies would be towers of words.
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+def run_doctor(as_json: bool, console: Console | None = None) -> None:
+    """Examine this machine and print what was found.
+
+    Args:
+        as_json: Print facts and verdicts as one JSON object instead of a table.
+        console: Where to; None for the standard output.
+    """
+    if console is None:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    facts = machine_facts()
+    checks = judge(facts)
+    if as_json:
+        console.file.write(facts_as_json(facts, checks) + "\n")
+    else:
+        console.print(checks_table(facts.host.hostname, checks))
+
+
+def facts_as_json(facts: MachineFacts, checks: list[Check]) -> str:
+    """The fields of `MachineFacts`, and the verdicts under `checks`; sizes in bytes, speeds in GB/s."""
+    fields = dataclasses.asdict(facts) | {"checks": [dataclasses.asdict(check) for check in checks]}
+    return json.dumps(fields, indent=2, default=sorted)  # sorted: sets of CPUs
+
+
+def checks_table(title: str, checks: list[Check]) -> Table:
+    """A row a check."""
+    table = Table(title=f"{title}: what it offers to offloading", title_justify="left")
+    for heading in ("what", "found", "verdict", "what to do"):
+        table.add_column(heading, overflow="fold")
+    for check in checks:
+        verdict = Text(check.verdict, style=_STYLES[check.verdict])
+        table.add_row(Text(check.subject), Text(check.found), verdict, Text(check.remedy))
+    return table

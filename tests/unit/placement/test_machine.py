@@ -1,0 +1,318 @@
+import os
+import platform
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
+from nemo_offload_rl.placement.link import measure_link, pcie_gb_per_s
+from nemo_offload_rl.placement.machine import HostFacts, host_facts, machine_facts, stack_versions
+
+GIB = 1 << 30
+NO_LIMIT_V1 = str(2**63 - 4096)
+NEEDS_A_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+
+MOUNTS = {
+    "v1": "32 31 0:29 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+    "33 31 0:30 / /sys/fs/cgroup/cpu rw,relatime - cgroup cgroup rw,cpu\n",
+    "v2": "30 23 0:27 {root} /sys/fs/cgroup rw,relatime shared:4 - cgroup2 cgroup2 rw,nsdelegate\n",
+    "hybrid": "32 31 0:29 {root} /sys/fs/cgroup/memory rw,relatime - cgroup cgroup rw,memory\n"
+    "34 31 0:31 / /sys/fs/cgroup/unified rw,relatime - cgroup2 cgroup2 rw\n",
+}
+OWN_PATHS = {"v1": "4:memory:{path}\n1:cpu:/\n", "v2": "0::{path}\n", "hybrid": "4:memory:{path}\n0::/\n"}
+
+
+class Host:
+    """A procfs and a sysfs in a folder, with 64 GiB of memory, 48 of them available."""
+
+    def __init__(self, folder: Path, version: str, path: str = "/", root: str = "/") -> None:
+        self.proc, self.sysfs = folder / "proc", folder / "sys"
+        (self.proc / "self").mkdir(parents=True)
+        (self.proc / "meminfo").write_text(
+            f"MemTotal:       {64 << 20} kB\nMemFree:  1024 kB\nMemAvailable:   {48 << 20} kB\nHugePages_Total:  0\n"
+        )
+        (self.proc / "self/cgroup").write_text(OWN_PATHS[version].format(path=path))
+        other = "22 1 0:20 / / rw - ext4 /dev/root rw\n"
+        (self.proc / "self/mountinfo").write_text(other + MOUNTS[version].format(root=root))
+
+    def group(self, folder: str, **files: object) -> None:
+        """Write files of a cgroup; `memory_stat` is a mapping, and an underscore in a name stands for a point."""
+        path = self.sysfs / "fs/cgroup" / folder
+        path.mkdir(parents=True, exist_ok=True)
+        for name, contents in files.items():
+            if isinstance(contents, dict):
+                contents = "".join(f"{key} {value}\n" for key, value in contents.items())
+            (path / name.replace("memory_", "memory.")).write_text(f"{contents}\n")
+
+    def free(self) -> int | None:
+        return self.facts().cgroup_free_bytes
+
+    def facts(self) -> HostFacts:
+        return host_facts(self.proc, self.sysfs)
+
+
+def test_memory_is_that_of_meminfo(tmp_path):
+    facts = Host(tmp_path, "v2").facts()
+    assert (facts.total_bytes, facts.available_bytes) == (64 * GIB, 48 * GIB)
+    assert facts.hostname == platform.node()
+
+
+def test_without_cgroup_files_there_is_no_limit(tmp_path):
+    host = Host(tmp_path, "v2", path="/user.slice")
+    assert host.free() is None
+    (host.proc / "self/cgroup").unlink()
+    assert host.free() is None
+    (host.proc / "self/mountinfo").unlink()
+    assert host.free() is None
+
+
+def test_v2_counts_the_page_cache_that_goes_first_as_free(tmp_path):
+    host = Host(tmp_path, "v2", path="/pod")
+    stat = {"anon": 3 * GIB, "file": 4 * GIB, "inactive_file": GIB, "active_file": 2 * GIB}
+    host.group("pod", memory_max=10 * GIB, memory_current=7 * GIB, memory_stat=stat)
+    assert host.free() == 4 * GIB
+
+
+def test_v2_without_a_limit(tmp_path):
+    host = Host(tmp_path, "v2", path="/pod")
+    host.group("pod", memory_max="max", memory_current=7 * GIB)
+    host.group("", memory_stat={"inactive_file": GIB})  # the root has neither limit nor usage
+    assert host.free() is None
+
+
+def test_the_tightest_of_nested_groups_counts(tmp_path):
+    host = Host(tmp_path, "v2", path="/slice/pod/container")
+    host.group("slice/pod/container", memory_max="max", memory_current=GIB)
+    host.group("slice/pod", memory_max=8 * GIB, memory_current=6 * GIB, memory_stat={"inactive_file": 0})
+    host.group("slice", memory_max=20 * GIB, memory_current=19 * GIB, memory_stat={"inactive_file": GIB // 2})
+    host.group("slice/other", memory_max=1, memory_current=1)
+    assert host.free() == GIB + GIB // 2
+
+
+def test_a_limit_below_what_is_used_leaves_nothing(tmp_path):
+    host = Host(tmp_path, "v2", path="/pod")
+    host.group("pod", memory_max=GIB, memory_current=2 * GIB)
+    assert host.free() == 0
+
+
+def test_v1(tmp_path):
+    host = Host(tmp_path, "v1", path="/docker/abc")
+    stat = {"inactive_file": 1, "total_inactive_file": GIB}
+    host.group("memory/docker/abc", memory_limit_in_bytes=10 * GIB, memory_usage_in_bytes=4 * GIB, memory_stat=stat)
+    host.group("memory/docker", memory_limit_in_bytes=NO_LIMIT_V1, memory_usage_in_bytes=60 * GIB)
+    assert host.free() == 7 * GIB
+
+
+def test_v1_without_a_limit(tmp_path):
+    host = Host(tmp_path, "v1")
+    host.group("memory", memory_limit_in_bytes=NO_LIMIT_V1, memory_usage_in_bytes=GIB)
+    assert host.free() is None
+
+
+def test_memory_limited_by_v1_while_v2_is_mounted_too(tmp_path):
+    host = Host(tmp_path, "hybrid", path="/job")
+    host.group("memory/job", memory_limit_in_bytes=3 * GIB, memory_usage_in_bytes=GIB)
+    host.group("unified")
+    assert host.free() == 2 * GIB
+
+
+@pytest.mark.parametrize("root", ["/docker/abc", "/elsewhere", "/../.."])
+def test_a_container_that_sees_its_own_group_as_the_mount(tmp_path, root):
+    """The kernel names the group as the host sees it, or one outside of the mount."""
+    host = Host(tmp_path, "v1", path="/docker/abc", root=root)
+    host.group("memory", memory_limit_in_bytes=3 * GIB, memory_usage_in_bytes=GIB)
+    assert host.free() == 2 * GIB
+
+
+def test_a_container_whose_group_lies_beside_its_namespace(tmp_path):
+    host = Host(tmp_path, "v2", path="/../other")
+    host.group("", memory_max=3 * GIB, memory_current=GIB)
+    host.group("../other", memory_max=1, memory_current=1)
+    assert host.free() == 2 * GIB
+
+
+def test_this_host():
+    facts = host_facts()
+    memory = psutil.virtual_memory()
+    assert facts.total_bytes == memory.total
+    assert abs(facts.available_bytes - memory.available) < memory.total / 10
+    assert facts.cgroup_free_bytes is None or facts.cgroup_free_bytes >= 0
+
+
+@pytest.mark.parametrize("limit", [8 << 20, 64 << 10])
+def test_memlock_is_this_process_s_soft_limit(limit):
+    code = (
+        "import resource, sys; from nemo_offload_rl.placement.machine import host_facts\n"
+        "_, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)\n"
+        "resource.setrlimit(resource.RLIMIT_MEMLOCK, (int(sys.argv[1]), hard)); print(host_facts().memlock_bytes)"
+    )
+    _, hard = resource.getrlimit(resource.RLIMIT_MEMLOCK)
+    if hard != resource.RLIM_INFINITY and hard < limit:
+        pytest.skip(f"the hard limit here is {hard}")
+    done = subprocess.run([sys.executable, "-c", code, str(limit)], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == str(limit)
+
+
+# GPUs: nvidia-smi is a script on PATH that says what the driver's program says.
+
+H200 = "0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, 143771, 5, 16, 5, 16, 580.159.04"
+PLAIN = (
+    "memory.total,pcie.link.gen.current,pcie.link.width.current,pcie.link.gen.max,pcie.link.width.max,driver_version"
+)
+
+
+@pytest.fixture
+def nvidia_smi(tmp_path, monkeypatch):
+    """Returns a function that puts an nvidia-smi on PATH, alone there; its arguments are left in a file."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    monkeypatch.setenv("PATH", str(folder))
+
+    def install(*lines: str, status: int = 0) -> Path:
+        script = folder / "nvidia-smi"
+        said = "\n".join(lines)
+        script.write_text(
+            f"#!/bin/sh\necho \"$@\" > {folder}/arguments\ncat <<'END'\n{said}\nEND\nexit {status}\n".replace(
+                "cat", "/bin/cat", 1
+            )
+        )
+        script.chmod(0o755)
+        return folder / "arguments"
+
+    return install
+
+
+def test_gpus_are_those_of_nvidia_smi(tmp_path, nvidia_smi):
+    arguments = nvidia_smi(H200, "1, NVIDIA H200, GPU-77aa, 00000000:E5:00.0, 143771, 1, 8, 5, 16, 580.159.04")
+    first, second = gpu_facts(tmp_path)
+    assert first == GpuFacts(0, "NVIDIA H200", "GPU-1e2d", "0000:65:00.0", 143771 << 20, 5, 16, 5, 16, None)
+    assert (second.index, second.pci_bus_id) == (1, "0000:e5:00.0")
+    assert (second.link_generation, second.link_width, second.max_link_generation, second.max_link_width) == (
+        1,
+        8,
+        5,
+        16,
+    )
+    assert arguments.read_text().split() == [
+        f"--query-gpu=index,name,uuid,pci.bus_id,{PLAIN}",
+        "--format=csv,noheader,nounits",
+    ]
+    assert driver_version(tmp_path) == "580.159.04"
+
+
+def pci_device(sysfs: Path, **files: object) -> None:
+    folder = sysfs / "bus/pci/devices/0000:65:00.0"
+    folder.mkdir(parents=True)
+    for name, contents in files.items():
+        (folder / name).write_text(f"{contents}\n")
+
+
+def test_what_the_driver_does_not_say_comes_from_sysfs(tmp_path, nvidia_smi):
+    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, [N/A], [N/A], [Not Supported], [N/A], [N/A], 580.159.04")
+    speeds = {"current_link_speed": "16.0 GT/s PCIe", "max_link_speed": "32.0 GT/s PCIe"}
+    pci_device(tmp_path, **speeds, current_link_width=8, max_link_width=16)
+    (gpu,) = gpu_facts(tmp_path)
+    assert gpu.total_bytes is None
+    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (4, 8, 5, 16)
+
+
+def test_a_slot_with_too_few_lanes_shows_although_the_driver_calls_them_the_most(tmp_path, nvidia_smi):
+    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, 143771, 4, 8, 4, 8, 580.159.04")
+    pci_device(tmp_path, max_link_speed="32.0 GT/s PCIe", max_link_width=16)
+    (gpu,) = gpu_facts(tmp_path)
+    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (4, 8, 5, 16)
+
+
+def test_what_neither_says_is_none(tmp_path, nvidia_smi):
+    nvidia_smi("0, NVIDIA H200, GPU-1e2d, 00000000:65:00.0, [N/A], [N/A], [N/A], [N/A], [N/A], 580.159.04")
+    speeds = {"current_link_speed": "Unknown", "max_link_speed": "2000.0 GT/s"}
+    pci_device(tmp_path, **speeds, current_link_width=0, max_link_width=255)
+    (gpu,) = gpu_facts(tmp_path)
+    assert (gpu.link_generation, gpu.link_width, gpu.max_link_generation, gpu.max_link_width) == (None,) * 4
+    assert gpu.numa_node is None
+
+
+def test_a_gpu_s_node_is_in_its_facts(tmp_path, nvidia_smi):
+    nvidia_smi(H200)
+    pci_device(tmp_path, numa_node=1)
+    for node, cpus in enumerate(["0-3", "4-7"]):
+        (tmp_path / f"devices/system/node/node{node}").mkdir(parents=True)
+        (tmp_path / f"devices/system/node/node{node}/cpulist").write_text(cpus)
+    assert gpu_facts(tmp_path)[0].numa_node == 1
+
+
+@pytest.mark.parametrize(("said", "status"), [("No devices were found", 0), ("", 0)])
+def test_a_driver_without_gpus(tmp_path, nvidia_smi, said, status):
+    nvidia_smi(said, status=status)
+    assert gpu_facts(tmp_path) == ()
+    assert driver_version(tmp_path) is None
+
+
+def test_an_nvidia_smi_that_fails_is_a_warning_and_torch_is_asked(tmp_path, nvidia_smi, caplog):
+    nvidia_smi("NVIDIA-SMI has failed because it couldn't communicate with the NVIDIA driver.", status=9)
+    assert len(gpu_facts(tmp_path)) == torch.cuda.device_count()
+    assert "nvidia-smi gives no answer" in caplog.text
+    assert "exit status 9" in caplog.text
+
+
+def test_without_nvidia_smi_the_gpus_are_torch_s(tmp_path, nvidia_smi):
+    gpus = gpu_facts(tmp_path)
+    assert [gpu.pci_bus_id for gpu in gpus] == [torch_pci_bus_id(index) for index in range(torch.cuda.device_count())]
+
+
+def test_the_driver_s_version_is_the_module_s(tmp_path, nvidia_smi):
+    assert driver_version(tmp_path) is None
+    (tmp_path / "module/nvidia").mkdir(parents=True)
+    (tmp_path / "module/nvidia/version").write_text("580.95.05\n")
+    assert driver_version(tmp_path) == "580.95.05"
+
+
+def test_versions():
+    versions = stack_versions()
+    assert versions["torch"] == torch.__version__.split("+")[0]
+    assert versions["python"] == platform.python_version()
+    assert versions["linux"] == os.uname().release
+    assert list(versions) == [
+        *("linux", "python", "nemo-offload-rl", "torch", "megatron-core", "megatron-bridge"),
+        *("transformer-engine", "transformers", "ray", "cuda-bindings"),
+    ]
+
+
+def test_what_a_link_carries():
+    assert pcie_gb_per_s(5, 16) == pytest.approx(63.0, abs=0.1)
+    assert pcie_gb_per_s(4, 8) == pytest.approx(15.75, abs=0.1)
+    for unknown in [(None, 16), (5, None), (9, 16)]:
+        assert pcie_gb_per_s(*unknown) is None
+
+
+def test_facts_of_this_machine_are_complete():
+    facts = machine_facts()
+    assert len(facts.visible_gpus) == torch.cuda.device_count()
+    assert {*facts.links, *facts.not_measured} == set(facts.visible_gpus)
+    assert facts.allowed_cpus == os.sched_getaffinity(0)
+    assert set(facts.versions) == {*stack_versions(), "nvidia driver"}
+    assert facts.torch_cuda == torch.version.cuda
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+def test_a_link_is_measured_and_gives_everything_back():
+    before = torch.cuda.memory_reserved(0)
+    speed = measure_link(0, block_bytes=64 << 20, repeats=3)
+    assert speed.d2h_gb_per_s > 1
+    assert speed.h2d_gb_per_s > 1
+    assert speed.both_gb_per_s > max(speed.d2h_gb_per_s, speed.h2d_gb_per_s)
+    assert speed.page_lock_gb_per_s > 0.1
+    assert torch.cuda.memory_reserved(0) == before
+
+
+@pytest.mark.gpu
+@NEEDS_A_GPU
+def test_torch_and_the_driver_mean_the_same_gpus():
+    addresses = {gpu.pci_bus_id for gpu in gpu_facts()}
+    assert {torch_pci_bus_id(index) for index in range(torch.cuda.device_count())} <= addresses
