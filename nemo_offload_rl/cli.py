@@ -70,6 +70,27 @@ def _parser() -> argparse.ArgumentParser:
         "folder", type=Path, metavar="FOLDER", help="where to write: a new or empty folder, or a model to replace"
     )
     export.set_defaults(run=_export)
+
+    plan = commands.add_parser(
+        "plan",
+        help="print where training state will live, what it takes and what moving it costs; needs no GPU",
+        description="Print where a recipe's training state lives in each phase, how many bytes that is on each rank "
+        "and host, and how long the link is busy with it. Starts nothing and needs no GPU.",
+    )
+    plan.add_argument("recipe", type=Path, metavar="RECIPE", help="the YAML file")
+    plan.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for validate")
+    plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node, instead of cluster.gpus_per_node")
+    plan.add_argument("--link", type=float, metavar="GB/S", help="speed of copies, instead of an assumed 55 GB/s")
+    plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
+    plan.set_defaults(run=_plan)
+
+    doctor = commands.add_parser(
+        "doctor",
+        help="print what this machine offers to offloading, and what to do where it could offer more",
+        description="Print what this machine offers to offloading, a verdict on each fact. Measures each GPU's link.",
+    )
+    doctor.add_argument("--json", action="store_true", help="print the facts and verdicts as JSON")
+    doctor.set_defaults(run=_doctor)
     return parser
 
 
@@ -114,6 +135,35 @@ def _export(options: argparse.Namespace) -> None:
 
     export_checkpoint(options.checkpoint, options.folder)
     sys.stdout.write(f"wrote {options.folder}\n")
+
+
+def _plan(options: argparse.Namespace) -> None:
+    from nemo_offload_rl.config import load
+
+    if options.link is not None and options.link <= 0:
+        raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
+    overrides = options.overrides + ([f"cluster.gpus_per_node={options.gpus}"] if options.gpus is not None else [])
+    validated = load(options.recipe, overrides)
+    sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
+
+    from nemo_offload_rl.mcore.model_config import hf_config
+    from nemo_offload_rl.placement.machine import host_facts
+    from nemo_offload_rl.plan.planner import plan_run
+    from nemo_offload_rl.plan.report import print_plan
+
+    run = plan_run(
+        validated.config,
+        hf_config(validated.config["policy"]).to_dict(),
+        algorithm=validated.algorithm,
+        link_bytes_per_s=None if options.link is None else options.link * 1e9,
+    )
+    print_plan(run, written_at=lambda key: str(validated.recipe.origin(key)), here=host_facts(), as_json=options.json)
+
+
+def _doctor(options: argparse.Namespace) -> None:
+    from nemo_offload_rl.placement.doctor import run_doctor
+
+    run_doctor(as_json=options.json)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,10 @@ from pydantic import TypeAdapter, ValidationError
 from nemo_offload_rl.config.keys import find_key, nearest_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
-from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show, show_choices, show_file
+from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_choices, show_file
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
+from nemo_offload_rl.config.rules.base import Conflict
 from nemo_offload_rl.config.schema import ALGORITHMS, MasterConfig
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_VALUES, screen, upstream_paths
 
@@ -99,6 +100,10 @@ class _Findings:
             written = self._recipe.written.get(path)
             source = f" (from {written!r})" if written and "found" in message else ""
             self.problems.append(Problem(path, self._recipe.origin(path), message + source))
+
+    def written_at(self, path: str) -> Origin:
+        """Where a key was written."""
+        return self._recipe.origin(path)
 
     def touches(self, path: str) -> bool:
         """Whether a problem lies at the path, in it or around it."""
@@ -271,6 +276,9 @@ def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> 
             verdict = rule.check(*values)
             if isinstance(verdict, str):
                 broken.append((rule.reads[0].removesuffix("?"), verdict))
+            elif isinstance(verdict, Conflict):
+                where = found.written_at(verdict.also)
+                broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
             elif verdict is not None:
                 broken.append(verdict)
     yield from broken

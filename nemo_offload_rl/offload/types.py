@@ -1,6 +1,7 @@
-"""The words of the residency table: phases, targets, cells."""
+"""The words of the residency table: phases, targets, cells; and the sizes that a rank's targets follow from."""
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from enum import StrEnum
 
 
@@ -14,10 +15,14 @@ class Phase(StrEnum):
 
 
 class Target(StrEnum):
-    """A kind of state that moves between phases."""
+    """A kind of state that has a place in every phase."""
 
     PARAMS = "params"
     GRADS = "grads"
+    OPTIMIZER_STATE = "optimizer_state"
+    """Moments and fp32 masters."""
+    REFERENCE_WEIGHTS = "reference_weights"
+    """Of the KL penalty; swapped into the parameters for their log-probs."""
 
 
 class Cell(StrEnum):
@@ -34,8 +39,47 @@ class Cell(StrEnum):
 Table = Mapping[Phase, Mapping[Target, Cell]]
 
 DEFAULT_TABLE: Table = {
-    Phase.TRAIN: {Target.PARAMS: Cell.GPU, Target.GRADS: Cell.GPU},
-    Phase.LOGPROB: {Target.PARAMS: Cell.GPU, Target.GRADS: Cell.DROPPED},
-    Phase.REFIT: {Target.PARAMS: Cell.GPU, Target.GRADS: Cell.DROPPED},
-    Phase.GENERATE: {Target.PARAMS: Cell.HOST, Target.GRADS: Cell.DROPPED},
+    Phase.TRAIN: {
+        Target.PARAMS: Cell.GPU,
+        Target.GRADS: Cell.GPU,
+        Target.OPTIMIZER_STATE: Cell.GPU,
+        Target.REFERENCE_WEIGHTS: Cell.HOST,
+    },
+    Phase.LOGPROB: {
+        Target.PARAMS: Cell.GPU,
+        Target.GRADS: Cell.DROPPED,
+        Target.OPTIMIZER_STATE: Cell.KEEP,
+        Target.REFERENCE_WEIGHTS: Cell.HOST,
+    },
+    Phase.REFIT: {
+        Target.PARAMS: Cell.GPU,
+        Target.GRADS: Cell.DROPPED,
+        Target.OPTIMIZER_STATE: Cell.HOST,
+        Target.REFERENCE_WEIGHTS: Cell.HOST,
+    },
+    Phase.GENERATE: {
+        Target.PARAMS: Cell.HOST,
+        Target.GRADS: Cell.DROPPED,
+        Target.OPTIMIZER_STATE: Cell.HOST,
+        Target.REFERENCE_WEIGHTS: Cell.HOST,
+    },
 }
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What one rank holds; counts are in elements, sizes in bytes an element."""
+
+    num_params: int
+    """Trainable parameters of this rank."""
+    num_frozen_params: int
+    param_size: int
+    grad_size: int
+    """Of the gradient buffer: 4, or 2 where gradients are kept in bf16."""
+    num_optimizer_params: int
+    """Elements whose state this rank's optimizer keeps: its shard."""
+    optimizer_size: int
+    """What moves of an element's optimizer state: 12 with fp32 masters, 10 with the precision-aware optimizer, 8 for an
+    fp32 model, whose masters are the parameters themselves."""
+    keeps_reference: bool
+    """Whether reference weights are kept for a KL penalty."""

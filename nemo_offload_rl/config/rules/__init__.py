@@ -3,7 +3,20 @@
 A rule gets the values of the keys that it reads. It is asked only where all of these are in the recipe and well-typed.
 """
 
-from nemo_offload_rl.config.rules import batches, grpo, memory, notes, optimizer, outcome, parallel, tasks
+from nemo_offload_rl.config.rules import batches, grpo, memory, notes, optimizer, outcome, parallel, residency, tasks
 from nemo_offload_rl.config.rules.base import NOTES, RULES, Rule
 
-__all__ = ["NOTES", "RULES", "Rule", "batches", "grpo", "memory", "notes", "optimizer", "outcome", "parallel", "tasks"]
+__all__ = [
+    "NOTES",
+    "RULES",
+    "Rule",
+    "batches",
+    "grpo",
+    "memory",
+    "notes",
+    "optimizer",
+    "outcome",
+    "parallel",
+    "residency",
+    "tasks",
+]

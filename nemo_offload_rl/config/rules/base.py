@@ -14,8 +14,24 @@ SCHEDULER = f"{MEGATRON}.scheduler"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
 
+
+@dataclass(frozen=True)
+class Conflict:
+    """Two keys that contradict each other.
+
+    Attributes:
+        path: the key that the problem is reported at.
+        message: what is wrong and what to do.
+        also: the other key; where it was written is added to the message.
+    """
+
+    path: str
+    message: str
+    also: str
+
+
 # What is wrong and what to do, said of the rule's first key, or of the one named before it; None where all is well.
-Verdict = str | tuple[str, str] | None
+Verdict = str | tuple[str, str] | Conflict | None
 Check = Callable[..., Verdict]
 
 

@@ -27,22 +27,6 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
     return None
 
 
-@rule("policy.use_pinned_optimizer_offload?")
-def pinned_optimizer_offload_is_not_here_yet(enabled: bool | None) -> Verdict:
-    """It comes with the residency engine."""
-    return _not_here_yet(enabled)
-
-
-@rule("policy.offload_optimizer_for_logprob?")
-def optimizer_offload_for_logprob_is_not_here_yet(enabled: bool | None) -> Verdict:
-    """It comes with the residency engine."""
-    return _not_here_yet(enabled)
-
-
-def _not_here_yet(enabled: bool | None) -> Verdict:
-    return "comes with the residency engine and is not supported here yet; set it to false" if enabled else None
-
-
 @rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
 def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
     """megatron-core 0.19.2 restores wrong optimizer state from them, silently."""

@@ -41,9 +41,3 @@ def checkpoints_are_saved_with_their_metric(
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
     return f"{save} is no multiple of val_period ({period}), so some checkpoints are saved without {metric}"
-
-
-@note("policy.offload_optimizer_for_refit?", "grpo")
-def optimizer_stays_during_refit(enabled: bool | None, grpo: object) -> Verdict:
-    """Absent means true; the residency engine, which moves optimizer state, is not here yet."""
-    return None if enabled is False else "has no effect yet: optimizer state stays where it is while weights are sent"

@@ -6,11 +6,13 @@ from pydantic import with_config
 
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
+from nemo_offload_rl.config.schema.residency import ResidencyConfig
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
+    NumaSetting,
     PositiveFloat,
     PositiveInt,
     Precision,
@@ -89,13 +91,21 @@ class PolicyConfig(TypedDict):
     refit_buffer_size_gb: NotRequired[PositiveFloat]
     # Compare a checksum of the weights on both sides after every refit. Recommended: true in tests. Absent: false.
     verify_refit: NotRequired[bool]
-    # Move optimizer state to the host while weights are sent to generation. Recommended: true. Absent: true.
+    # Move optimizer state to the host before weights are sent to generation, until the next training step needs it.
+    # Recommended: true. Absent: true.
     offload_optimizer_for_refit: NotRequired[bool]
-    # Move optimizer state to the host during log-prob passes. Only false: not supported here yet. Absent: false.
+    # Move optimizer state to the host during log-prob passes, too. Recommended: false; true where their activations
+    # need the room. Absent: false, it stays where it is.
     offload_optimizer_for_logprob: NotRequired[bool]
-    # Keep one page-locked host buffer for optimizer state, so that moving it runs at link speed. Only false: not
-    # supported here yet. Absent: false.
+    # Move training state in large copies between page-locked host memory and address ranges of its own, at the speed of
+    # the link. False: tensor by tensor through pageable memory, many times slower. Recommended: true. Absent: false.
     use_pinned_optimizer_offload: NotRequired[bool]
+    # Where training state lives in each phase, and its host memory. Absent: what the flags above say, no limit, no
+    # checksums, ordinary pages.
+    residency: NotRequired[ResidencyConfig]
+    # The NUMA node that a rank's CPU threads and host memory are bound to: auto (that of its GPU), none, or the number
+    # of a node. Recommended: auto. Absent: auto.
+    numa: NotRequired[NumaSetting]
 
 
 @with_config(STRICT)

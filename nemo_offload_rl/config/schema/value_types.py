@@ -1,8 +1,9 @@
 """Value types that the sections of the schema share."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import ConfigDict, Field
+from pydantic import BeforeValidator, ConfigDict, Field
+from pydantic_core import PydanticCustomError
 
 # Values keep their YAML type ("1" is no int), and a key that the schema lacks is an error.
 STRICT = ConfigDict(strict=True, extra="forbid")
@@ -18,3 +19,13 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Precision = Literal["bfloat16", "float32"]
+
+
+def _numa_setting(value: Any) -> Any:
+    """A setting of NUMA placement, checked whole, since of a union each member would complain."""
+    if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
+        return value
+    raise PydanticCustomError("numa_setting", "must be auto, none or the number of a NUMA node (0 or more)")
+
+
+NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]

@@ -18,6 +18,11 @@ OFFLOAD_KEYS = (
     "policy.offload_optimizer_for_refit",
     "policy.offload_optimizer_for_logprob",
     "policy.use_pinned_optimizer_offload",
+    "policy.residency.verify",
+    "policy.residency.huge_pages",
+    "policy.residency.host_memory_limit_gib",
+    "policy.residency.table",
+    "policy.numa",
     "policy.megatron_cfg.fine_grained_activation_offloading",
     "policy.megatron_cfg.offload_modules",
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
@@ -44,6 +49,10 @@ def test_an_exemplar_shows_each_offload_key(path, key):
     for name in key.split("."):
         assert name in node, key
         node = node[name]
+
+
+def test_the_recipe_for_gpus_moves_optimizer_state_at_link_speed():
+    assert load(CONFIGS / "grpo_math_1B_megatron.yaml").config["policy"]["use_pinned_optimizer_offload"] is True
 
 
 def written(value, path=""):

@@ -9,6 +9,7 @@ import nemo_offload_rl
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.rules import NOTES, RULES
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.config.schema import ALGORITHMS
@@ -107,13 +108,25 @@ BROKEN = {
         ],
         "recompute_modules: may hold 'core_attn', 'moe_act',",
     ),
-    "pinned_optimizer_offload_is_not_here_yet": (
-        ["policy.use_pinned_optimizer_offload=true"],
-        "policy.use_pinned_optimizer_offload: comes with the residency engine",
+    "training_has_its_state_on_the_gpu": (
+        ["+policy.residency.table.train.grads=dropped"],
+        "policy.residency.table.train.grads: must be gpu, since a training step works on it; found 'dropped'",
     ),
-    "optimizer_offload_for_logprob_is_not_here_yet": (
-        ["policy.offload_optimizer_for_logprob=true"],
-        "policy.offload_optimizer_for_logprob: comes with the residency engine",
+    "forward_passes_have_params_on_the_gpu": (
+        ["+policy.residency.table.refit.params=keep"],
+        "policy.residency.table.refit.params: must be gpu, since they are sent to generation; found 'keep'",
+    ),
+    "table_agrees_with_offload_for_refit": (
+        ["+policy.residency.table.generate.optimizer_state=keep"],
+        "policy.residency.table.generate.optimizer_state: is keep, but policy.offload_optimizer_for_refit is true, "
+        "which makes this cell host; delete one of the two, or make them agree (policy.offload_optimizer_for_refit is "
+        f"written at {show_file(CONFIGS / 'common' / 'base.yaml')}:",
+    ),
+    "table_agrees_with_offload_for_logprob": (
+        ["policy.offload_optimizer_for_logprob=true", "+policy.residency.table.logprob.optimizer_state=gpu"],
+        "policy.residency.table.logprob.optimizer_state: is gpu, but policy.offload_optimizer_for_logprob is true, "
+        "which makes this cell host; delete one of the two, or make them agree (policy.offload_optimizer_for_logprob "
+        "is written at command line: policy.offload_optimizer_for_logprob=true)",
     ),
     "fully_reshardable_checkpoints_are_refused": (
         [f"+{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable=true"],
@@ -235,6 +248,21 @@ def test_a_stop_target_needs_metric_value_and_validation(overrides, message, err
 )
 def test_an_environment_is_whole(overrides, message, error_of):
     assert message in error_of(*overrides)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.residency.table=null"],
+        ["+policy.residency.table.refit.optimizer_state=host"],
+        ["policy.offload_optimizer_for_refit=false", "+policy.residency.table.generate.optimizer_state=keep"],
+        ["~policy.offload_optimizer_for_refit", "+policy.residency.table.generate.optimizer_state=gpu"],
+        ["policy.residency.table={train: {params: gpu}, generate: {params: keep, grads: keep}}", "policy.numa=3"],
+        ["~policy.residency", "~policy.numa"],
+    ],
+)
+def test_cells_that_contradict_nothing_pass(overrides):
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
 
 
 def test_two_ranks_pass():

@@ -95,8 +95,29 @@ MEGATRON = "policy.megatron_cfg"
         (f"{MEGATRON}.optimizer.optimizer_cpu_offload=true", "the CPU optimizer is not supported here yet"),
         (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
         (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),
-        ("policy.use_pinned_optimizer_offload=true", "comes with the residency engine and is not supported here yet"),
-        ("policy.offload_optimizer_for_logprob=true", "comes with the residency engine and is not supported here yet"),
+        # Residency.
+        (
+            "policy.residency.table={generat: {params: keep}}",
+            "residency.table.generat: unknown key; nearest valid key: policy.residency.table.generate\n",
+        ),
+        (
+            "+policy.residency.table.refit.optimiser_state=gpu",
+            "optimiser_state: unknown key; nearest valid key: policy.residency.table.refit.optimizer_state\n",
+        ),
+        (
+            "+policy.residency.table.generate.grads=host",
+            "policy.residency.table.generate.grads: must be 'gpu', 'dropped' or 'keep'; found 'host'\n",
+        ),
+        ("+policy.residency.table.generate.params=hots", "must be 'gpu', 'host' or 'keep'; found 'hots'; did you mean"),
+        ("+policy.residency.table.train.reference_weights=gpu", "must be 'host'; found 'gpu'"),
+        ("policy.residency.table={generate: null}", "table.generate: must be a section (a mapping); found null"),
+        ("policy.residency.host_memory_limit_gib=0", "must be above 0.0; found 0"),
+        ("~policy.residency.verify", "policy.residency.verify: missing (its meaning: Compare a checksum"),
+        ("policy.numa=atuo", "policy.numa: must be auto, none or the number of a NUMA node (0 or more); found 'atuo'"),
+        ("policy.numa=-1", "(0 or more); found -1"),
+        ("policy.numa=true", "(0 or more); found true"),
+        ("policy.numa=[0]", "(0 or more); found [0]"),
+        ("policy.numa='0'", "(0 or more); found '0'"),
     ],
 )
 def test_a_mistake_is_answered_by_one_message(error_of, override, message):

@@ -1,0 +1,73 @@
+"""Where training state lives: flags and single cells of the residency table."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.base import Conflict, Verdict, rule
+
+TABLE = "policy.residency.table"
+FOR_REFIT = "policy.offload_optimizer_for_refit"
+FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
+
+# The phases whose cell of optimizer_state a flag of NeMo-RL's writes.
+FLAG_PHASES: Mapping[str, tuple[str, ...]] = {FOR_LOGPROB: ("logprob",), FOR_REFIT: ("refit", "generate")}
+
+_Cells = Mapping[str, Mapping[str, str]]
+
+
+def flag_cell(enabled: bool) -> str:
+    """The cell that a flag writes: on the host, or wherever the state is."""
+    return "host" if enabled else "keep"
+
+
+@rule(f"{TABLE}?")
+def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
+    """A step reads and writes all of it."""
+    for target in ("params", "grads", "optimizer_state"):
+        cell = _cell(table, "train", target)
+        if cell not in (None, "gpu"):
+            return f"{TABLE}.train.{target}", f"must be gpu, since a training step works on it; found {show(cell)}"
+    return None
+
+
+@rule(f"{TABLE}?")
+def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
+    """Log-probs are computed with them, and a refit sends them."""
+    for phase, why in (("logprob", "log-probs are computed with them"), ("refit", "they are sent to generation")):
+        cell = _cell(table, phase, "params")
+        if cell not in (None, "gpu"):
+            return f"{TABLE}.{phase}.params", f"must be gpu, since {why}; found {show(cell)}"
+    return None
+
+
+@rule(f"{TABLE}?", FOR_REFIT)
+def table_agrees_with_offload_for_refit(table: _Cells | None, enabled: bool) -> Verdict:
+    """The flag writes cells, too."""
+    return _agreement(table, FOR_REFIT, enabled)
+
+
+@rule(f"{TABLE}?", FOR_LOGPROB)
+def table_agrees_with_offload_for_logprob(table: _Cells | None, enabled: bool) -> Verdict:
+    """The flag writes cells, too."""
+    return _agreement(table, FOR_LOGPROB, enabled)
+
+
+def _agreement(table: _Cells | None, flag: str, enabled: bool) -> Verdict:
+    written = flag_cell(enabled)
+    for phase in FLAG_PHASES[flag]:
+        cell = _cell(table, phase, "optimizer_state")
+        if cell not in (None, written):
+            path = f"{TABLE}.{phase}.optimizer_state"
+            message = (
+                f"is {cell}, but {flag} is {show(enabled)}, which makes this cell {written}; delete one of the two, or "
+                "make them agree"
+            )
+            return Conflict(path, message, also=flag)
+    return None
+
+
+def _cell(table: _Cells | None, phase: str, target: str) -> Any:
+    if table is None or phase not in table or target not in table[phase]:
+        return None
+    return table[phase][target]

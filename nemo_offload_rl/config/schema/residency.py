@@ -1,0 +1,55 @@
+"""The section `policy.residency`: where training state lives between phases, and what host memory it may take."""
+
+from typing import Literal, NotRequired, TypedDict
+
+from pydantic import with_config
+
+from nemo_offload_rl.config.schema.value_types import STRICT, PositiveFloat
+
+
+@with_config(STRICT)
+class PhaseCells(TypedDict):
+    """Section `policy.residency.table.NAME`: cells of one phase that differ from what the defaults and flags say."""
+
+    # The model's parameters: gpu, host or keep (wherever they are). train, logprob and refit compute with them, so
+    # only generate may differ from gpu. Absent: gpu; in generate host.
+    params: NotRequired[Literal["gpu", "host", "keep"]]
+    # The gradient buffers: gpu, dropped (given back, and zeroed when they return) or keep. Absent: dropped; in train
+    # gpu.
+    grads: NotRequired[Literal["gpu", "dropped", "keep"]]
+    # Moments and fp32 master weights: gpu, host or keep. Only gpu in train. Absent: what offload_optimizer_for_refit
+    # (refit, generate) and offload_optimizer_for_logprob (logprob) say.
+    optimizer_state: NotRequired[Literal["gpu", "host", "keep"]]
+    # The reference policy's weights, which are swapped in for their log-probs. Only host. Absent: host.
+    reference_weights: NotRequired[Literal["host"]]
+
+
+@with_config(STRICT)
+class ResidencyTable(TypedDict):
+    """Section `policy.residency.table`: for each phase, what overrides the residency table."""
+
+    # While the policy is trained. Absent: no override.
+    train: NotRequired[PhaseCells]
+    # During log-prob passes. Absent: no override.
+    logprob: NotRequired[PhaseCells]
+    # While weights are sent to generation. Absent: no override.
+    refit: NotRequired[PhaseCells]
+    # While generation has the GPU. Absent: no override.
+    generate: NotRequired[PhaseCells]
+
+
+@with_config(STRICT)
+class ResidencyConfig(TypedDict):
+    """Section `policy.residency`."""
+
+    # Compare a checksum of everything that moves before it leaves and after it is back, and stop where they differ.
+    # Recommended: false; true to look for a fault, since it reads all state at every move.
+    verify: bool
+    # Ask the kernel for 2 MiB pages under the page-locked host buffers: no less exact, and three times sooner ready.
+    # Recommended: true; false where the kernel is slow to find them.
+    huge_pages: bool
+    # Most host memory that one rank may take for everything that moves, in GiB. Above 0; null for what the machine and
+    # its cgroup have free, shared by the ranks of a host. Recommended: null.
+    host_memory_limit_gib: PositiveFloat | None
+    # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}.
+    table: ResidencyTable | None

@@ -1,0 +1,138 @@
+"""The shape of a model, from its Hugging Face config: what the sizes of its parameters follow from.
+
+The fields are those that Megatron-Bridge's bridges of each family read, so that the counts are those of the model that
+a worker builds.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.problems import show, show_choices
+
+MEGATRON = "policy.megatron_cfg"
+
+
+@dataclass(frozen=True)
+class Family:
+    """What a family's bridge sets whatever the config says; None where it reads the config.
+
+    Attributes:
+        qkv_bias: biases of the query, key and value projections.
+        linear_bias: biases of every other linear layer.
+        qk_norm: norms of queries and keys.
+        experts: whether the MLPs are mixtures of experts.
+    """
+
+    qkv_bias: bool | None
+    linear_bias: bool | None
+    qk_norm: bool
+    experts: bool = False
+
+
+FAMILIES: Mapping[str, Family] = {
+    "llama": Family(qkv_bias=None, linear_bias=None, qk_norm=False),
+    "mistral": Family(qkv_bias=False, linear_bias=False, qk_norm=False),
+    "qwen2": Family(qkv_bias=True, linear_bias=False, qk_norm=False),
+    "qwen3": Family(qkv_bias=False, linear_bias=False, qk_norm=True),
+    "qwen3_moe": Family(qkv_bias=False, linear_bias=False, qk_norm=True, experts=True),
+}
+
+# Fields of `policy.megatron_cfg` that change what parameters there are, and the values with which the counts here hold.
+FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
+    "normalization": ("RMSNorm", None),
+    "gated_linear_unit": (True, None),
+    "softmax_type": ("vanilla", "off-by-one", None),
+    "attention_output_gate": (False, None),
+    "linear_attention_freq": (None,),
+    "moe_layer_freq": (1, None),
+    "moe_latent_size": (None,),
+    "moe_shared_expert_intermediate_size": (None,),
+    "pipeline_model_parallel_layout": (None,),
+    "account_for_embedding_in_pipeline_split": (False, None),
+    "account_for_loss_in_pipeline_split": (False, None),
+}
+
+
+class UnknownArchitectureError(ValueError):
+    """A model whose sizes cannot be told before it is built."""
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """A decoder-only transformer with RMSNorm, gated MLPs and rotary embeddings; sizes in elements."""
+
+    num_layers: int
+    hidden_size: int
+    ffn_hidden_size: int
+    """Of an MLP; of one expert in a mixture of experts."""
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    vocab_size: int
+    tied_embeddings: bool
+    qkv_bias: bool
+    linear_bias: bool
+    qk_norm: bool
+    num_experts: int | None
+
+
+def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
+    """The architecture that a worker will build.
+
+    Args:
+        hf_config: a Hugging Face config with every field, as its `to_dict()` gives it.
+        megatron_cfg: the recipe's section, whose fields go before those of the model.
+
+    Raises:
+        UnknownArchitectureError: a family that is not counted here, or a field that changes it beyond what is.
+        ValueError: a field that the family has is missing.
+    """
+    kind = hf_config["model_type"] if "model_type" in hf_config else None
+    if not isinstance(kind, str) or kind not in FAMILIES:
+        raise UnknownArchitectureError(
+            f"The model's model_type is {show(kind)}, whose sizes are not known here; known are "
+            f"{show_choices(FAMILIES)}. The worker will know the exact sizes once it has built the model, and will "
+            "check them against the host's memory before it page-locks anything."
+        )
+    for name, values in FOLLOWED_ONLY_AT.items():
+        if name in megatron_cfg and megatron_cfg[name] not in values:
+            raise UnknownArchitectureError(
+                f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, with which the sizes are not known here; they are "
+                f"with {show_choices(values)}. The worker will know the exact sizes once it has built the model."
+            )
+    return _read(FAMILIES[kind], kind, hf_config, megatron_cfg)
+
+
+def _read(family: Family, kind: str, hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
+    def field(name: str) -> Any:
+        if name not in hf_config or hf_config[name] is None:
+            raise ValueError(f"The model's config (model_type {kind}) has no {name}; give policy.hf_config.{name}.")
+        return hf_config[name]
+
+    def optional(name: str, otherwise: Any) -> Any:
+        return field(name) if hf_config.get(name) is not None else otherwise
+
+    def overridden(name: str, value: Any) -> Any:
+        return megatron_cfg[name] if name in megatron_cfg and megatron_cfg[name] is not None else value
+
+    hidden_size, num_heads = field("hidden_size"), field("num_attention_heads")
+    ffn_hidden_size = field("intermediate_size")
+    if family.experts:
+        ffn_hidden_size = overridden("moe_ffn_hidden_size", field("moe_intermediate_size"))
+    qkv_bias = optional("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
+    linear_bias = optional("mlp_bias", False) if family.linear_bias is None else family.linear_bias
+    return Architecture(
+        num_layers=field("num_hidden_layers"),
+        hidden_size=hidden_size,
+        ffn_hidden_size=ffn_hidden_size,
+        num_heads=num_heads,
+        num_query_groups=optional("num_key_value_heads", num_heads),
+        head_dim=optional("head_dim", hidden_size // num_heads),
+        vocab_size=field("vocab_size"),
+        tied_embeddings=field("tie_word_embeddings"),
+        qkv_bias=overridden("add_qkv_bias", qkv_bias),
+        linear_bias=overridden("add_bias_linear", linear_bias),
+        qk_norm=overridden("qk_layernorm", family.qk_norm),
+        num_experts=optional("num_local_experts", None) or field("num_experts") if family.experts else None,
+    )

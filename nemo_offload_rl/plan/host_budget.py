@@ -1,0 +1,195 @@
+"""Whether what leaves the GPUs of a host fits into its memory; asked before anything is page-locked."""
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from nemo_offload_rl.offload.types import Target
+
+GIB = 1 << 30
+
+# Left to everybody else on the host: for what Ray, generation and the page cache still take after this was asked.
+MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
+
+LIMIT_KEY = "policy.residency.host_memory_limit_gib"
+_OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
+_PARAMS_STAY = "+policy.residency.table.generate.params=keep"
+_NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
+_MORE_RANKS = "more ranks, by cluster.num_nodes: the distributed optimizer shards its state over them"
+
+
+class HostMemory(Protocol):
+    """What is asked of a host's facts (placement.machine.HostFacts has it)."""
+
+    @property
+    def available_bytes(self) -> int:
+        """What the kernel says can be had without swapping (MemAvailable)."""
+        ...
+
+    @property
+    def cgroup_free_bytes(self) -> int | None:
+        """What the cgroup's limit leaves; None where there is no limit."""
+        ...
+
+    @property
+    def memlock_bytes(self) -> int | None:
+        """What a process may lock (RLIMIT_MEMLOCK); None where that is unlimited."""
+        ...
+
+
+@dataclass(frozen=True)
+class RankNeed:
+    """The host memory that a rank will take, for each target in bytes."""
+
+    rank: int
+    host: str
+    target_bytes: Mapping[Target, int]
+
+    @property
+    def total_bytes(self) -> int:
+        """All of it."""
+        return sum(self.target_bytes.values())
+
+
+class HostBudgetError(ValueError):
+    """What leaves the GPUs does not fit into the memory of a host; `str()` has the table."""
+
+
+def margin_bytes(host: HostMemory) -> int:
+    """What is left to others."""
+    return max(int(MARGIN_SHARE * _free_bytes(host)), MIN_MARGIN_BYTES)
+
+
+def usable_bytes(host: HostMemory) -> int:
+    """What all ranks of a host may take together."""
+    return max(0, _free_bytes(host) - margin_bytes(host))
+
+
+def _free_bytes(host: HostMemory) -> int:
+    return min(source for source in (host.available_bytes, host.cgroup_free_bytes) if source is not None)
+
+
+def check_host_budget(
+    needs: Sequence[RankNeed],
+    hosts: Mapping[str, HostMemory],
+    limit_bytes: int | None,
+    *,
+    memlock_binds: bool = False,
+) -> None:
+    """Refuse what does not fit.
+
+    Args:
+        needs: of every rank of the hosts.
+        hosts: the facts of each host that a need names, taken before any of it was allocated.
+        limit_bytes: the recipe's limit for one rank; None for none.
+        memlock_binds: whether RLIMIT_MEMLOCK counts for the way in which memory is page-locked.
+
+    Raises:
+        HostBudgetError: one sentence, then a table of what is needed and what there is, then the keys that would help;
+            for the first thing that does not fit: a rank's limit, a process's memlock, a host's memory.
+    """
+    for need in needs:
+        if limit_bytes is not None and need.total_bytes > limit_bytes:
+            raise _over_limit(need, limit_bytes)
+    for name, host in hosts.items():
+        here = [need for need in needs if need.host == name]
+        locked = [need for need in here if host.memlock_bytes is not None and need.total_bytes > host.memlock_bytes]
+        if memlock_binds and locked:
+            raise _over_memlock(locked[0], host)
+        if sum(need.total_bytes for need in here) > usable_bytes(host):
+            raise _over_memory(name, here, host)
+
+
+def _over_limit(need: RankNeed, limit_bytes: int) -> HostBudgetError:
+    enough = math.ceil(need.total_bytes / GIB)
+    sentence = (
+        f"Rank {need.rank} needs {_gib(need.total_bytes)} GiB of host memory for what leaves its GPU, but {LIMIT_KEY} "
+        f"is {limit_bytes / GIB:g}."
+    )
+    raising = f"{LIMIT_KEY}={enough}, or null for what the host has"
+    return _error(sentence, [need], [], need.total_bytes - limit_bytes, raising)
+
+
+def _over_memlock(need: RankNeed, host: HostMemory) -> HostBudgetError:
+    assert host.memlock_bytes is not None
+    sentence = (
+        f"Rank {need.rank} needs {_gib(need.total_bytes)} GiB of page-locked host memory for what leaves its GPU, but "
+        f"a process on {need.host} may lock {_gib(host.memlock_bytes)} GiB (RLIMIT_MEMLOCK)."
+    )
+    raising = "ulimit -l unlimited, before the run starts"
+    return _error(sentence, [need], list(_sources(host)), need.total_bytes - host.memlock_bytes, raising)
+
+
+def _over_memory(name: str, needs: Sequence[RankNeed], host: HostMemory) -> HostBudgetError:
+    total, usable = sum(need.total_bytes for need in needs), usable_bytes(host)
+    ranks = f"{len(needs)} ranks of {name} need" if len(needs) > 1 else f"rank of {name} needs"
+    sentence = (
+        f"The {ranks} {_gib(total)} GiB of host memory for what leaves the GPU, but {_gib(usable)} GiB can be had; "
+        "nothing was page-locked."
+    )
+    return _error(sentence, needs, list(_sources(host)), total - usable, None)
+
+
+def _error(
+    sentence: str, needs: Sequence[RankNeed], sources: Sequence[str], missing_bytes: int, first_remedy: str | None
+) -> HostBudgetError:
+    lines = [sentence, "", *_table(needs)]
+    if sources:
+        lines += ["", "  there is (GiB)", *(f"    {source}" for source in sources)]
+    lines += ["", f"  {_gib(missing_bytes)} GiB are missing; any of these helps"]
+    lines += [f"    {remedy}" for remedy in ([first_remedy] if first_remedy else [])]
+    lines += [f"    {remedy}" for remedy in _remedies(needs, missing_bytes)]
+    return HostBudgetError("\n".join(lines))
+
+
+def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
+    """What each rank needs of each target, in GiB."""
+    widths = [max(len(target), 8) for target in Target]
+    names = [f"{target:>{width}}" for target, width in zip(Target, widths, strict=True)]
+    yield "  " + "  ".join([f"{'needed (GiB)':<14}", *names, f"{'total':>8}"])
+    for need in needs:
+        yield _row(f"rank {need.rank}", [_bytes_of(need, target) for target in Target], widths)
+    if len(needs) > 1:
+        yield _row("all", [sum(_bytes_of(need, target) for need in needs) for target in Target], widths)
+
+
+def _row(label: str, sizes: Sequence[int], widths: Sequence[int]) -> str:
+    cells = [f"{_gib(size):>{width}}" for size, width in zip(sizes, widths, strict=True)]
+    return "  " + "  ".join([f"{label:<14}", *cells, f"{_gib(sum(sizes)):>8}"])
+
+
+def _bytes_of(need: RankNeed, target: Target) -> int:
+    return need.target_bytes[target] if target in need.target_bytes else 0
+
+
+def _sources(host: HostMemory) -> Iterator[str]:
+    cgroup, memlock = host.cgroup_free_bytes, host.memlock_bytes
+    yield f"{_gib(host.available_bytes):>10}  MemAvailable"
+    yield f"{'no limit' if cgroup is None else _gib(cgroup):>10}  free under the cgroup's limit"
+    yield f"{'no limit' if memlock is None else _gib(memlock):>10}  memlock of each process"
+    yield f"{'-' + _gib(margin_bytes(host)):>10}  margin"
+    yield f"{_gib(usable_bytes(host)):>10}  can be had"
+
+
+def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
+    """What each key would free, the largest first, and whether it is enough."""
+    params, optimizer, reference = (
+        sum(_bytes_of(need, target) for need in needs)
+        for target in (Target.PARAMS, Target.OPTIMIZER_STATE, Target.REFERENCE_WEIGHTS)
+    )
+    freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU)": optimizer}
+    freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
+    # Params have host memory for the swap with reference weights, too.
+    also = f" {_NO_REFERENCE}" if reference else ""
+    freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0
+    for remedy, size in sorted(freed.items(), key=lambda item: -item[1]):
+        if size:
+            enough = "enough" if size >= missing_bytes else "not enough alone"
+            yield f"frees {_gib(size)} GiB, {enough}: {remedy}"
+    if optimizer:
+        yield _MORE_RANKS
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f}"

@@ -1,0 +1,253 @@
+"""What each rank holds of a model: counts of its parameters, and the shard of them that its optimizer keeps.
+
+The layout of parameters over ranks is megatron-core's: linear layers are split over tensor-parallel ranks, norms and
+routers are copied, layers are dealt out to pipeline stages, experts to expert-parallel ranks.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
+from nemo_offload_rl.config.rules.parallel import (
+    expert_parallel_needs_experts,
+    pipeline_stages_share_layers_evenly,
+    tensor_parallel_size_divides_heads,
+)
+from nemo_offload_rl.offload.types import ShardFacts
+from nemo_offload_rl.plan.architecture import Architecture, read_architecture
+
+_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+# megatron-core's DDP buffers: each parameter starts at a multiple of 64 elements, each bucket ends at one of 128.
+_PARAM_ALIGNMENT, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT = 64, 128, 2**16
+
+
+@dataclass(frozen=True)
+class _Sizes:
+    """How many ranks share what."""
+
+    tensor: int
+    pipeline: int
+    expert: int
+    expert_tensor: int
+    data: int
+    expert_data: int
+
+
+@dataclass(frozen=True)
+class _Weight:
+    """One parameter of a rank, in elements."""
+
+    num_elements: int
+    is_expert: bool = False
+    is_router: bool = False
+
+
+def shard_facts(
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, keeps_reference: bool
+) -> tuple[ShardFacts, ...]:
+    """What one rank of each pipeline stage holds.
+
+    Counts of parameters are exact. So is the optimizer's shard with one data-parallel rank; with several it is the
+    largest one's, with at most the padding of the buffers on top (64 elements a parameter, 128 a bucket).
+
+    Args:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        policy: the recipe's section.
+        world_size: ranks of the whole cluster.
+        keeps_reference: whether reference weights are kept for a KL penalty.
+
+    Returns:
+        One entry a pipeline stage.
+
+    Raises:
+        ValueError: the model cannot be split so; the message names the key.
+        UnknownArchitectureError: its sizes are not known before it is built.
+    """
+    cfg = policy["megatron_cfg"]
+    architecture = read_architecture(hf_config, cfg)
+    sizes = _sizes(cfg, world_size)
+    _check_split(hf_config, cfg, architecture)
+    stages = []
+    for stage in range(sizes.pipeline):
+        weights = list(_stage_weights(architecture, sizes, cfg, stage))
+        frozen = [w for w in weights if w.is_router and cfg["freeze_moe_router"]]
+        trained = [w for w in weights if not (w.is_router and cfg["freeze_moe_router"])]
+        stages.append(
+            ShardFacts(
+                num_params=_count(trained),
+                num_frozen_params=_count(frozen),
+                param_size=_DTYPE_BYTES[policy["precision"]],
+                grad_size=_grad_size(policy),
+                num_optimizer_params=_optimizer_shard(trained, sizes, cfg, stage),
+                optimizer_size=optimizer_size(policy),
+                keeps_reference=keeps_reference,
+            )
+        )
+    return tuple(stages)
+
+
+def optimizer_size(policy: Mapping[str, Any]) -> int:
+    """Bytes of optimizer state a parameter, without masters that are the parameters themselves (a float32 model).
+
+    megatron-core keeps float32 moments and, for a bfloat16 model, a float32 master. Transformer Engine's
+    precision-aware Adam keeps the moments in the types that it is given, and of a bfloat16 parameter's master only the
+    16 bits that the parameter lacks, unless `store_param_remainders` is false.
+    """
+    section = policy["megatron_cfg"]["optimizer"]
+    has_masters = policy["precision"] == "bfloat16"
+    if section["optimizer"] == "sgd":
+        return 4 * (section["sgd_momentum"] > 0) + 4 * has_masters
+    if not section["use_precision_aware_optimizer"]:
+        return 8 + 4 * has_masters
+    moments = sum(_dtype_bytes(section, name) for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
+    keeps_remainders = "store_param_remainders" not in section or section["store_param_remainders"]
+    master = 2 if has_masters and keeps_remainders else _dtype_bytes(section, "main_params_dtype")
+    return moments + master
+
+
+def _dtype_bytes(section: Mapping[str, Any], name: str) -> int:
+    """megatron-core's types of optimizer state are float32 where a recipe says nothing."""
+    return _DTYPE_BYTES[section[name]] if name in section else 4
+
+
+def _grad_size(policy: Mapping[str, Any]) -> int:
+    in_fp32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
+    return 4 if in_fp32 else _DTYPE_BYTES[policy["precision"]]
+
+
+def _count(weights: list[_Weight]) -> int:
+    return sum(weight.num_elements for weight in weights)
+
+
+def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
+    tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
+    expert, expert_tensor = cfg["expert_model_parallel_size"], cfg["expert_tensor_parallel_size"]
+    replica = tensor * pipeline * cfg["context_parallel_size"]
+    for name, ranks in (("model-parallel", replica), ("expert-parallel", expert * expert_tensor * pipeline)):
+        if world_size % ranks:
+            raise ValueError(f"{world_size} ranks cannot be divided into groups of {ranks} {name} ranks.")
+    # Gradients are reduced, and optimizer state is sharded, over context-parallel ranks too.
+    return _Sizes(
+        tensor,
+        pipeline,
+        expert,
+        expert_tensor,
+        data=world_size // (tensor * pipeline),
+        expert_data=world_size // (expert * expert_tensor * pipeline),
+    )
+
+
+def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architecture: Architecture) -> None:
+    """The recipe's rules again, for a model whose config is not in the recipe."""
+    first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
+    virtual = cfg.get("virtual_pipeline_model_parallel_size")
+    tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
+    broken = {
+        TP: tensor_parallel_size_divides_heads(tensor, dict(hf_config)),
+        PP: pipeline_stages_share_layers_evenly(pipeline, dict(hf_config), virtual, first, last, None),
+        EP: expert_parallel_needs_experts(cfg["expert_model_parallel_size"], dict(hf_config)),
+    }
+    for key, verdict in broken.items():
+        if verdict is not None:
+            raise ValueError(f"{key} {verdict}")
+    qkv = architecture.head_dim * (architecture.num_heads + 2 * architecture.num_query_groups)
+    mlp_key = TP if architecture.num_experts is None else ETP
+    mlp_ranks = tensor if architecture.num_experts is None else cfg["expert_tensor_parallel_size"]
+    for key, ranks, name, size in (
+        (TP, tensor, "queries, keys and values", qkv),
+        (mlp_key, mlp_ranks, "MLP", architecture.ffn_hidden_size),
+    ):
+        if size % ranks:
+            raise ValueError(f"{key} is {ranks}, which does not divide the {size} rows of the model's {name}.")
+
+
+def _num_layers(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> int:
+    """As megatron-core's `get_num_layers_to_build`, over all virtual stages."""
+    first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
+    if stage == 0 and first is not None:
+        return int(first)
+    if stage == sizes.pipeline - 1 and last is not None:
+        return int(last)
+    rest = architecture.num_layers - (first or 0) - (last or 0)
+    return rest // (sizes.pipeline - (first is not None) - (last is not None))
+
+
+def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> Iterator[_Weight]:
+    hidden = architecture.hidden_size
+    # The worker pads a vocabulary to a multiple of the tensor-parallel size, and no further.
+    embedding = _Weight(-(-architecture.vocab_size // sizes.tensor) * hidden)
+    is_first, is_last = stage == 0, stage == sizes.pipeline - 1
+    if is_first:
+        yield embedding
+    for _ in range(_num_layers(architecture, sizes, cfg, stage)):
+        yield from _layer_weights(architecture, sizes)
+    if is_last:
+        yield _Weight(hidden)  # the last norm
+        # A tied output layer shares the embedding's memory only where both are on one stage.
+        if not architecture.tied_embeddings or not is_first:
+            yield embedding
+
+
+def _layer_weights(architecture: Architecture, sizes: _Sizes) -> Iterator[_Weight]:
+    hidden, head_dim = architecture.hidden_size, architecture.head_dim
+    query = architecture.num_heads * head_dim
+    qkv = query + 2 * architecture.num_query_groups * head_dim
+    yield from (_Weight(hidden), _Weight(hidden))  # the norms before attention and MLP
+    if architecture.qk_norm:
+        yield from (_Weight(head_dim), _Weight(head_dim))
+    yield _Weight(hidden * qkv // sizes.tensor)
+    if architecture.qkv_bias or architecture.linear_bias:
+        yield _Weight(qkv // sizes.tensor)
+    yield _Weight(query // sizes.tensor * hidden)
+    if architecture.linear_bias:
+        yield _Weight(hidden)
+    if architecture.num_experts is None:
+        yield from _mlp_weights(architecture, sizes.tensor, is_expert=False)
+        return
+    yield _Weight(hidden * architecture.num_experts, is_router=True)
+    if architecture.linear_bias:
+        yield _Weight(architecture.num_experts, is_router=True)
+    for _ in range(architecture.num_experts // sizes.expert):
+        yield from _mlp_weights(architecture, sizes.expert_tensor, is_expert=True)
+
+
+def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) -> Iterator[_Weight]:
+    """A gated MLP: gate and up projection in one matrix, split by rows; the down projection split by columns."""
+    hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size // tensor
+    yield _Weight(2 * ffn * hidden, is_expert)
+    yield _Weight(ffn * hidden, is_expert)
+    if architecture.linear_bias:
+        yield from (_Weight(2 * ffn, is_expert), _Weight(hidden, is_expert))
+
+
+def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> int:
+    """Elements whose state one rank keeps; experts are sharded over fewer ranks than the rest."""
+    if not cfg["optimizer"]["use_distributed_optimizer"]:
+        return _count(weights)
+    ddp = cfg["distributed_data_parallel_config"]
+    experts = [weight for weight in weights if weight.is_expert]
+    others = [weight for weight in weights if not weight.is_expert]
+    return sum(
+        _largest_shard(group, ranks, ddp, sizes.data, bucketed=stage == 0)
+        for group, ranks in ((others, sizes.data), (experts, sizes.expert_data))
+        if group
+    )
+
+
+def _largest_shard(weights: list[_Weight], ranks: int, ddp: Mapping[str, Any], data: int, *, bucketed: bool) -> int:
+    if ranks == 1:
+        return _count(weights)
+    padded = sum(_round_up(weight.num_elements, _PARAM_ALIGNMENT) for weight in weights)
+    num_buckets = 3  # an embedding that two stages share has a bucket of its own
+    if bucketed and ddp["overlap_grad_reduce"]:  # megatron-core's buckets, on the first stage alone
+        given = ddp["bucket_size"] if "bucket_size" in ddp else None
+        num_buckets += padded // (given or max(40_000_000, 1_000_000 * data))
+    busbw = "pad_buckets_for_high_nccl_busbw" in ddp and ddp["pad_buckets_for_high_nccl_busbw"]
+    alignment = math.lcm(ranks, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT if busbw else 1)
+    return min(_count(weights), -(-(padded + num_buckets * (alignment - 1)) // ranks))
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,134 @@
+"""An `OffloadPlan`: what a recipe asks of the residency engine, as plain values, and who wrote which cell."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
+from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, ShardFacts, Table, Target
+
+GIB = 1 << 30
+
+# Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
+# H200 (64 GB/s less the protocol's overhead); and copies of single tensors from and to pageable memory.
+PCIE5_X16_BYTES_PER_S = 55e9
+PAGEABLE_BYTES_PER_S = 2e9
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What one target sends over the link when a phase is entered."""
+
+    target: Target
+    d2h_bytes: int
+    h2d_bytes: int
+    seconds: float
+
+
+@dataclass(frozen=True)
+class Transition:
+    """The change from one phase of a step to the next, on one rank."""
+
+    source: Phase
+    phase: Phase
+    traffic: tuple[Traffic, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Time on the link if nothing overlaps."""
+        return sum(move.seconds for move in self.traffic)
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank of a pipeline stage holds, in bytes.
+
+    Attributes:
+        stage: the pipeline stage.
+        facts: what the rest follows from.
+        target_bytes: size of each target.
+        gpu_bytes: for each phase of the step's cycle, what of each target is on the GPU.
+        host_bytes: host memory that each target needs.
+        transitions: the changes of phase, in the order of a step.
+    """
+
+    stage: int
+    facts: ShardFacts
+    target_bytes: Mapping[Target, int]
+    gpu_bytes: Mapping[Phase, Mapping[Target, int]]
+    host_bytes: Mapping[Target, int]
+    transitions: tuple[Transition, ...]
+
+
+@dataclass(frozen=True)
+class OffloadPlan:
+    """What a recipe asks of the residency engine.
+
+    Attributes:
+        table: where each target lives in each phase.
+        sources: the key that wrote each cell, for those that a recipe's key wrote.
+        pinned: copies go through page-locked memory and address ranges; else tensor by tensor, pageable.
+        verify: checksums of everything that moves are compared.
+        huge_pages: host buffers are of huge pages.
+        host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
+        numa: "auto", "none" or the number of a node.
+        link_bytes_per_s: speed of copies in one direction that times are computed with.
+        ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
+    """
+
+    table: Table
+    sources: Mapping[Phase, Mapping[Target, str]]
+    pinned: bool
+    verify: bool
+    huge_pages: bool
+    host_memory_limit_bytes: int | None
+    numa: str | int
+    link_bytes_per_s: float
+    ranks: tuple[RankPlan, ...] = ()
+
+    @property
+    def largest_rank(self) -> RankPlan:
+        """The rank that needs most host memory; of those that need the same, the one that holds most."""
+        assert self.ranks, "the plan was made without the model's sizes"
+        return max(self.ranks, key=lambda rank: (sum(rank.host_bytes.values()), sum(rank.target_bytes.values())))
+
+
+def settings(policy: Mapping[str, Any]) -> OffloadPlan:
+    """The plan without sizes: what the recipe's policy section says, where it says nothing what its schema says."""
+    table, sources = _table_and_sources(policy)
+    section = policy["residency"] if "residency" in policy else None
+    limit = section["host_memory_limit_gib"] if section is not None else None
+    pinned = "use_pinned_optimizer_offload" in policy and policy["use_pinned_optimizer_offload"]
+    return OffloadPlan(
+        table=table,
+        sources=sources,
+        pinned=pinned,
+        verify=section is not None and section["verify"],
+        huge_pages=section is None or section["huge_pages"],
+        host_memory_limit_bytes=None if limit is None else int(limit * GIB),
+        numa=policy["numa"] if "numa" in policy else "auto",
+        link_bytes_per_s=PCIE5_X16_BYTES_PER_S if pinned else PAGEABLE_BYTES_PER_S,
+    )
+
+
+def residency_table(policy: Mapping[str, Any]) -> Table:
+    """The residency table of a validated policy section: the default, the flags' cells, and single cells over both."""
+    return _table_and_sources(policy)[0]
+
+
+def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
+    table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
+    sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
+    for flag, phases in FLAG_PHASES.items():
+        name = flag.removeprefix("policy.")
+        if name not in policy:
+            continue
+        for phase in phases:
+            table[Phase(phase)][Target.OPTIMIZER_STATE] = Cell(flag_cell(policy[name]))
+            sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
+    overrides = policy["residency"]["table"] if "residency" in policy else None
+    for phase, cells in (overrides or {}).items():
+        for target, cell in cells.items():
+            table[Phase(phase)][Target(target)] = Cell(cell)
+            sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"
+    return table, sources

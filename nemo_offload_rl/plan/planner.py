@@ -1,0 +1,153 @@
+"""Makes an `OffloadPlan` from a recipe and facts: bytes of each target in each phase, host memory, time on the link."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Table, Target
+from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
+from nemo_offload_rl.plan.model_facts import shard_facts
+from nemo_offload_rl.plan.plan import OffloadPlan, RankPlan, Traffic, Transition, settings
+
+# The phases of an algorithm's step, in their order.
+CYCLES: Mapping[str, tuple[Phase, ...]] = {
+    "grpo": (Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
+    "sft": (Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
+}
+
+
+def make_plan(
+    policy: Mapping[str, Any],
+    facts: Sequence[ShardFacts] = (),
+    *,
+    cycle: Sequence[Phase] = CYCLES["grpo"],
+    link_bytes_per_s: float | None = None,
+) -> OffloadPlan:
+    """The plan of a validated policy section.
+
+    Args:
+        policy: the recipe's section.
+        facts: what one rank of each pipeline stage holds; without, the plan has no sizes.
+        cycle: the phases of a step in their order.
+        link_bytes_per_s: speed of copies in one direction; None for the assumption that fits the recipe.
+    """
+    plan = settings(policy)
+    speed = plan.link_bytes_per_s if link_bytes_per_s is None else link_bytes_per_s
+    ranks = tuple(_rank_plan(plan.table, stage, shard, cycle, speed) for stage, shard in enumerate(facts))
+    return dataclasses.replace(plan, link_bytes_per_s=speed, ranks=ranks)
+
+
+@dataclasses.dataclass(frozen=True)
+class PlannedRun:
+    """The plan of a whole run.
+
+    Attributes:
+        plan: with the sizes of every pipeline stage.
+        needs: the host memory of every rank.
+    """
+
+    plan: OffloadPlan
+    needs: Sequence[RankNeed]
+
+
+def plan_run(
+    config: Mapping[str, Any], hf_config: Mapping[str, Any], *, algorithm: str, link_bytes_per_s: float | None = None
+) -> PlannedRun:
+    """The plan of a validated recipe.
+
+    Args:
+        config: the recipe.
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        algorithm: a key of `CYCLES`.
+        link_bytes_per_s: as `make_plan`.
+
+    Raises:
+        ValueError: the model cannot be split as the recipe says, or its sizes are not known.
+        HostBudgetError: a rank needs more host memory than the recipe's limit.
+    """
+    policy, cluster = config["policy"], config["cluster"]
+    facts = shard_facts(
+        hf_config,
+        policy,
+        world_size=cluster["gpus_per_node"] * cluster["num_nodes"],
+        keeps_reference="loss_fn" in config and config["loss_fn"]["reference_policy_kl_penalty"] != 0,
+    )
+    plan = make_plan(policy, facts, cycle=CYCLES[algorithm], link_bytes_per_s=link_bytes_per_s)
+    needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
+    check_host_budget(needs, {}, plan.host_memory_limit_bytes)
+    return PlannedRun(plan, needs)
+
+
+def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:
+    """The host memory of every rank of a cluster; hosts are called by their number.
+
+    Ranks of one pipeline stage are consecutive, as megatron-core orders them, and fill one host after another.
+    """
+    world_size = ranks_per_host * num_hosts
+    assert world_size % len(plan.ranks) == 0, "the plan is of another world size"
+    ranks_per_stage = world_size // len(plan.ranks)
+    return [
+        RankNeed(rank, f"host {rank // ranks_per_host}", plan.ranks[rank // ranks_per_stage].host_bytes)
+        for rank in range(world_size)
+    ]
+
+
+def _rank_plan(table: Table, stage: int, facts: ShardFacts, cycle: Sequence[Phase], speed: float) -> RankPlan:
+    from nemo_offload_rl.offload.targets import ESTIMATES  # imports torch
+
+    sizes = {target: ESTIMATES[target](facts) for target in Target}
+    steps = list(_steady_cycle(table, cycle))
+    return RankPlan(
+        stage=stage,
+        facts=facts,
+        target_bytes=sizes,
+        gpu_bytes={
+            phase: {target: sizes[target] if cell is Cell.GPU else 0 for target, cell in cells.items()}
+            for _, phase, _, cells in steps
+        },
+        host_bytes={target: sizes[target] if _needs_host(table, target, facts) else 0 for target in Target},
+        transitions=tuple(
+            Transition(source, phase, tuple(_traffic(phase, before, cells, sizes, speed)))
+            for source, phase, before, cells in steps
+            if source is not phase
+        ),
+    )
+
+
+def _needs_host(table: Table, target: Target, facts: ShardFacts) -> bool:
+    # The policy's own parameters wait on the host while the reference weights are swapped in.
+    swapped_out = target is Target.PARAMS and facts.keeps_reference
+    return swapped_out or any(table[phase][target] is Cell.HOST for phase in Phase)
+
+
+_Cells = Mapping[Target, Cell]
+
+
+def _steady_cycle(table: Table, cycle: Sequence[Phase]) -> Iterator[tuple[Phase, Phase, _Cells, _Cells]]:
+    """(phase before, phase, where everything was, where it is then) of a step that has a step before it."""
+    where: dict[Target, Cell] = dict(table[Phase.TRAIN])
+    previous = cycle[-1]
+    for in_steady_state in (False, True):
+        for phase in cycle:
+            before = dict(where)
+            where |= {target: cell for target, cell in table[phase].items() if cell is not Cell.KEEP}
+            if in_steady_state:
+                yield previous, phase, before, dict(where)
+            previous = phase
+
+
+def _traffic(
+    phase: Phase, before: _Cells, after: _Cells, sizes: Mapping[Target, int], speed: float
+) -> Iterator[Traffic]:
+    for target in Target:
+        out, back = 0, 0
+        if target is Target.REFERENCE_WEIGHTS:
+            if phase is Phase.LOGPROB:
+                # Swapped in for their log-probs: the policy's own go out and come back.
+                out, back = sizes[target], 2 * sizes[target]
+        elif (before[target], after[target]) == (Cell.GPU, Cell.HOST):
+            out = sizes[target]
+        elif (before[target], after[target]) == (Cell.HOST, Cell.GPU):
+            back = sizes[target]
+        if out or back:
+            yield Traffic(target, out, back, (out + back) / speed)

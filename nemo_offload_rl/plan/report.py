@@ -1,0 +1,205 @@
+"""What `nemo-offload-rl plan` prints of an `OffloadPlan`: tables, or the same as JSON."""
+
+import json
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from nemo_offload_rl.offload.types import Phase, Target
+from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
+from nemo_offload_rl.plan.plan import GIB, OffloadPlan, RankPlan
+from nemo_offload_rl.plan.planner import PlannedRun
+
+GB = 1e9
+# rich takes 80 columns where there is no terminal; the tables need more.
+_WIDTH_WITHOUT_TERMINAL = 160
+
+
+def print_plan(
+    run: PlannedRun,
+    *,
+    written_at: Callable[[str], str],
+    here: HostMemory,
+    as_json: bool,
+    console: Console | None = None,
+) -> None:
+    """Print a plan.
+
+    Args:
+        run: the plan, with its sizes.
+        written_at: where a key of the recipe was written.
+        here: memory of the machine that prints this.
+        as_json: print JSON instead of tables.
+        console: where to; None for the standard output.
+    """
+    if console is None:
+        console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
+    if as_json:
+        console.file.write(json.dumps(plan_json(run, here), indent=2) + "\n")
+    else:
+        console.print(Group(*plan_tables(run, written_at, here)))
+
+
+def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMemory) -> Iterator[RenderableType]:
+    """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
+    plan, rank = run.plan, run.plan.largest_rank
+    yield _residency(plan)
+    for key, cells in _written_cells(plan).items():
+        yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
+    yield ""
+    yield _memory(rank, of_several=len(plan.ranks) > 1)
+    for other in plan.ranks:
+        if other is not rank:
+            size = f"holds {_gib(sum(other.target_bytes.values()))} GiB, {_gib(_host_total(other))} GiB on the host"
+            yield Text(f"  a rank of pipeline stage {other.stage} {size}", style="dim")
+    yield ""
+    yield _transitions(rank, plan)
+    if not plan.pinned:
+        yield Text("  policy.use_pinned_optimizer_offload=true moves it many times faster", style="dim")
+    yield ""
+    yield from _hosts(run.needs, here)
+
+
+def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
+    """The same as plain values; sizes in bytes, speeds in bytes a second."""
+    plan, needs = run.plan, run.needs
+    return {
+        "table": plan.table,
+        "written_by": plan.sources,
+        "pinned": plan.pinned,
+        "verify": plan.verify,
+        "huge_pages": plan.huge_pages,
+        "numa": plan.numa,
+        "host_memory_limit_bytes": plan.host_memory_limit_bytes,
+        "link_bytes_per_s": plan.link_bytes_per_s,
+        "stages": [_stage_json(rank) for rank in plan.ranks],
+        "host_bytes_per_host": _per_host(needs),
+        "this_machine": {"usable_bytes": usable_bytes(here), "fits": _most_needed(needs) <= usable_bytes(here)},
+    }
+
+
+def _stage_json(rank: RankPlan) -> dict[str, Any]:
+    return {
+        "pipeline_stage": rank.stage,
+        "facts": vars(rank.facts),
+        "target_bytes": rank.target_bytes,
+        "gpu_bytes": rank.gpu_bytes,
+        "host_bytes": rank.host_bytes,
+        "transitions": [
+            {
+                "from": transition.source,
+                "to": transition.phase,
+                "seconds": transition.seconds,
+                "traffic": [vars(traffic) for traffic in transition.traffic],
+            }
+            for transition in rank.transitions
+        ],
+    }
+
+
+def _residency(plan: OffloadPlan) -> RichTable:
+    table = _new_table("Where each target lives", "target", *Phase)
+    for target in Target:
+        table.add_row(target, *(_cell(plan, phase, target) for phase in Phase))
+    return table
+
+
+def _cell(plan: OffloadPlan, phase: Phase, target: Target) -> Text:
+    swapped = target is Target.REFERENCE_WEIGHTS and phase is Phase.LOGPROB and _keeps_reference(plan)
+    word = "swapped in" if swapped else str(plan.table[phase][target])
+    return Text(word, style="bold" if target in plan.sources[phase] else "")
+
+
+def _keeps_reference(plan: OffloadPlan) -> bool:
+    return plan.largest_rank.facts.keeps_reference
+
+
+def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
+    """The cells that each key of the recipe wrote."""
+    found: dict[str, list[str]] = {}
+    for phase, sources in plan.sources.items():
+        for target, key in sources.items():
+            found.setdefault(key, []).append(f"{target} in {phase}")
+    return found
+
+
+def _memory(rank: RankPlan, of_several: bool) -> RichTable:
+    facts = rank.facts
+    stage = f" of pipeline stage {rank.stage}, the largest," if of_several else ""
+    title = f"One rank{stage} in GiB: {facts.num_params:,} parameters"
+    title += f", {facts.num_frozen_params:,} frozen" if facts.num_frozen_params else ""
+    table = _new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
+    for target in Target:
+        on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
+        table.add_row(target, *map(_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
+    table.add_section()
+    totals = [sum(cells.values()) for cells in rank.gpu_bytes.values()]
+    table.add_row("all", _gib(sum(rank.target_bytes.values())), *map(_gib, totals), _gib(_host_total(rank)))
+    return table
+
+
+def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
+    way = "page-locked" if plan.pinned else "pageable"
+    title = f"What crosses the link in a step, at {plan.link_bytes_per_s / GB:g} GB/s ({way})"
+    table = _new_table(title, "change", "target", "out GiB", "back GiB", "seconds")
+    for transition in rank.transitions:
+        label = f"{transition.source} to {transition.phase}"
+        if not transition.traffic:
+            table.add_row(label, "", _gib(0), _gib(0), _seconds(0))
+        for traffic in transition.traffic:
+            seconds = _seconds(traffic.seconds)
+            table.add_row(label, traffic.target, _gib(traffic.d2h_bytes), _gib(traffic.h2d_bytes), seconds)
+            label = ""
+    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic]
+    out, back = sum(traffic.d2h_bytes for traffic in traffics), sum(traffic.h2d_bytes for traffic in traffics)
+    table.add_section()
+    table.add_row("a step", "", _gib(out), _gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
+    return table
+
+
+def _hosts(needs: Sequence[RankNeed], here: HostMemory) -> Iterator[Text]:
+    most, usable = _most_needed(needs), usable_bytes(here)
+    num_ranks = len([need for need in needs if need.host == needs[0].host])
+    ranks = "rank" if num_ranks == 1 else f"{num_ranks} ranks"
+    yield Text(f"Host memory: {_gib(most)} GiB for the {ranks} of a host.")
+    verdict = "it would fit" if most <= usable else "it would not fit"
+    yield Text(
+        f"This machine can give {_gib(usable)} GiB (of MemAvailable and the cgroup's limit the smaller, less a margin "
+        f"of {_gib(margin_bytes(here))} GiB): {verdict} here."
+    )
+
+
+def _per_host(needs: Sequence[RankNeed]) -> dict[str, int]:
+    totals: dict[str, int] = {}
+    for need in needs:
+        totals[need.host] = totals.get(need.host, 0) + need.total_bytes
+    return totals
+
+
+def _most_needed(needs: Sequence[RankNeed]) -> int:
+    return max(_per_host(needs).values())
+
+
+def _host_total(rank: RankPlan) -> int:
+    return sum(rank.host_bytes.values())
+
+
+def _new_table(title: str, first: str, *columns: str) -> RichTable:
+    table = RichTable(title=title, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def _gib(nbytes: int) -> str:
+    size = nbytes / GIB
+    return f"{size:.2f}" if size >= 1 else f"{size:.3g}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3f}"

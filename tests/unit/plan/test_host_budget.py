@@ -1,0 +1,124 @@
+"""What fits into a host's memory, and what its user is told where it does not."""
+
+import pickle
+
+import pytest
+
+from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.plan.host_budget import (
+    GIB,
+    HostBudgetError,
+    RankNeed,
+    check_host_budget,
+    margin_bytes,
+    usable_bytes,
+)
+
+
+def host(available=100, cgroup=None, memlock=None):
+    limits = [None if gib is None else int(gib * GIB) for gib in (cgroup, memlock)]
+    return HostFacts("node-a", 200 * GIB, int(available * GIB), *limits)
+
+
+def need(rank=0, params=0.0, optimizer=0.0, reference=0.0, name="node-a"):
+    sizes = {Target.PARAMS: params, Target.OPTIMIZER_STATE: optimizer, Target.REFERENCE_WEIGHTS: reference}
+    return RankNeed(rank, name, {target: int(size * GIB) for target, size in sizes.items()})
+
+
+def error_of(needs, facts=None, limit=None, **arguments):
+    hosts = {} if facts is None else {"node-a": facts}
+    with pytest.raises(HostBudgetError) as caught:
+        check_host_budget(needs, hosts, None if limit is None else int(limit * GIB), **arguments)
+    return str(caught.value)
+
+
+def test_the_smaller_of_two_sources_counts_less_a_margin():
+    assert margin_bytes(host(100)) == 5 * GIB
+    assert usable_bytes(host(100)) == 95 * GIB
+    assert usable_bytes(host(100, cgroup=10)) == 9 * GIB
+    assert usable_bytes(host(100, cgroup=300)) == 95 * GIB
+    assert usable_bytes(host(0.5)) == 0
+
+
+def test_what_fills_the_memory_to_the_margin_fits_and_a_byte_more_does_not():
+    facts = host(100)
+    ranks = [need(rank, optimizer=47.5) for rank in range(2)]
+    check_host_budget(ranks, {"node-a": facts}, None)
+    one_more = RankNeed(2, "node-a", {Target.PARAMS: 1})
+    with pytest.raises(HostBudgetError):
+        check_host_budget([*ranks, one_more], {"node-a": facts}, None)
+
+
+def test_ranks_of_other_hosts_do_not_count():
+    needs = [need(0, optimizer=60), need(1, optimizer=60, name="node-b")]
+    check_host_budget(needs, {"node-a": host(), "node-b": host()}, None)
+
+
+def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
+    ranks = [need(rank, params=3, optimizer=17.25, reference=3) for rank in range(8)]
+    assert error_of(ranks, host(126, cgroup=100, memlock=0.0625)).splitlines() == [
+        "The 8 ranks of node-a need 186.00 GiB of host memory for what leaves the GPU, but 95.00 GiB can be had; "
+        "nothing was page-locked.",
+        "",
+        "  needed (GiB)      params     grads  optimizer_state  reference_weights     total",
+        *[
+            f"  rank {rank}              3.00      0.00            17.25               3.00     23.25"
+            for rank in range(8)
+        ],
+        "  all                24.00      0.00           138.00              24.00    186.00",
+        "",
+        "  there is (GiB)",
+        "        126.00  MemAvailable",
+        "        100.00  free under the cgroup's limit",
+        "          0.06  memlock of each process",
+        "         -5.00  margin",
+        "         95.00  can be had",
+        "",
+        "  91.00 GiB are missing; any of these helps",
+        "    frees 138.00 GiB, enough: policy.offload_optimizer_for_refit=false "
+        "policy.offload_optimizer_for_logprob=false (it stays on the GPU)",
+        "    frees 48.00 GiB, not enough alone: +policy.residency.table.generate.params=keep "
+        "loss_fn.reference_policy_kl_penalty=0 (they stay on the GPU)",
+        "    frees 24.00 GiB, not enough alone: loss_fn.reference_policy_kl_penalty=0 (no reference weights are kept)",
+        "    more ranks, by cluster.num_nodes: the distributed optimizer shards its state over them",
+    ]
+
+
+def test_only_what_would_free_something_is_advised():
+    error = error_of([need(params=200)], host())
+    assert error.startswith("The rank of node-a needs 200.00 GiB of host memory for what leaves the GPU, but 95.00 GiB")
+    assert "frees 200.00 GiB, enough: +policy.residency.table.generate.params=keep (they stay on the GPU)" in error
+    assert "optimizer" not in error.partition("any of these helps")[2]
+    assert "kl_penalty" not in error
+
+
+def test_no_limit_is_called_so():
+    error = error_of([need(params=200)], host())
+    assert "  no limit  free under the cgroup's limit" in error
+    assert "  no limit  memlock of each process" in error
+
+
+def test_a_rank_may_not_exceed_the_recipes_limit_on_any_host():
+    check_host_budget([need(optimizer=8)], {}, 8 * GIB)
+    error = error_of([need(0, optimizer=8), need(3, optimizer=8.3)], limit=8)
+    assert error.startswith(
+        "Rank 3 needs 8.30 GiB of host memory for what leaves its GPU, but policy.residency.host_memory_limit_gib is 8."
+    )
+    assert "    policy.residency.host_memory_limit_gib=9, or null for what the host has" in error
+    assert "there is" not in error
+
+
+def test_memlock_counts_only_where_it_binds():
+    facts = host(memlock=0.0625)
+    check_host_budget([need(optimizer=8)], {"node-a": facts}, None)
+    error = error_of([need(optimizer=8)], facts, memlock_binds=True)
+    assert "a process on node-a may lock 0.06 GiB (RLIMIT_MEMLOCK)" in error
+    assert "    ulimit -l unlimited, before the run starts" in error
+    check_host_budget([need(optimizer=8)], {"node-a": host(memlock=None)}, None, memlock_binds=True)
+
+
+def test_the_error_survives_the_way_to_the_driver():
+    error = HostBudgetError("too little")
+    copy = pickle.loads(pickle.dumps(error))
+    assert (type(copy), str(copy)) == (HostBudgetError, "too little")

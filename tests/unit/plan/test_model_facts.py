@@ -1,0 +1,290 @@
+"""Counts of parameters against models that are built: every family, and every way of splitting one."""
+
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
+
+from nemo_offload_rl.config.megatron_fields import megatron_fields
+from nemo_offload_rl.plan.architecture import FAMILIES, FOLLOWED_ONLY_AT, UnknownArchitectureError
+from nemo_offload_rl.plan.model_facts import optimizer_size, shard_facts
+from tools.public_models import LLAMA_3_70B, QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_30B_A3B
+
+SHAPE: dict[str, Any] = {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key not in ("model_type", "head_dim")}
+UNTIED = {"tie_word_embeddings": False}
+HF_CONFIGS: dict[str, dict[str, Any]] = {
+    "llama": SHAPE | UNTIED | {"model_type": "llama"},
+    "mistral": SHAPE | UNTIED | {"model_type": "mistral", "num_key_value_heads": 1},
+    "qwen2": SHAPE | {"model_type": "qwen2"},
+    "qwen3": TINY_QWEN3,
+    "qwen3_moe": TINY_QWEN3_MOE,
+}
+LLAMA_WITH_BIASES = HF_CONFIGS["llama"] | {"attention_bias": True, "mlp_bias": True}
+ALONE: dict[str, tuple[str, dict[str, Any]]] = {
+    **{family: (family, {}) for family in HF_CONFIGS},
+    "qwen3_moe_frozen_router": ("qwen3_moe", {"freeze_moe_router": True}),
+    "qwen3_bf16": ("qwen3", {}),
+}
+TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
+    "dp2": ("qwen2", {}),
+    "tp2_odd_vocabulary": ("qwen2", {"tensor_model_parallel_size": 2}),
+    "tp2_one_query_group": ("mistral", {"tensor_model_parallel_size": 2}),
+    "pp2_tied": ("qwen3", {"pipeline_model_parallel_size": 2}),
+    "pp2_untied_uneven": (
+        "llama",
+        {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
+    ),
+    "pp2_vpp2": ("qwen3", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "moe_dp2": ("qwen3_moe", {}),
+    "moe_ep2": ("qwen3_moe", {"expert_model_parallel_size": 2, "freeze_moe_router": True}),
+    "moe_tp2_etp2": ("qwen3_moe", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
+}
+
+
+def policy_of(layout: str) -> dict[str, Any]:
+    family, megatron = (ALONE | TOGETHER)[layout]
+    hf_config = HF_CONFIGS[family]
+    if "odd_vocabulary" in layout:
+        hf_config = hf_config | {"vocab_size": 15}
+    even: dict[str, Any] = {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
+    return tiny_policy(hf_config, "bfloat16" if layout.endswith("bf16") else "float32", **(even | megatron))
+
+
+def optimizer_bytes(optimizer: Any, model: list[Any]) -> int:
+    """Bytes of what the optimizer keeps once it has stepped, without what lies in the model's parameter buffers."""
+    buffers = {buffer.param_data.untyped_storage().data_ptr() for chunk in model for buffer in chunk.buffers}
+    kept = []
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = parameter.detach().clone()
+            kept.append(parameter)
+    for part in optimizer.chained_optimizers:
+        part.optimizer.step()
+        kept += [value for values in part.optimizer.state.values() for value in values.values() if value.dim()]
+    return sum(tensor.nbytes for tensor in kept if tensor.untyped_storage().data_ptr() not in buffers)
+
+
+def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
+    from nemo_offload_rl.mcore import parallel
+    from nemo_offload_rl.mcore.model_config import parallel_sizes
+
+    parallel.initialize(
+        parallel_sizes(policy["megatron_cfg"]),
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=3,
+        te_rng_tracker=False,
+    )
+
+
+def count_with_biases(rank: int, world_size: int, port: int) -> int:
+    """Parameters of a Llama with all biases, which Megatron-Bridge can build, though not load."""
+    from nemo_offload_rl.mcore import parallel
+    from nemo_offload_rl.mcore.model_config import make_bridge, make_ddp_config, make_provider
+
+    policy = tiny_policy(LLAMA_WITH_BIASES)
+    join(policy, rank, world_size, port)
+    provider = make_provider(policy, make_bridge(policy))
+    [model] = provider.provide_distributed_model(
+        ddp_config=make_ddp_config(policy), wrap_with_ddp=False, use_cpu_initialization=True
+    )
+    parallel.destroy()
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
+    """What a worker really holds, and the config that transformers makes of the recipe's mapping."""
+    from megatron.core import parallel_state
+
+    from nemo_offload_rl.mcore import parallel
+    from nemo_offload_rl.mcore.build import build
+    from nemo_offload_rl.mcore.model_config import hf_config
+
+    policy: Any = policy_of(layout)
+    join(policy, rank, world_size, port)
+    state = build(policy, seed=3, init_optimizer=True)
+    parameters = [parameter for _, parameter in state.parameters()]
+    optimizer = state.optimizer
+    assert optimizer is not None
+    counted = {
+        "stage": parallel_state.get_pipeline_model_parallel_rank(),
+        "num_params": sum(p.numel() for p in parameters if p.requires_grad),
+        "num_frozen_params": sum(p.numel() for p in parameters if not p.requires_grad),
+        "num_optimizer_params": sum(p.numel() for group in optimizer.param_groups for p in group["params"]),
+        "num_tensors": len(parameters),
+        "optimizer_bytes": optimizer_bytes(optimizer, state.model),
+        "hf_config": hf_config(policy).to_dict(),
+    }
+    parallel.destroy()
+    return counted
+
+
+def build_all_alone(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
+    built = {name: build_and_count(name, rank, world_size, port) for name, port in zip(ALONE, ports[1:], strict=True)}
+    return built | {"biases": {"num_params": count_with_biases(rank, world_size, ports[0])}}
+
+
+def build_all_together(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
+    return {name: build_and_count(name, rank, world_size, port) for name, port in zip(TOGETHER, ports, strict=True)}
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, dict[str, Any]]:
+    return run_ranks(build_all_alone, 1, num_ports=len(ALONE) + 1)[0]
+
+
+@pytest.fixture(scope="module")
+def together() -> list[dict[str, dict[str, Any]]]:
+    return run_ranks(build_all_together, 2, num_ports=len(TOGETHER))
+
+
+def test_every_family_is_built():
+    assert set(HF_CONFIGS) == set(FAMILIES)
+
+
+@pytest.mark.parametrize("layout", ALONE)
+def test_a_rank_alone_is_counted_exactly(alone, layout):
+    built = alone[layout]
+    [facts] = shard_facts(built["hf_config"], policy_of(layout), world_size=1, keeps_reference=False)
+    assert facts.num_params == built["num_params"] > 0
+    assert facts.num_frozen_params == built["num_frozen_params"]
+    assert facts.num_optimizer_params == built["num_optimizer_params"] == built["num_params"]
+    assert facts.param_size == facts.grad_size == (2 if layout == "qwen3_bf16" else 4)
+    if not layout.startswith("qwen3_moe"):  # the experts' parameters lie in buffers of their own
+        assert facts.num_optimizer_params * facts.optimizer_size == built["optimizer_bytes"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", TOGETHER)
+def test_ranks_that_share_a_model_are_counted_exactly(together, layout):
+    ranks = [counted[layout] for counted in together]
+    policy = policy_of(layout)
+    stages = shard_facts(ranks[0]["hf_config"], policy, world_size=2, keeps_reference=False)
+    assert len(stages) == policy["megatron_cfg"]["pipeline_model_parallel_size"]
+    for stage, facts in enumerate(stages):
+        here = [counted for counted in ranks if counted["stage"] == stage]
+        assert {facts.num_params} == {counted["num_params"] for counted in here}
+        assert {facts.num_frozen_params} == {counted["num_frozen_params"] for counted in here}
+        largest = max(counted["num_optimizer_params"] for counted in here)
+        if layout in ("dp2", "moe_dp2", "moe_ep2"):
+            padding = (64 * here[0]["num_tensors"] + 4 * 128) // 2
+            assert largest <= facts.num_optimizer_params <= largest + padding
+            assert sum(counted["num_optimizer_params"] for counted in here) >= facts.num_params
+        else:
+            assert facts.num_optimizer_params == largest == facts.num_params
+
+
+# Parameters of models that everybody knows, from their config.json.
+PUBLIC: dict[int, dict[str, Any]] = {
+    1_543_714_304: QWEN2_5_1_5B,
+    7_615_616_512: QWEN2_5_7B,
+    30_532_122_624: QWEN3_30B_A3B,
+    70_553_706_496: LLAMA_3_70B,
+}
+
+
+@pytest.mark.parametrize("num_params", PUBLIC)
+def test_public_models_have_the_parameters_that_they_are_known_for(num_params):
+    [facts] = shard_facts(PUBLIC[num_params], policy_of("qwen2"), world_size=1, keeps_reference=True)
+    assert facts.num_params == num_params
+    assert facts.keeps_reference
+
+
+def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the_rest():
+    sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 4}
+    policy = policy_of("qwen3_moe")
+    policy["megatron_cfg"] |= sizes
+    stages = shard_facts(QWEN3_30B_A3B, policy, world_size=32, keeps_reference=False)
+    experts = 48 * 128 * 3 * 2048 * 768
+    num_params = 30_532_122_624
+    assert sum(stage.num_params for stage in stages) == num_params - experts + experts // 4
+    # 8 data-parallel ranks, of which the experts, dealt out to 4, have 2.
+    for stage in stages[1:3]:
+        rest = stage.num_params - experts // 16
+        assert stage.num_optimizer_params == pytest.approx(rest / 8 + experts / 16 / 2, rel=1e-5)
+        assert stage.num_optimizer_params >= rest / 8 + experts / 16 / 2
+
+
+@pytest.mark.parametrize(
+    ("precision", "settings", "nbytes"),
+    [
+        ("bfloat16", {}, 12),
+        ("float32", {}, 8),
+        ("bfloat16", {"use_precision_aware_optimizer": True}, 10),
+        ("bfloat16", {"use_precision_aware_optimizer": True, "store_param_remainders": False}, 12),
+        ("bfloat16", {"use_precision_aware_optimizer": True, "exp_avg_dtype": "bfloat16"}, 8),
+        (
+            "bfloat16",
+            {"use_precision_aware_optimizer": True, "exp_avg_dtype": "uint8", "exp_avg_sq_dtype": "uint8"},
+            4,
+        ),
+        ("bfloat16", {"optimizer": "sgd", "sgd_momentum": 0.9}, 8),
+        ("bfloat16", {"optimizer": "sgd", "sgd_momentum": 0.0}, 4),
+        ("float32", {"optimizer": "sgd", "sgd_momentum": 0.0}, 0),
+    ],
+)
+def test_bytes_of_optimizer_state_a_parameter(precision, settings, nbytes):
+    policy = tiny_policy(precision=precision)
+    policy["megatron_cfg"]["optimizer"] |= settings
+    assert optimizer_size(policy) == nbytes
+
+
+def test_gradients_are_reduced_in_the_type_that_the_recipe_says():
+    policy = policy_of("qwen3_bf16")
+    policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = True
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, keeps_reference=False)
+    assert (facts.param_size, facts.grad_size) == (2, 4)
+
+
+def test_without_the_distributed_optimizer_every_rank_keeps_all():
+    policy = policy_of("qwen3")
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = False
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=8, keeps_reference=False)
+    assert facts.num_optimizer_params == facts.num_params
+
+
+def test_biases_are_counted_exactly(alone):
+    policy = policy_of("llama")
+    [facts] = shard_facts(LLAMA_WITH_BIASES, policy, world_size=1, keeps_reference=False)
+    assert facts.num_params == alone["biases"]["num_params"]
+    [without] = shard_facts(HF_CONFIGS["llama"], policy, world_size=1, keeps_reference=False)
+    assert without.num_params < facts.num_params
+
+
+@pytest.mark.parametrize(
+    ("hf_config", "megatron", "world_size", "message"),
+    [
+        (TINY_QWEN3 | {"model_type": "gpt_neox"}, {}, 1, "model_type is 'gpt_neox', whose sizes are not known here"),
+        ({"hidden_size": 64}, {}, 1, "model_type is null, whose sizes are not known here; known are 'llama', "),
+        (TINY_QWEN3, {"moe_shared_expert_intermediate_size": 64}, 1, "moe_shared_expert_intermediate_size is 64, with"),
+        (TINY_QWEN3 | {"vocab_size": None}, {}, 1, "has no vocab_size; give policy.hf_config.vocab_size"),
+        (TINY_QWEN3, {"tensor_model_parallel_size": 8}, 8, "_parallel_size is 8, which does not divide the model's 4"),
+        (TINY_QWEN3, {"pipeline_model_parallel_size": 3}, 3, "_parallel_size is 3, but 4 of the model's 4 layers"),
+        (TINY_QWEN3, {"expert_model_parallel_size": 2}, 2, "is 2, but policy.hf_config is a dense model"),
+        (TINY_QWEN3, {"tensor_model_parallel_size": 2}, 3, "3 ranks cannot be divided into groups of 2"),
+        (
+            TINY_QWEN3 | {"intermediate_size": 130},
+            {"tensor_model_parallel_size": 4},
+            4,
+            "is 4, which does not divide the 130 rows of the model's MLP",
+        ),
+    ],
+)
+def test_what_cannot_be_counted_or_split_is_said(hf_config, megatron, world_size, message):
+    policy = policy_of("qwen3")
+    policy["megatron_cfg"] |= megatron
+    with pytest.raises(ValueError, match=message):
+        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=False)
+
+
+def test_fields_that_are_not_followed_are_megatrons():
+    assert set(FOLLOWED_ONLY_AT) <= set(megatron_fields("policy.megatron_cfg"))
+
+
+def test_an_unknown_architecture_is_an_error_of_its_own_kind():
+    with pytest.raises(UnknownArchitectureError, match="The worker will know the exact sizes"):
+        shard_facts({"model_type": "mamba"}, policy_of("qwen3"), world_size=1, keeps_reference=False)

@@ -1,0 +1,89 @@
+"""The residency table that a recipe asks for, and who wrote its cells."""
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.keys import schema_keys
+from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE
+from nemo_offload_rl.config.schema import GRPOMasterConfig
+from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
+from nemo_offload_rl.plan.plan import GIB, residency_table, settings
+from tests.unit.config.conftest import CONFIGS
+
+
+def policy_with(*overrides):
+    return load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["policy"]
+
+
+def test_a_recipe_that_says_nothing_gets_the_default_table():
+    assert residency_table({}) == DEFAULT_TABLE
+    plan = settings({})
+    assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
+        (False, False, True, None, "auto")
+    )
+    assert not any(plan.sources[phase] for phase in Phase)
+
+
+def test_the_exemplars_flags_write_what_the_default_table_has():
+    plan = settings(policy_with())
+    assert plan.table == DEFAULT_TABLE
+    assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: "policy.offload_optimizer_for_refit"}
+    assert plan.sources[Phase.TRAIN] == {}
+
+
+def test_flags_write_cells_of_optimizer_state_and_nothing_else():
+    table = residency_table({"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True})
+    changed = {
+        (phase, target): table[phase][target]
+        for phase in Phase
+        for target in Target
+        if table[phase][target] != DEFAULT_TABLE[phase][target]
+    }
+    assert changed == {
+        (Phase.LOGPROB, Target.OPTIMIZER_STATE): Cell.HOST,
+        (Phase.REFIT, Target.OPTIMIZER_STATE): Cell.KEEP,
+        (Phase.GENERATE, Target.OPTIMIZER_STATE): Cell.KEEP,
+    }
+
+
+def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
+    plan = settings(
+        policy_with(
+            "policy.residency.table={generate: {params: keep, grads: gpu}, refit: {optimizer_state: gpu}}",
+            "~policy.offload_optimizer_for_refit",
+        )
+    )
+    assert plan.table[Phase.GENERATE][Target.PARAMS] is Cell.KEEP
+    assert plan.table[Phase.GENERATE][Target.GRADS] is Cell.GPU
+    assert plan.table[Phase.GENERATE][Target.OPTIMIZER_STATE] is Cell.HOST
+    assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Cell.GPU
+    assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: f"{TABLE}.refit.optimizer_state"}
+    assert set(plan.sources[Phase.GENERATE]) == {Target.PARAMS, Target.GRADS}
+    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Cell.HOST  # which is nobody's to change
+
+
+def test_every_setting_reaches_the_plan():
+    plan = settings(
+        policy_with(
+            "policy.use_pinned_optimizer_offload=true",
+            "policy.residency.verify=true",
+            "policy.residency.huge_pages=false",
+            "policy.residency.host_memory_limit_gib=1.5",
+            "policy.numa=1",
+        )
+    )
+    assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
+        (True, True, False, int(1.5 * GIB), 1)
+    )
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_the_schema_has_every_phase_and_target_and_only_cells_that_there_are(phase):
+    """The schema imports nothing of the engine's, so its words are compared here."""
+    keys = schema_keys(GRPOMasterConfig)
+    below = {path.removeprefix(f"{TABLE}.") for path in keys if path.startswith(f"{TABLE}.")}
+    assert {path for path in below if "." not in path} == set(Phase)
+    assert {path.split(".")[1] for path in below if path.startswith(f"{phase}.")} == set(Target)
+    for target in Target:
+        assert set(keys[f"{TABLE}.{phase}.{target}"].annotation.__args__) <= set(Cell)
+    assert {name for phases in FLAG_PHASES.values() for name in phases} <= set(Phase)

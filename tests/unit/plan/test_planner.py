@@ -1,0 +1,151 @@
+"""Bytes, host memory and time of a step that follow from a table and from what a rank holds."""
+
+import dataclasses
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.offload.types import Phase, ShardFacts, Target
+from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.plan.plan import PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S
+from nemo_offload_rl.plan.planner import CYCLES, make_plan, plan_run, rank_needs
+from tests.unit.config.conftest import CONFIGS
+from tools.public_models import QWEN2_5_1_5B
+
+# 2000 bytes of parameters, 4000 of gradients, 6000 of optimizer state.
+FACTS = ShardFacts(
+    num_params=900,
+    num_frozen_params=100,
+    param_size=2,
+    grad_size=4,
+    num_optimizer_params=500,
+    optimizer_size=12,
+    keeps_reference=False,
+)
+WITH_REFERENCE = dataclasses.replace(FACTS, keeps_reference=True)
+PARAMS, GRADS, OPTIMIZER, REFERENCE = Target
+LOGPROB, TRAIN, REFIT, GENERATE = CYCLES["grpo"]
+
+
+def rank_of(policy, facts=FACTS, **arguments):
+    [rank] = make_plan(policy, [facts], **arguments).ranks
+    return rank
+
+
+def traffic_of(rank):
+    """(phase, target) to (out, back), of what moves at all."""
+    return {
+        (transition.phase, traffic.target): (traffic.d2h_bytes, traffic.h2d_bytes)
+        for transition in rank.transitions
+        for traffic in transition.traffic
+    }
+
+
+def test_a_plan_without_sizes_has_no_ranks():
+    assert make_plan({}).ranks == ()
+
+
+def test_sizes_of_targets():
+    assert rank_of({}).target_bytes == {PARAMS: 2000, GRADS: 3600, OPTIMIZER: 6000, REFERENCE: 0}
+    assert rank_of({}, WITH_REFERENCE).target_bytes[REFERENCE] == 2000
+
+
+def test_what_is_on_the_gpu_in_each_phase_of_the_default_table():
+    on_gpu = rank_of({}, WITH_REFERENCE).gpu_bytes
+    assert {phase: sum(cells.values()) for phase, cells in on_gpu.items()} == {
+        LOGPROB: 2000,  # optimizer state left for the refit before it
+        TRAIN: 2000 + 3600 + 6000,
+        REFIT: 2000,
+        GENERATE: 0,
+    }
+
+
+def test_what_crosses_the_link_in_a_step_of_the_default_table():
+    assert traffic_of(rank_of({})) == {
+        (LOGPROB, PARAMS): (0, 2000),
+        (TRAIN, OPTIMIZER): (0, 6000),
+        (REFIT, OPTIMIZER): (6000, 0),
+        (GENERATE, PARAMS): (2000, 0),
+    }
+
+
+def test_reference_weights_swap_with_the_policys_own():
+    rank = rank_of({}, WITH_REFERENCE)
+    assert traffic_of(rank)[LOGPROB, REFERENCE] == (2000, 4000)
+    assert rank.host_bytes == {PARAMS: 2000, GRADS: 0, OPTIMIZER: 6000, REFERENCE: 2000}
+
+
+def test_state_that_never_leaves_takes_no_host_memory_and_no_time():
+    policy = {"offload_optimizer_for_refit": False, "residency": residency(generate={"params": "keep"})}
+    rank = rank_of(policy)
+    assert traffic_of(rank) == {}
+    assert sum(rank.host_bytes.values()) == 0
+    assert rank.gpu_bytes[GENERATE] == {PARAMS: 2000, GRADS: 0, OPTIMIZER: 6000, REFERENCE: 0}
+    # But the swap with reference weights needs a place for the parameters.
+    assert rank_of(policy, WITH_REFERENCE).host_bytes[PARAMS] == 2000
+
+
+def residency(**table):
+    return {"verify": False, "huge_pages": False, "host_memory_limit_gib": None, "table": table}
+
+
+def test_offload_for_logprob_moves_what_would_still_be_there():
+    policy = {"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True}
+    assert traffic_of(rank_of(policy))[LOGPROB, OPTIMIZER] == (6000, 0)
+    # With the other flag it has left already, and stays away.
+    both = {"offload_optimizer_for_refit": True, "offload_optimizer_for_logprob": True}
+    assert (LOGPROB, OPTIMIZER) not in traffic_of(rank_of(both))
+
+
+def test_grads_that_are_kept_stay_through_the_step():
+    kept = {"logprob": {"grads": "keep"}, "refit": {"grads": "keep"}, "generate": {"grads": "gpu"}}
+    on_gpu = rank_of({"residency": residency(**kept)}).gpu_bytes
+    assert {phase: cells[GRADS] for phase, cells in on_gpu.items()} == dict.fromkeys(CYCLES["grpo"], 3600)
+
+
+def test_seconds_follow_from_the_bytes_and_the_link():
+    slow, fast = make_plan({}), make_plan({"use_pinned_optimizer_offload": True})
+    assert (slow.link_bytes_per_s, fast.link_bytes_per_s) == (PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S)
+    seconds = {transition.phase: transition.seconds for transition in rank_of({}, link_bytes_per_s=1e3).transitions}
+    assert seconds == {LOGPROB: 2.0, TRAIN: 6.0, REFIT: 6.0, GENERATE: 2.0}
+
+
+def test_sft_sends_nothing_over_the_link():
+    rank = rank_of({}, cycle=CYCLES["sft"])
+    assert set(rank.gpu_bytes) == {Phase.TRAIN, Phase.LOGPROB}
+    assert traffic_of(rank) == {}
+    assert rank.gpu_bytes[LOGPROB][OPTIMIZER] == 6000
+
+
+def test_ranks_of_a_stage_fill_one_host_after_another():
+    first, last = FACTS, dataclasses.replace(FACTS, num_params=400, num_optimizer_params=250)
+    plan = make_plan({}, [first, last])
+    needs = rank_needs(plan, ranks_per_host=3, num_hosts=2)
+    assert [(need.rank, need.host, need.total_bytes) for need in needs] == [
+        (0, "host 0", 8000),
+        (1, "host 0", 8000),
+        (2, "host 0", 8000),
+        (3, "host 1", 4000),
+        (4, "host 1", 4000),
+        (5, "host 1", 4000),
+    ]
+    assert plan.largest_rank.stage == 0
+
+
+def test_the_plan_of_a_whole_recipe():
+    config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["cluster.gpus_per_node=8"]).config
+    run = plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+    [rank] = run.plan.ranks
+    assert rank.facts.num_params == 1_543_714_304
+    assert rank.facts.keeps_reference
+    assert rank.target_bytes[PARAMS] == rank.target_bytes[REFERENCE] == 2 * 1_543_714_304
+    assert rank.target_bytes[OPTIMIZER] == pytest.approx(10 * 1_543_714_304 / 8, rel=1e-4)
+    assert len(run.needs) == 8
+    without = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["loss_fn.reference_policy_kl_penalty=0.0"]).config
+    assert not plan_run(without, QWEN2_5_1_5B, algorithm="grpo").plan.largest_rank.facts.keeps_reference
+
+
+def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
+    config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["policy.residency.host_memory_limit_gib=20"]).config
+    with pytest.raises(HostBudgetError, match=r"Rank 0 needs 20\.13 GiB .*host_memory_limit_gib is 20\."):
+        plan_run(config, QWEN2_5_1_5B, algorithm="grpo")

@@ -1,0 +1,111 @@
+"""What `nemo-offload-rl plan` prints, asked as a user asks it."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+
+from nemo_offload_rl.cli import main
+from nemo_offload_rl.offload.types import DEFAULT_TABLE
+from tests.unit.config.conftest import CONFIGS
+
+BENCHMARK = str(CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml")
+
+
+def printed(capsys, *arguments):
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def row(text, first):
+    """The cells of the first row of a table that starts so."""
+    line = next(line for line in text.splitlines() if line.startswith(f"│ {first} "))
+    return [cell.strip() for cell in line.strip("│").split("│")]
+
+
+def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
+    text = printed(capsys, BENCHMARK, "++policy.residency.table.generate.params=keep")
+    residency, memory, traffic = text.split("┏")[1:]
+    assert row(residency, "params") == ["params", "gpu", "gpu", "gpu", "keep"]
+    assert row(residency, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
+    assert (
+        "params in generate: written by policy.residency.table.generate.params "
+        "(command line: ++policy.residency.table.generate.params=keep)"
+    ) in text
+    assert "optimizer_state in logprob: written by policy.offload_optimizer_for_logprob (" in text
+    assert "One rank in GiB: 1,543,714,304 parameters" in text
+    assert row(memory, "optimizer_state") == ["optimizer_state", "14.38", "0", "14.38", "0", "0", "14.38"]
+    assert row(memory, "params") == ["params", "2.88", "2.88", "2.88", "2.88", "2.88", "2.88"]
+    assert row(traffic, "logprob to train") == ["logprob to train", "optimizer_state", "0", "14.38", "0.281"]
+    assert "at 55 GB/s (page-locked)" in text
+    assert "Host memory: 20.13 GiB for the rank of a host." in text
+    assert "This machine can give " in text
+
+
+def test_the_baseline_says_what_is_faster(capsys):
+    text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "4")
+    assert "at 4 GB/s (pageable)" in text
+    assert "policy.use_pinned_optimizer_offload=true moves it many times faster" in text
+    assert row(text, "logprob to train")[-1] == "3.859"  # 15.4 GB
+
+
+def test_json_has_every_stage_and_host(capsys):
+    sizes = ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.num_nodes=2"]
+    plan = json.loads(printed(capsys, BENCHMARK, "--gpus", "4", "--json", *sizes))
+    assert plan["table"] == DEFAULT_TABLE
+    assert plan["written_by"]["refit"] == {"optimizer_state": "policy.offload_optimizer_for_refit"}
+    first, last = plan["stages"]
+    # Both have the embedding, which is the output layer too.
+    assert first["facts"]["num_params"] + last["facts"]["num_params"] == 1_543_714_304 + 151936 * 1536
+    assert last["facts"]["num_params"] - first["facts"]["num_params"] == 1536  # the last norm
+    assert plan["host_bytes_per_host"] == {
+        host: 4 * sum(stage["host_bytes"].values()) for host, stage in (("host 0", first), ("host 1", last))
+    }
+    [to_train] = [change for change in first["transitions"] if change["to"] == "train"]
+    [optimizer] = to_train["traffic"]
+    assert optimizer["h2d_bytes"] == first["target_bytes"]["optimizer_state"]
+    assert to_train["seconds"] == pytest.approx(optimizer["h2d_bytes"] / plan["link_bytes_per_s"])
+
+
+def test_the_largest_stage_is_shown_and_the_others_named(capsys):
+    text = printed(capsys, BENCHMARK, "--gpus", "2", "policy.megatron_cfg.pipeline_model_parallel_size=2")
+    assert "One rank of pipeline stage 1, the largest, in GiB: 888,544,768 parameters" in text
+    assert "  a rank of pipeline stage 0 holds " in text
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--gpus", "3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
+            "do not divide the 3 ranks of the cluster",
+        ),
+        (["--gpus", "0"], "cluster.gpus_per_node: must be at least 1; found 0"),
+        (["policy.residency.host_memory_limit_gib=1"], "policy.residency.host_memory_limit_gib=21, or null"),
+        (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
+        (["policy.hf_config.model_type=opt"], "The model's model_type is 'opt', whose sizes are not known here"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_error(capsys, arguments, message):
+    assert main(["plan", BENCHMARK, *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_model_folder_is_read(tmp_path, capsys):
+    from transformers import AutoConfig
+
+    config = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+    config |= {"intermediate_size": 128, "vocab_size": 100, "tie_word_embeddings": False}
+    AutoConfig.for_model("llama", **config).save_pretrained(tmp_path)
+    recipe = str(CONFIGS / "grpo_math_1B_megatron.yaml")
+    plan = json.loads(printed(capsys, recipe, f"policy.model_name={tmp_path}", "--json"))
+    layer = 64 * (64 + 2 * 32) + 64 * 64 + 3 * 64 * 128 + 2 * 64
+    assert plan["stages"][0]["facts"]["num_params"] == 2 * layer + 64 + 2 * 100 * 64
+
+
+def test_it_runs_as_a_command_with_nothing_to_complain_of():
+    command = [sys.executable, "-m", "nemo_offload_rl.cli", "plan", str(CONFIGS / "sft_tiny_cpu.yaml")]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert "logprob to train" in done.stdout
