@@ -20,6 +20,7 @@ from nemo_offload_rl.mcore.model_config import (
     make_optimizer_config,
     make_provider,
 )
+from nemo_offload_rl.mcore.prime import prime_optimizer_state
 
 
 @dataclass
@@ -76,6 +77,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
     if init_optimizer:
         optimizer_config = make_optimizer_config(policy)
         optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+        prime_optimizer_state(optimizer)
         scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
         config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import os
 import tempfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +22,7 @@ from megatron.core.utils import unwrap_model
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.mcore.parallel import ParallelSizes
+from nemo_offload_rl.mcore.prime import prime_optimizer_state, torch_adams
 
 LAYOUT_FILE = "layout.json"
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
@@ -50,33 +50,14 @@ def _sharded_rng(rng: dict[str, Any] | None) -> ShardedObject:
     return ShardedObject("rng_state", rng, shape, offset, replica_id=0)
 
 
-def _torch_adams(state: TrainingState) -> Iterator[torch.optim.Optimizer]:
-    """The plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
-    assert state.optimizer is not None
-    for part in getattr(state.optimizer, "chained_optimizers", [state.optimizer]):
-        if isinstance(part.optimizer, (torch.optim.Adam, torch.optim.AdamW)):
-            yield part.optimizer
-
-
-def _prime_torch_adams(state: TrainingState) -> None:
-    """Make the state that torch's Adam would make in its first step; megatron-core asserts that it is there."""
-    for adam in _torch_adams(state):
-        for parameter in (p for group in adam.param_groups for p in group["params"]):
-            if not adam.state[parameter]:
-                adam.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
-
-
 def _restore_torch_steps(state: TrainingState) -> None:
     """Give every parameter its own step count again.
 
     The distributed optimizer of megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by
     all parameters (each would advance it) and then copies the count from before the load over it.
     """
-    for adam in _torch_adams(state):
+    assert state.optimizer is not None
+    for adam in torch_adams(state.optimizer):
         for group in adam.param_groups:
             if "step" in group:  # written by the distributed optimizer only; the others restore the counts themselves
                 for parameter in group["params"]:
@@ -91,7 +72,7 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     }
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
-        _prime_torch_adams(state)
+        prime_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
         model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=_METADATA)
         sharded["scheduler"] = state.scheduler.state_dict()

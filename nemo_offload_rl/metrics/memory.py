@@ -7,22 +7,25 @@ import psutil
 GIB = 1024**3
 
 
-def memory_stats() -> dict[str, float]:
+def memory_stats(gpu_bytes_beside_torch: int = 0) -> dict[str, float]:
     """Returns this process's memory in GiB.
 
     `host_rss_gib` is always there. `gpu_allocated_gib`, `gpu_reserved_gib` and their peaks since the last
     `reset_gpu_peak()` (`gpu_peak_allocated_gib`, `gpu_peak_reserved_gib`), of torch's allocator on the current device,
     are there once this process has used a GPU.
+
+    Args:
+        gpu_bytes_beside_torch: what this process holds of the GPU and torch's allocator does not know of; counted in.
     """
     stats = {"host_rss_gib": psutil.Process().memory_info().rss / GIB}
     if _gpu_is_in_use():
         import torch
 
         stats |= {
-            "gpu_allocated_gib": torch.cuda.memory_allocated() / GIB,
-            "gpu_reserved_gib": torch.cuda.memory_reserved() / GIB,
-            "gpu_peak_allocated_gib": torch.cuda.max_memory_allocated() / GIB,
-            "gpu_peak_reserved_gib": torch.cuda.max_memory_reserved() / GIB,
+            "gpu_allocated_gib": (torch.cuda.memory_allocated() + gpu_bytes_beside_torch) / GIB,
+            "gpu_reserved_gib": (torch.cuda.memory_reserved() + gpu_bytes_beside_torch) / GIB,
+            "gpu_peak_allocated_gib": (torch.cuda.max_memory_allocated() + gpu_bytes_beside_torch) / GIB,
+            "gpu_peak_reserved_gib": (torch.cuda.max_memory_reserved() + gpu_bytes_beside_torch) / GIB,
         }
     return stats
 

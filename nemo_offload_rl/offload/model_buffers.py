@@ -1,82 +1,134 @@
-"""Params and grads as targets, by megatron-core's own buffer helpers.
+"""Params and grads as targets.
 
-Both live in flat buffers of DistributedDataParallel; the helpers resize the buffers' storages, so that every view of
-them stays valid. Frozen parameters, and parameters outside DDP's buffers, stay where they are.
+DistributedDataParallel of megatron-core keeps both in flat buffers; frozen parameters, parameters outside its buffers
+and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
 """
 
-import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from nemo_offload_rl.offload.types import Cell
-
-logger = logging.getLogger(__name__)
-
-
-class _Buffers:
-    """The DDP buffers of a model's chunks."""
-
-    cells: frozenset[Cell] = frozenset()
-
-    def __init__(self, chunks: Sequence[Any]) -> None:
-        self._chunks = list(chunks)
-        self._where = Cell.GPU
-
-    def _buffers(self) -> Iterator[Any]:
-        for chunk in self._chunks:
-            yield from chunk.buffers
-            yield from chunk.expert_parallel_buffers
-
-    def _settle(self) -> None:
-        # The memory is given back to the driver, for a generator in another process on the same GPU.
-        torch.cuda.synchronize()
-        torch.cuda.empty_cache()
+from nemo_offload_rl.offload.housed import Housed
+from nemo_offload_rl.offload.housing import Housing, Tenant, tensors_by_storage
+from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.transfer import ChunkError, Mover, Transfer
+from nemo_offload_rl.offload.types import Cell, ShardFacts
 
 
-class ParamBuffers(_Buffers):
-    """The parameters: on the GPU, or in one pinned host copy that is made at the first move and kept."""
-
-    cells = frozenset({Cell.GPU, Cell.HOST})
-
-    def move(self, cell: Cell) -> int:
-        """Copy the parameter buffers over the link; returns their bytes."""
-        moved = 0
-        for buffer in self._buffers():
-            if buffer.param_data is None:  # without the distributed optimizer the parameters own their memory
-                continue
-            if cell is Cell.HOST:
-                moved += buffer.param_data.nbytes
-                buffer.offload_to_cpu(move_params=True, move_grads=False)
-            else:
-                buffer.reload_from_cpu(move_params=True, move_grads=False)
-                moved += buffer.param_data.nbytes
-        self._settle()
-        return moved
+def estimate_param_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's parameters, frozen ones included."""
+    return (facts.num_params + facts.num_frozen_params) * facts.param_size
 
 
-class GradBuffers(_Buffers):
-    """The gradients: on the GPU, or dropped; they come back zeroed at the same views."""
+def estimate_grad_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's gradient buffers."""
+    return facts.num_params * facts.grad_size
+
+
+def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """The flat buffers of chunks that are wrapped in megatron-core's DistributedDataParallel."""
+    for chunk in model:
+        for kind in ("buffers", "expert_parallel_buffers"):
+            found = getattr(chunk, kind, ())
+            if not callable(found):  # a plain module's `buffers` is a method
+                yield from found
+
+
+def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> list[tuple[str, torch.UntypedStorage]]:
+    """Every storage of a model's parameters and module buffers on a device, largest first, with a name in it."""
+    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for index, chunk in enumerate(model):
+        for name, tensor in _named_tensors(chunk):
+            storage = tensor.untyped_storage()
+            if tensor.device == device and storage.nbytes():
+                found.setdefault(storage.data_ptr(), (f"{index}.{name}", storage))
+    return sorted(found.values(), key=lambda named: -named[1].nbytes())
+
+
+def param_tenants(model: Sequence[torch.nn.Module], device: torch.device) -> list[Tenant]:
+    """The same with every tensor that looks into them."""
+    storages = param_storages(model, device)
+    views = tensors_by_storage(storage for _, storage in storages)
+    return [Tenant(name, storage, views[storage.data_ptr()]) for name, storage in storages]
+
+
+def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from chunk.named_parameters()
+    for name, module in chunk.named_modules():
+        # Not named_buffers(): DistributedDataParallel has a list of that name.
+        yield from ((f"{name}.{key}", tensor) for key, tensor in module._buffers.items() if tensor is not None)
+
+
+def grad_tenants(model: Sequence[torch.nn.Module]) -> list[Tenant]:
+    """The storages of a model's gradient buffers."""
+    storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
+    views = tensors_by_storage(storages.values())
+    return [
+        Tenant(f"gradient buffer {number}", storage, views[storage.data_ptr()])
+        for number, storage in enumerate(storages.values())
+    ]
+
+
+class Params(Housed):
+    """The parameters and module buffers: on the GPU, or in the arena."""
+
+
+class Grads:
+    """The gradients: on the GPU, or dropped; they come back zeroed at the same addresses.
+
+    Args:
+        housing: of the gradient buffers, without a host side.
+        mover: maps and unmaps.
+        release_copies: drops what the optimizer made of the gradients (fp32 copies of bf16 ones).
+    """
 
     cells = frozenset({Cell.GPU, Cell.DROPPED})
+    waits_itself = False
 
-    def move(self, cell: Cell) -> int:
-        """Give the gradient buffers back or take them again; nothing crosses the link."""
-        for buffer in self._buffers():
-            if cell is Cell.DROPPED:
-                buffer.offload_to_cpu(move_params=False, move_grads=True)
-            else:
-                buffer.reload_from_cpu(move_params=False, move_grads=True)
-        self._settle()
-        return 0
+    def __init__(self, housing: Housing, mover: Mover, release_copies: Callable[[], None]) -> None:
+        self.housing = housing
+        self._mover = mover
+        self._release_copies = release_copies
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return self.housing.nbytes
+
+    def start(self, cell: Cell) -> Move:
+        """See `residency.Movable`."""
+        if cell is Cell.DROPPED:
+            self._release_copies()
+            return self._mover.drop(self.housing.homes)
+        return _Zeroed(self._mover.take(self.housing.homes), self.housing)
+
+    def first_name(self, error: Exception) -> str:
+        """The buffer that an error of a move is about."""
+        assert isinstance(error, ChunkError)
+        return self.housing.name_at(error)
 
 
-class Stays:
-    """A target of a machine without CUDA: there is no other memory to move to."""
+class _Zeroed:
+    """Memory on its way, to be zeroed by the stream that uses it first."""
 
-    cells = frozenset(Cell)
+    nbytes = 0
 
-    def move(self, cell: Cell) -> int:
-        """Moves nothing."""
-        return 0
+    def __init__(self, transfer: Transfer, housing: Housing) -> None:
+        self._transfer = transfer
+        self._housing = housing
+        self._is_zeroed = False
+        self.wait = transfer.wait
+        self.copy_seconds = transfer.copy_seconds
+        self.exposed_seconds = transfer.exposed_seconds
+
+    @property
+    def is_queued(self) -> bool:
+        return self._transfer.is_queued
+
+    def hold_current_stream(self) -> None:
+        self._transfer.hold_current_stream()
+        if not self._is_zeroed:
+            self._is_zeroed = True
+            for home in self._housing.homes:
+                home.range.tensor.zero_()

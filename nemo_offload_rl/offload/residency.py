@@ -1,14 +1,52 @@
 """One verb for every phase change: `residency.enter(phase)` moves what differs from the table, and nothing else."""
 
-import logging
+import contextlib
 import time
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Protocol
 
+import torch
+
+from nemo_offload_rl.offload.measurements import Meter, Started
+from nemo_offload_rl.offload.transfer import ChunkError
 from nemo_offload_rl.offload.types import Cell, Phase, Table, Target
 
-logger = logging.getLogger(__name__)
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError, ChunkError)
+_LEAVES_THE_GPU = (Cell.HOST, Cell.DROPPED)
+_OTHERS_NEED_MEMORY = (Phase.REFIT, Phase.GENERATE)
+"""A generator in another process takes memory: what torch caches is given back."""
+
+
+class ResidencyError(RuntimeError):
+    """A target could not move; the message says which, why, and what to do."""
+
+
+class Move(Protocol):
+    """A target's move under way."""
+
+    nbytes: int
+    """Bytes that cross the link; dropping and zeroing cross nothing."""
+
+    def wait(self) -> None:
+        """The caller waits until memory that is given back is back, or until what comes back has its memory."""
+        ...
+
+    def hold_current_stream(self) -> None:
+        """What the current stream is given from now on finds the target in place."""
+        ...
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last."""
+        ...
+
+    def exposed_seconds(self) -> float:
+        """Seconds for which the caller, or its stream, waited."""
+        ...
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
 
 
 class Movable(Protocol):
@@ -19,35 +57,53 @@ class Movable(Protocol):
         """Where this target can live."""
         ...
 
-    def move(self, cell: Cell) -> int:
-        """Bring the target to a cell it is not in; returns the bytes that crossed the link."""
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
         ...
 
+    @property
+    def waits_itself(self) -> bool:
+        """Whether the target waits for its move before its first use, so that `enter` need not."""
+        ...
 
-@dataclass(frozen=True)
-class Transition:
-    """What one `enter` did."""
+    def start(self, cell: Cell) -> Move:
+        """Begin the move to a cell that it is not in; its last move has ended.
 
-    phase: Phase
-    seconds: float
-    moved: Mapping[Target, tuple[Cell, Cell]] = field(default_factory=dict)
-    """From and to, for each target that moved."""
-    bytes: int = 0
-    """Bytes that crossed the link; dropping and zeroing cross nothing."""
+        Raises:
+            MemoryError: the host has no room; the target is where it was.
+            torch.OutOfMemoryError: the GPU has none; likewise.
+        """
+        ...
+
+    def first_name(self, error: Exception) -> str:
+        """The tensor that an error of a move is about."""
+        ...
 
 
 class Residency:
     """Knows where each target is, and moves it where a phase wants it.
 
     Args:
-        targets: the mechanisms; everything starts on the GPU.
+        targets: the mechanisms; everything starts on the GPU, or where `start` says.
         table: where each target lives in each phase; every target needs a cell in every phase.
+        meter: takes the measurements.
+        start: where a target is that does not start on the GPU.
+        room: bytes that have to be free on the GPU when `enter` of a phase returns, if what leaves makes them so.
 
     Raises:
         ValueError: if the table lacks a cell or asks for one that a target cannot live in.
     """
 
-    def __init__(self, targets: Mapping[Target, Movable], table: Table) -> None:
+    def __init__(
+        self,
+        targets: Mapping[Target, Movable],
+        table: Table,
+        *,
+        meter: Meter | None = None,
+        start: Mapping[Target, Cell] | None = None,
+        room: Mapping[Phase, int] | None = None,
+    ) -> None:
         for phase in Phase:
             for target, mechanism in targets.items():
                 cell = table[phase].get(target) if phase in table else None
@@ -58,28 +114,145 @@ class Residency:
                     raise ValueError(f"{target} cannot be {cell} in phase {phase}; it can be {known}.")
         self._targets = dict(targets)
         self._table = table
-        self._where = dict.fromkeys(targets, Cell.GPU)
+        self._where = dict.fromkeys(targets, Cell.GPU) | dict(start or {})
+        self._last: dict[Target, Started] = {}
+        self._meter = meter or Meter(torch.device("cpu"))
+        self._room = dict(room or {})
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Cell:
-        """Where a target is now."""
+        """Where a target is now, or is on its way to."""
         return self._where[target]
 
-    def enter(self, phase: Phase) -> Transition:
+    def enter(self, phase: Phase) -> None:
         """Move every target to its cell of `phase`; twice in a row is a no-op.
 
-        What leaves the GPU moves first, so that what comes back finds room.
+        Copies start at once on streams of their own. What the phase reads first is in place for the current stream
+        when this returns; what waits for itself (optimizer state: before the optimizer's step) may still be coming,
+        and what leaves may still be leaving, except for GENERATE, which hands the GPU to somebody else.
+
+        Raises:
+            ResidencyError: a target could not move; those that had moved for this phase are back where they were.
         """
-        start = time.perf_counter()
-        goals = {target: self._table[phase][target] for target in self._targets}
-        differ = [target for target, cell in goals.items() if cell not in (Cell.KEEP, self._where[target])]
-        moved, total = {}, 0
-        for target in sorted(differ, key=lambda t: goals[t] is Cell.GPU):
-            total += self._targets[target].move(goals[target])
-            moved[target] = (self._where[target], goals[target])
-            self._where[target] = goals[target]
+        start, before = time.perf_counter(), self._meter.memory()
+        if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
+            self._meter.give_back_cache()  # before the copies: it waits for every stream
+        moved = self._move(self._differing(phase), phase)
+        if phase is Phase.GENERATE:
+            for target, cell in self._where.items():
+                if cell in _LEAVES_THE_GPU:
+                    self._wait(target)
+        elif phase in self._room:
+            self._make_room(self._room[phase])
         self.phase = phase
-        transition = Transition(phase, time.perf_counter() - start, moved, total)
         if moved:
-            logger.debug("entered %s: %s", phase, transition)
-        return transition
+            self._meter.record_transition(phase, time.perf_counter() - start, before)
+
+    def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
+        """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
+
+        Args:
+            phase: the one that will be entered next.
+            reserve_bytes: memory that the present phase may still take, and that stays free.
+        """
+        coming = [t for t, cell in self._differing(phase).items() if cell is Cell.GPU and self._where[t] is Cell.HOST]
+        for target in coming:
+            free = self._meter.memory().gpu_free
+            if free is not None and free - reserve_bytes < self._targets[target].nbytes:
+                continue
+            self._move({target: Cell.GPU}, phase, wait=False)
+
+    def require(self, target: Target) -> None:
+        """What the current stream is given from now on finds a target in place.
+
+        Raises:
+            ResidencyError: the target is not on the GPU in this phase; or the GPU has no memory for it, and it is on
+            the host, unharmed.
+        """
+        if self._where[target] is not Cell.GPU:
+            phase = f"in phase {self.phase}" if self.phase else "now"
+            raise ResidencyError(
+                f"{target} is needed on the GPU, but it is {self._where[target]} {phase}; enter a phase that has it on "
+                "the GPU first (residency.enter; prepare_for_training or prepare_for_lp_inference of the worker)."
+            )
+        self._wait(target, hold=True)
+
+    def wait_until_released(self) -> None:
+        """The caller waits until the memory of everything that leaves the GPU has been given back."""
+        for target, cell in self._where.items():
+            if cell in _LEAVES_THE_GPU:
+                self._wait(target)
+
+    def _differing(self, phase: Phase) -> dict[Target, Cell]:
+        goals = {target: self._table[phase][target] for target in self._targets}
+        return {target: cell for target, cell in goals.items() if cell not in (Cell.KEEP, self._where[target])}
+
+    def _move(self, goals: Mapping[Target, Cell], phase: Phase, *, wait: bool = True) -> bool:
+        """Start the moves, what leaves first, and wait for what does not wait for itself."""
+        order = sorted(goals, key=lambda target: goals[target] is Cell.GPU)
+        sources = {target: self._where[target] for target in order}
+        done: list[Target] = []
+        try:
+            for target in order:
+                self._start(target, goals[target], phase)
+                done.append(target)
+            if wait:
+                for target, cell in self._where.items():
+                    if cell is Cell.GPU and not self._targets[target].waits_itself:
+                        self._wait(target, hold=True)
+        except ResidencyError:
+            self._roll_back({target: sources[target] for target in reversed(done)}, phase)
+            raise
+        return bool(order)
+
+    def _start(self, target: Target, cell: Cell, phase: Phase) -> None:
+        # What leaves again before anybody used it has to have arrived first: hence `hold`.
+        self._wait(target, hold=self._where[target] is Cell.GPU)
+        source = self._where[target]
+        try:
+            move = self._targets[target].start(cell)
+        except MEMORY_ERRORS as error:
+            raise self._failure(target, cell, phase, error) from error
+        self._last[target], self._where[target] = Started(phase, target, source, cell, move), cell
+        self._meter.record_start(self._last[target])
+
+    def _wait(self, target: Target, *, hold: bool = False) -> None:
+        """Wait for a target's last move; with `hold`, the current stream does."""
+        if target not in self._last:
+            return
+        last = self._last[target]
+        try:
+            if hold:
+                last.move.hold_current_stream()
+            else:
+                last.move.wait()
+        except MEMORY_ERRORS as error:
+            del self._last[target]
+            self._meter.forget(last.move)
+            self._where[target] = last.source
+            raise self._failure(target, last.goal, last.phase, error) from error
+
+    def _roll_back(self, sources: Mapping[Target, Cell], phase: Phase) -> None:
+        for target, cell in sources.items():
+            with contextlib.suppress(ResidencyError):  # then it has not moved either
+                self._wait(target)
+            if self._where[target] is not cell:
+                self._start(target, cell, phase)
+                self._wait(target, hold=cell is Cell.GPU)
+
+    def _make_room(self, nbytes: int) -> None:
+        for target in sorted(self._last, key=lambda target: self._targets[target].nbytes):
+            free = self._meter.memory().gpu_free
+            if free is None or free >= nbytes:
+                return
+            if self._where[target] in _LEAVES_THE_GPU:
+                self._wait(target)
+
+    def _failure(self, target: Target, cell: Cell, phase: Phase, error: Exception) -> ResidencyError:
+        name = self._targets[target].first_name(error)
+        doing = "come back to the GPU" if cell is Cell.GPU else "leave for the host"
+        return ResidencyError(
+            f"{target} could not {doing} for phase {phase}: no memory for {name} "
+            f"({error}); {self._meter.memory().describe()}. What had moved was put back. Leave more memory free there: "
+            "a smaller share for the generator, smaller micro-batches, or another cell in policy.residency.table."
+        )

@@ -22,12 +22,11 @@ from nemo_offload_rl.mcore.microbatches import (
     with_length,
 )
 from nemo_offload_rl.mcore.model_config import packs, parallel_sizes
-from nemo_offload_rl.mcore.reference import ReferenceWeights
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
-from nemo_offload_rl.offload.model_buffers import GradBuffers, ParamBuffers, Stays
-from nemo_offload_rl.offload.residency import Movable, Residency
-from nemo_offload_rl.offload.types import DEFAULT_TABLE, Phase, Target
+from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
+from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +72,8 @@ class MegatronPolicyWorker:
     ) -> None:
         self._config = config
         self._rank = rank
+        plan = settings(config)
+        binding = bind_to_gpu(plan.numa, rank=rank, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
         self.device = parallel.initialize(
             self._sizes,
@@ -86,26 +87,16 @@ class MegatronPolicyWorker:
         )
         try:
             self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+            self._engine = make_engine(self._state, plan, node=binding.node, keep_reference=init_reference_model)
         except BaseException:
             parallel.destroy()
             raise
-        self._reference = (
-            ReferenceWeights(parameter for _, parameter in self._state.parameters()) if init_reference_model else None
-        )
-        self.residency = self._make_residency()
+        self.residency = self._engine.residency
+        self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Cell.KEEP
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
         self._peaks: dict[str, float] = {}
         self._enable_param_gather(False)
-
-    def _make_residency(self) -> Residency:
-        targets: dict[Target, Movable]
-        if self.device.type == "cuda":
-            targets = {Target.PARAMS: ParamBuffers(self._state.model), Target.GRADS: GradBuffers(self._state.model)}
-        else:
-            logger.info("rank %d has no GPU: params and grads stay in host memory in every phase", self._rank)
-            targets = {Target.PARAMS: Stays(), Target.GRADS: Stays()}
-        return Residency(targets, DEFAULT_TABLE)
 
     def _sampling_temperature(self) -> float:
         """What logits are divided by: the temperature of sampling, so that log-probs speak of what was sampled.
@@ -265,6 +256,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
+        self._prefetch_for_training()
         return BatchedData(logprobs=self._logprobs(data, mbs))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
@@ -273,10 +265,11 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: the worker was built without reference weights.
         """
-        if self._reference is None:
+        reference = self._engine.reference
+        if reference is None:
             raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
-        with self._reference.swapped_in():
+        with reference.swapped_in():
             return BatchedData(reference_logprobs=self._logprobs(data, mbs))
 
     def _logprobs(self, data: BatchedData, mbs: int) -> torch.Tensor:
@@ -290,6 +283,12 @@ class MegatronPolicyWorker:
             width = min(out.shape[1], value.shape[0])
             out[row, :width] = value[:width]
         return out
+
+    def _prefetch_for_training(self) -> None:
+        """Bring optimizer state back beside the log-prob pass, once it is known what such a pass takes of memory."""
+        if self._prefetches and "gpu_peak_logprobs_gib" in self._peaks:
+            taken = self._peaks["gpu_peak_logprobs_gib"] - memory_stats(self._engine.mapped_bytes)["gpu_allocated_gib"]
+            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(1.1 * taken * GIB))
 
     def _eval_mode(self) -> "_EvalMode":
         return _EvalMode(self._state.model)
@@ -347,8 +346,8 @@ class MegatronPolicyWorker:
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
         """Write the training state into `folder`, which must hold nothing yet; collective."""
-        self.prepare_for_training()
-        checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer)
+        with self._engine.readable():  # what is on the host is read there
+            checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer)
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote; collective.
@@ -356,26 +355,32 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
         """
-        self.prepare_for_training()
+        self._engine.writable()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
         """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
-        return memory_stats() | self._peaks
+        return memory_stats(self._engine.mapped_bytes) | self._peaks
+
+    def residency_metrics(self) -> dict[str, float]:
+        """What the moves that have ended since the last call took; see offload/measurements.py."""
+        return self._engine.meter.take_metrics()
 
     @contextlib.contextmanager
     def _measuring(self, verb: str) -> Iterator[None]:
         """Record the peak of allocated GPU memory under a verb's name; nothing without a GPU."""
         reset_gpu_peak()
+        mapped = self._engine.mapped_bytes
         yield
-        stats = memory_stats()
+        stats = memory_stats(max(mapped, self._engine.mapped_bytes))
         if "gpu_peak_allocated_gib" in stats:
             self._peaks[f"gpu_peak_{verb}_gib"] = stats["gpu_peak_allocated_gib"]
 
     def shutdown(self) -> None:
-        """Leave the process groups; the worker is of no use afterwards."""
+        """Give back all memory and leave the process groups; the worker is of no use afterwards."""
+        self._engine.close()
         parallel.destroy()
 
 

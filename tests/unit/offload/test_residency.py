@@ -1,90 +1,169 @@
+"""The state machine alone, over targets that only note where they were told to go."""
+
 import pytest
 
-from nemo_offload_rl.offload.residency import Residency
+from nemo_offload_rl.offload.residency import Residency, ResidencyError
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
 
 
+class Arrived:
+    """A move that notes when somebody waits for it."""
+
+    nbytes = 10
+    is_queued = True
+
+    def __init__(self, log, target):
+        self.log, self.target = log, target
+
+    def wait(self):
+        self.log.append((self.target, "waited for"))
+
+    def hold_current_stream(self):
+        self.log.append((self.target, "held for"))
+
+    def copy_seconds(self):
+        return 1.0
+
+    def exposed_seconds(self):
+        return 0.25
+
+
 class Shelf:
-    """A target that notes where it was told to go, and what it costs."""
+    """A target that notes where it is told to go; `full` names the cells that have no room."""
 
-    def __init__(self, log, target, cells):
-        self.log, self.target, self.cells = log, target, frozenset(cells)
+    nbytes = 10
 
-    def move(self, cell):
+    def __init__(self, log, target, cells, waits_itself=False):
+        self.log, self.target, self.cells, self.waits_itself = log, target, frozenset(cells), waits_itself
+        self.full = set()
+
+    def start(self, cell):
+        if cell in self.full:
+            raise MemoryError("no shelf left")
         self.log.append((self.target, cell))
-        return 10 if cell in (Cell.GPU, Cell.HOST) else 0
+        return Arrived(self.log, self.target)
+
+    def first_name(self, error):
+        return "book 7"
 
 
-def make(table=DEFAULT_TABLE):
+def make(**overrides):
+    table = {phase: dict(DEFAULT_TABLE[phase]) for phase in Phase}
+    for phase, cells in overrides.items():
+        table[Phase(phase)] |= cells
     log = []
     targets = {
         Target.PARAMS: Shelf(log, Target.PARAMS, {Cell.GPU, Cell.HOST}),
         Target.GRADS: Shelf(log, Target.GRADS, {Cell.GPU, Cell.DROPPED}),
+        Target.OPTIMIZER_STATE: Shelf(log, Target.OPTIMIZER_STATE, {Cell.GPU, Cell.HOST}, waits_itself=True),
     }
-    return Residency(targets, table), log
+    return Residency(targets, table), targets, log
+
+
+def moves(log):
+    done = [entry for entry in log if isinstance(entry[1], Cell)]
+    log.clear()
+    return done
 
 
 def test_only_what_differs_moves():
-    residency, log = make()
-    assert residency.enter(Phase.TRAIN).moved == {}
-    assert residency.enter(Phase.LOGPROB).moved == {Target.GRADS: (Cell.GPU, Cell.DROPPED)}
-    assert residency.enter(Phase.REFIT).moved == {}
-    transition = residency.enter(Phase.GENERATE)
-    assert transition.moved == {Target.PARAMS: (Cell.GPU, Cell.HOST)}
-    assert transition.bytes == 10
-    assert log == [(Target.GRADS, Cell.DROPPED), (Target.PARAMS, Cell.HOST)]
-    assert residency.where(Target.PARAMS) is Cell.HOST
-
-
-def test_entering_a_phase_twice_is_entering_it_once():
-    residency, log = make()
+    residency, _, log = make()
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == []
+    residency.enter(Phase.LOGPROB)
+    assert moves(log) == [(Target.GRADS, Cell.DROPPED)]
+    residency.enter(Phase.REFIT)
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Cell.HOST)]
     residency.enter(Phase.GENERATE)
-    before = list(log)
-    assert residency.enter(Phase.GENERATE).moved == {}
-    assert log == before
+    assert moves(log) == [(Target.PARAMS, Cell.HOST)]
+    assert residency.where(Target.PARAMS) is Cell.HOST
+    residency.enter(Phase.LOGPROB)
+    assert moves(log) == [(Target.PARAMS, Cell.GPU)]  # what is to be kept stays on the host
+    assert residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_entering_a_phase_twice_is_entering_it_once(phase):
+    residency, _, log = make()
+    residency.enter(phase)
+    log.clear()
+    residency.enter(phase)
+    assert moves(log) == []
 
 
 def test_what_leaves_goes_before_what_comes_back():
-    table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
-    table[Phase.REFIT][Target.PARAMS] = Cell.HOST
-    table[Phase.REFIT][Target.GRADS] = Cell.GPU
-    table[Phase.LOGPROB] = {Target.PARAMS: Cell.GPU, Target.GRADS: Cell.DROPPED}
-    residency, log = make(table)
+    residency, _, log = make(refit={Target.PARAMS: Cell.HOST, Target.GRADS: Cell.GPU})
     residency.enter(Phase.LOGPROB)
     log.clear()
     residency.enter(Phase.REFIT)
-    assert log == [(Target.PARAMS, Cell.HOST), (Target.GRADS, Cell.GPU)]
+    assert moves(log) == [
+        (Target.PARAMS, Cell.HOST),
+        (Target.OPTIMIZER_STATE, Cell.HOST),
+        (Target.GRADS, Cell.GPU),
+    ]
 
 
-def test_keep_leaves_a_target_wherever_it_is():
-    table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
-    table[Phase.LOGPROB][Target.GRADS] = Cell.KEEP
-    residency, log = make(table)
-    residency.enter(Phase.LOGPROB)
-    assert log == []
+def test_what_waits_itself_is_waited_for_when_it_is_required_and_not_before():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    log.clear()
+    residency.enter(Phase.TRAIN)
+    assert (Target.PARAMS, "held for") in log
+    assert (Target.OPTIMIZER_STATE, "held for") not in log
+    residency.require(Target.OPTIMIZER_STATE)
+    assert (Target.OPTIMIZER_STATE, "held for") in log
+
+
+def test_what_leaves_is_waited_for_where_the_gpu_is_handed_over():
+    residency, _, log = make()
+    residency.enter(Phase.TRAIN)
     residency.enter(Phase.REFIT)
+    assert (Target.OPTIMIZER_STATE, "waited for") not in log
+    residency.enter(Phase.GENERATE)
+    assert (Target.OPTIMIZER_STATE, "waited for") in log
+    assert (Target.PARAMS, "waited for") in log
+
+
+def test_what_has_no_room_leaves_everything_where_it_was():
+    residency, targets, log = make()
+    residency.enter(Phase.GENERATE)
+    targets[Target.OPTIMIZER_STATE].full.add(Cell.GPU)
+    log.clear()
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not come back .* no memory for book 7"):
+        residency.enter(Phase.TRAIN)
+    assert moves(log)[-2:] == [(Target.GRADS, Cell.DROPPED), (Target.PARAMS, Cell.HOST)]
+    assert [residency.where(target) for target in targets] == [Cell.HOST, Cell.DROPPED, Cell.HOST]
+    assert residency.phase is Phase.GENERATE
+    targets[Target.OPTIMIZER_STATE].full.clear()
+    residency.enter(Phase.TRAIN)
+    assert [residency.where(target) for target in targets] == [Cell.GPU] * 3
+
+
+def test_a_target_off_the_gpu_is_refused_to_who_requires_it():
+    residency, _, _ = make()
+    residency.enter(Phase.GENERATE)
+    with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate"):
+        residency.require(Target.PARAMS)
+
+
+def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
     residency.enter(Phase.LOGPROB)
-    assert residency.where(Target.GRADS) is Cell.DROPPED
+    log.clear()
+    residency.prefetch(Phase.TRAIN)
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Cell.GPU)]  # gradients hold nothing that could come
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == [(Target.GRADS, Cell.GPU)]
 
 
-def test_a_move_that_fails_is_not_believed():
-    residency, _ = make()
-
-    class Broken(Shelf):
-        def move(self, cell):
-            raise MemoryError("no room")
-
-    residency._targets[Target.PARAMS] = Broken([], Target.PARAMS, {Cell.GPU, Cell.HOST})
-    with pytest.raises(MemoryError):
-        residency.enter(Phase.GENERATE)
-    assert residency.where(Target.PARAMS) is Cell.GPU
+def test_a_table_without_a_cell_is_refused():
+    table = {phase: {Target.PARAMS: Cell.GPU} for phase in (Phase.TRAIN, Phase.LOGPROB, Phase.REFIT)}
+    with pytest.raises(ValueError, match="no cell for params in phase generate"):
+        Residency({Target.PARAMS: Shelf([], Target.PARAMS, {Cell.GPU})}, table)
 
 
-def test_a_table_that_cannot_be_is_refused():
-    table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
-    table[Phase.GENERATE][Target.GRADS] = Cell.HOST
-    with pytest.raises(ValueError, match="grads cannot be host in phase generate; it can be dropped, gpu, keep"):
-        make(table)
-    del table[Phase.GENERATE][Target.GRADS]
-    with pytest.raises(ValueError, match="no cell for grads in phase generate"):
-        make(table)
+def test_a_cell_that_a_target_cannot_have_is_refused():
+    table = {phase: {Target.GRADS: Cell.HOST} for phase in Phase}
+    with pytest.raises(ValueError, match="grads cannot be host in phase train; it can be dropped, gpu, keep"):
+        Residency({Target.GRADS: Shelf([], Target.GRADS, {Cell.GPU, Cell.DROPPED})}, table)

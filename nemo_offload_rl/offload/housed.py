@@ -1,0 +1,97 @@
+"""Targets that live in ranges and have a copy of their own on the host."""
+
+from collections.abc import Sequence
+
+import torch
+
+from nemo_offload_rl.offload.housing import Housing
+from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.transfer import ChunkError, Home, Mover, Transfer
+from nemo_offload_rl.offload.types import Cell
+
+
+class CorruptedTransferError(RuntimeError):
+    """What came back is not what left."""
+
+
+class Housed:
+    """A target whose ranges move as they are.
+
+    Args:
+        housing: where its tensors live.
+        mover: copies.
+        verify: compare checksums of every chunk before it leaves and after it is back; waits for the GPU.
+    """
+
+    waits_itself = False
+
+    def __init__(self, housing: Housing, mover: Mover, *, verify: bool = False) -> None:
+        self.housing = housing
+        self._mover = mover
+        self._verify = verify
+        self._checksums: list[torch.Tensor] = []
+
+    @property
+    def cells(self) -> frozenset[Cell]:
+        """Without host memory it stays."""
+        return frozenset({Cell.GPU, Cell.HOST} if self.housing.has_host_side else {Cell.GPU})
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return self.housing.nbytes
+
+    def start(self, cell: Cell) -> Move:
+        """See `residency.Movable`."""
+        return self._leave() if cell is Cell.HOST else self._come_back()
+
+    def first_name(self, error: Exception) -> str:
+        """The tensor that an error of a move is about."""
+        return self.housing.name_at(error) if isinstance(error, ChunkError) else f"new tensors of {self.housing.owner}"
+
+    def _leave(self) -> Move:
+        if self._verify:
+            self._checksums = chunk_checksums(self.housing.homes)
+        return self._mover.out(self.housing.homes)
+
+    def _come_back(self) -> Move:
+        transfer = self._mover.back(self.housing.homes)
+        return _Verified(transfer, self.housing, self._checksums) if self._verify else transfer
+
+
+class _Verified:
+    """A move back whose data are compared with what left, once they are there."""
+
+    def __init__(self, transfer: Transfer, housing: Housing, expected: Sequence[torch.Tensor]) -> None:
+        self._transfer = transfer
+        self._housing = housing
+        self._expected = list(expected)
+        self._is_verified = False
+        self.nbytes = transfer.nbytes
+        self.wait = transfer.wait
+        self.copy_seconds = transfer.copy_seconds
+        self.exposed_seconds = transfer.exposed_seconds
+
+    @property
+    def is_queued(self) -> bool:
+        return self._transfer.is_queued
+
+    def hold_current_stream(self) -> None:
+        self._transfer.hold_current_stream()
+        if self._is_verified:
+            return
+        self._is_verified = True
+        found = chunk_checksums(self._housing.homes)
+        chunks = [(home, chunk) for home in self._housing.homes for chunk in home.range.chunks]
+        for (home, chunk), before, after in zip(chunks, self._expected, found, strict=True):
+            if not torch.equal(before, after):
+                name = self._housing.name_at(ChunkError(home, chunk.start, ""))
+                raise CorruptedTransferError(
+                    f"{self._housing.owner} came back from the host changed, at {name} (bytes {chunk.start} to "
+                    f"{chunk.stop} of its range): training cannot go on; restart from the last checkpoint."
+                )
+
+
+def chunk_checksums(homes: Sequence[Home]) -> list[torch.Tensor]:
+    """0-dim int64 sums, modulo 2**64, of the 8-byte words of every chunk, on the device; ranges have to be mapped."""
+    return [home.range.tensor[chunk].view(torch.int64).sum() for home in homes for chunk in home.range.chunks]

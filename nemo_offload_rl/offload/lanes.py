@@ -1,0 +1,96 @@
+"""Streams for copies, and marks in them; without a GPU the same words mean plain copies by the calling thread."""
+
+import time
+from typing import Protocol, Self
+
+import torch
+
+
+class Mark(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """The caller waits until it is reached."""
+        ...
+
+    def hold_current_stream(self) -> None:
+        """What the caller's stream is given from now on runs after it."""
+        ...
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What a stream is given from now on runs after it."""
+        ...
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds from `earlier` to here, both of them reached; below 0 if `earlier` was reached later."""
+        ...
+
+
+class _CudaMark:
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        # Blocking: a helper thread that waits for half a second must not spin on a core meanwhile.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=True)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def hold_current_stream(self) -> None:
+        self.hold(torch.cuda.current_stream())
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._event)
+
+    def seconds_since(self, earlier: Self) -> float:
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class _HostMark:
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Copies on a CPU have been made when they are marked."""
+
+    def hold_current_stream(self) -> None:
+        """There are no streams on a CPU."""
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """There are no streams on a CPU."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        return self._time - earlier._time
+
+
+class Lane:
+    """A stream for copies in one direction; without a GPU the copies are made by the thread that asks for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def follow_current_stream(self) -> None:
+        """What is queued from now on runs after everything that the caller's stream has been given."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream())
+
+    def follow(self, mark: Mark) -> None:
+        """What is queued from now on runs after a mark of another lane."""
+        if self.stream is not None:
+            mark.hold(self.stream)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy."""
+        if self.stream is None:
+            destination.copy_(source)
+            return
+        with torch.cuda.stream(self.stream):
+            destination.copy_(source, non_blocking=True)
+
+    def mark(self) -> Mark:
+        """What has been queued so far."""
+        return _HostMark() if self.stream is None else _CudaMark(self.stream)
+
+
+def mark_current_stream(device: torch.device) -> Mark:
+    """What the caller's stream has been given so far."""
+    return _CudaMark(torch.cuda.current_stream()) if device.type == "cuda" else _HostMark()

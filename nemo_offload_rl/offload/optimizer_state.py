@@ -1,0 +1,203 @@
+"""Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
+
+import logging
+import time
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.offload.housed import Housed
+from nemo_offload_rl.offload.housing import Housing, Tenant
+from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.transfer import Gate, Mover
+from nemo_offload_rl.offload.types import Cell, ShardFacts
+
+logger = logging.getLogger(__name__)
+
+
+def estimate_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's optimizer state."""
+    return facts.num_optimizer_params * facts.optimizer_size
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The optimizers inside that hold state and step.
+
+    Args:
+        optimizer: one of torch's, or of megatron-core's: chained, distributed, mixed-precision or fp32.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part if isinstance(part, torch.optim.Optimizer) else part.optimizer
+        if inner is not None:  # a rank without trainable parameters has a stub
+            # HybridDeviceOptimizer steps optimizers of its own, one for each device.
+            yield from getattr(inner, "sub_optimizers", [inner])
+
+
+def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer keeps on a device beside the model's own: masters and state, by a lasting name.
+
+    The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter.
+    """
+    for index, inner in enumerate(torch_optimizers(optimizer)):
+        number = -1
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                place = f"{index}.{number}"
+                if parameter.device == device:
+                    yield f"master[{place}]", parameter
+                for key, value in inner.state.get(parameter, {}).items():
+                    tensor = getattr(value, "_data", value)  # Transformer Engine's fp8 tensors hold their bytes there
+                    if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.device == device:
+                        yield f"{key}[{place}]", tensor
+
+
+def state_tenants(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[Tenant]:
+    """The storages of an optimizer's tensors.
+
+    Args:
+        optimizer: see `torch_optimizers`.
+        device: where the optimizer steps.
+        but_in: addresses of storages that belong to somebody else, or are housed already.
+    """
+    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in state_tensors(optimizer, device):
+        address = tensor.untyped_storage().data_ptr()
+        if address and address not in but_in:
+            found.setdefault(address, []).append((name, tensor))
+    tenants = []
+    for named in found.values():
+        name, tensor = named[0]
+        tenants.append(Tenant(name, tensor.untyped_storage(), [tensor for _, tensor in named]))
+    return tenants
+
+
+class OptimizerState(Housed):
+    """Masters and moments, in ranges; the optimizer's Parameter and state objects stay the same.
+
+    What the optimizer shares with the model (the parameters of an fp32 model, the bf16 views of the precision-aware
+    optimizer) belongs to the params and stays out.
+
+    Args:
+        optimizer: see `torch_optimizers`.
+        model_storages: addresses of the storages of the model's parameters.
+        housing: of this target.
+        mover: copies.
+        verify: see `Housed`.
+    """
+
+    waits_itself = True  # see attach.py: before the step of each inner optimizer
+
+    def __init__(
+        self, optimizer: Any, model_storages: Iterable[int], housing: Housing, mover: Mover, *, verify: bool = False
+    ) -> None:
+        super().__init__(housing, mover, verify=verify)
+        self._optimizer = optimizer
+        self._model_storages = frozenset(model_storages)
+        self.house_new()
+
+    def house_new(self) -> int:
+        """Bring into a range what has appeared since the last time: state of a first step, of a loaded checkpoint.
+
+        Returns:
+            The number of tensors that moved in.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        housed = {home.range.tensor.data_ptr() for home in self.housing.homes}
+        tenants = state_tenants(self._optimizer, self.housing.device, housed | self._model_storages)
+        self.housing.add_or_replace(tenants)
+        if tenants:
+            logger.debug("%s: %d more tensors moved into a range", self.housing.owner, len(tenants))
+        return len(tenants)
+
+    def _leave(self) -> Move:
+        if self._verify:
+            self.house_new()
+            return super()._leave()
+        gate = Gate()
+        move = self._mover.out(self.housing.homes, gate)
+        try:
+            # While the copies run: it takes 10 ms to look through ten thousand tensors.
+            if not self.house_new():
+                gate.open()
+                return move
+        finally:
+            gate.cancel()  # does nothing to an open one
+        move.wait()
+        return super()._leave()
+
+
+class PageableOptimizerState:
+    """Masters and moments moved tensor by tensor through pageable memory, as upstream does: a baseline of some 2 GB/s.
+
+    Args:
+        optimizer: see `torch_optimizers`.
+        model_storages: addresses of the storages of the model's parameters.
+        device: where the optimizer steps.
+    """
+
+    cells = frozenset({Cell.GPU, Cell.HOST})
+    waits_itself = False
+
+    def __init__(self, optimizer: Any, model_storages: Iterable[int], device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._model_storages = frozenset(model_storages)
+        self._device = device
+        self._moved: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return sum(tensor.nbytes for tensor in self._moved or self._tensors())
+
+    def start(self, cell: Cell) -> Move:
+        """See `residency.Movable`; returns when the move has ended."""
+        begin = time.perf_counter()
+        if cell is Cell.HOST:
+            self._moved = self._tensors()
+            for tensor in self._moved:
+                tensor.data = tensor.data.to("cpu", copy=True)
+            if self._device.type == "cuda":
+                torch.cuda.empty_cache()
+        else:
+            for tensor in self._moved:
+                tensor.data = tensor.data.to(self._device)
+        nbytes = sum(tensor.nbytes for tensor in self._moved)
+        return _Done(nbytes, time.perf_counter() - begin)
+
+    def first_name(self, error: Exception) -> str:
+        """Torch's own message says how much could not be had."""
+        return "a tensor of it"
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [
+            tensor
+            for _, tensor in state_tensors(self._optimizer, self._device)
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._model_storages
+        ]
+
+
+@dataclass
+class _Done:
+    """A move that ended before `start` returned."""
+
+    nbytes: int
+    seconds: float
+    is_queued = True
+
+    def wait(self) -> None:
+        pass
+
+    def hold_current_stream(self) -> None:
+        pass
+
+    def copy_seconds(self) -> float:
+        return self.seconds
+
+    def exposed_seconds(self) -> float:
+        return self.seconds

@@ -1,0 +1,329 @@
+"""Moves ranges to the host and back on streams of their own, and gives memory back as the copies end.
+
+A helper thread does it all, since queueing the copies of 18 GB takes as long as 260 ms: the queue takes only so many.
+Out: it queues some copies ahead, and unmaps each chunk when its copy has ended. Back: it maps a chunk, queues its copy,
+and maps the next while that one runs; to map everything and copy then leaves the link idle for 5% of the time.
+"""
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.offload.gpu_range import GpuRange, OutOfGpuMemoryError
+from nemo_offload_rl.offload.lanes import Lane, Mark, mark_current_stream
+from nemo_offload_rl.offload.pinned_arena import LOCK_CHUNK_BYTES, HostSegment, PinnedArena
+from nemo_offload_rl.offload.staging import StagingRing
+
+_COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are given back
+
+
+@dataclass(frozen=True)
+class Home:
+    """A range and, unless its contents are only ever dropped, the host memory it is copied to."""
+
+    range: GpuRange
+    host: HostSegment | None
+
+    def host_tensor(self) -> torch.Tensor:
+        """uint8 [nbytes] of the host's side."""
+        assert self.host is not None
+        return self.host.tensor[: self.range.nbytes]
+
+
+class ChunkError(RuntimeError):
+    """There was no memory for a chunk; what had been taken for the move was given back.
+
+    Attributes:
+        home: whose chunk it is.
+        offset: byte of the range at which the chunk begins.
+    """
+
+    def __init__(self, home: Home, offset: int, message: str) -> None:
+        super().__init__(message)
+        self.home = home
+        self.offset = offset
+
+
+class Gate:
+    """Lets a move out copy, and keeps it from giving memory back, until somebody has decided."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._is_open = False
+
+    def open(self) -> None:
+        """The move goes on."""
+        self._is_open = True
+        self._decided.set()
+
+    def cancel(self) -> None:
+        """The move ends; nothing of it has happened but copies."""
+        self._decided.set()
+
+    def passes(self) -> bool:
+        """Whether the move goes on; waits for the decision."""
+        self._decided.wait()
+        return self._is_open
+
+
+@dataclass(frozen=True)
+class _Span:
+    begin: Mark
+    end: Mark
+
+
+class Transfer:
+    """A move under way.
+
+    Args:
+        device: whose current stream may have to wait.
+        nbytes: bytes that cross the link.
+        helper: the helper thread's part; gives the copies' begin and end, or None where nothing is copied.
+    """
+
+    def __init__(self, device: torch.device, nbytes: int, helper: Future[_Span | None]) -> None:
+        self.nbytes = nbytes
+        self._device = device
+        self._helper = helper
+        self._waited = 0.0
+        self._asked: Mark | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the helper thread is through; copies back may still run."""
+        return self._helper.done()
+
+    def wait(self) -> None:
+        """The caller waits until the helper thread is through: for a move out, until its memory is given back.
+
+        Raises:
+            ChunkError: the device had no memory for it.
+        """
+        start = time.perf_counter()
+        try:
+            self._helper.result()
+        finally:
+            self._waited += time.perf_counter() - start
+
+    def hold_current_stream(self) -> None:
+        """What the caller's stream is given from now on finds the data in place.
+
+        Raises:
+            ChunkError: the device had no memory for it.
+        """
+        self.wait()
+        span = self._helper.result()
+        if span is not None:
+            if self._asked is None:
+                self._asked = mark_current_stream(self._device)
+            span.end.hold_current_stream()
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last; waits for the copies."""
+        span = self._helper.result()
+        if span is None:
+            return 0.0
+        span.end.wait()
+        return span.end.seconds_since(span.begin)
+
+    def exposed_seconds(self) -> float:
+        """Seconds that the caller waited, or its stream stood still, for this move; waits for the copies."""
+        span, stalled = self._helper.result(), 0.0
+        if span is not None and self._asked is not None:
+            span.end.wait()
+            self._asked.wait()
+            stalled = span.end.seconds_since(self._asked)
+        return self._waited + max(0.0, stalled)
+
+
+class Mover:
+    """Moves homes between a device and the host; the helper thread ends moves in the order they were asked for.
+
+    Args:
+        device: the GPU; or the CPU, where the same moves are made between two places of host memory.
+        arena: of the homes' host memory; gives staging buffers where a segment could not be page-locked.
+    """
+
+    def __init__(self, device: torch.device, arena: PinnedArena) -> None:
+        self.device = device
+        self._arena = arena
+        self._staging: StagingRing | None = None
+        self._out, self._back = Lane(device), Lane(device)
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
+
+    def out(self, homes: Sequence[Home], gate: Gate | None = None) -> Transfer:
+        """Copy every chunk to the host, after all that the current stream has been given, and give each one back.
+
+        Args:
+            homes: mapped.
+            gate: until it is open nothing is given back; if it is cancelled nothing is.
+        """
+        ready = mark_current_stream(self.device)
+
+        def out() -> _Span | None:
+            self._out.follow(ready)
+            begin = self._out.mark()
+            copying: deque[tuple[Home, int, Mark]] = deque()
+
+            def give_back_oldest() -> None:
+                home, index, copied = copying.popleft()
+                copied.wait()
+                home.range.unmap(index)
+
+            for home in homes:
+                for index, chunk in enumerate(home.range.chunks):
+                    if len(copying) == _COPIES_AHEAD:
+                        if gate is not None and not gate.passes():
+                            return None
+                        give_back_oldest()
+                    self._copy_out(home, chunk)
+                    copying.append((home, index, self._out.mark()))
+            end = self._out.mark()
+            if gate is not None and not gate.passes():
+                return None
+            while copying:
+                give_back_oldest()
+            return _Span(begin, end)
+
+        return self._transfer(_bytes(homes), out)
+
+    def back(self, homes: Sequence[Home]) -> Transfer:
+        """Take memory for every chunk and copy it from the host."""
+
+        def back() -> _Span:
+            begin = None
+            for home, index in self._mapped(homes):
+                begin = begin or self._back.mark()
+                self._copy_back(home, home.range.chunks[index])
+            end = self._back.mark()
+            return _Span(begin or end, end)
+
+        return self._transfer(_bytes(homes), back)
+
+    def save(self, homes: Sequence[Home]) -> None:
+        """Copy mapped ranges to the host; they stay mapped, and the caller waits."""
+        self._out.follow_current_stream()
+        for home in homes:
+            for chunk in home.range.chunks:
+                self._copy_out(home, chunk)
+        self._out.mark().wait()
+
+    def exchange(self, homes: Sequence[Home], others: Sequence[Home]) -> None:
+        """Copy mapped ranges to the host, and into each chunk, as soon as it is saved, what others keep there.
+
+        Both directions of the link are busy at once. The current stream finds the others' contents.
+
+        Args:
+            homes: with the host memory that saves.
+            others: of the same ranges, with the host memory that is put in.
+        """
+        self._out.follow_current_stream()
+        for home, other in zip(homes, others, strict=True):
+            assert home.range is other.range
+            for chunk in home.range.chunks:
+                self._copy_out(home, chunk)
+                self._back.follow(self._out.mark())
+                self._copy_back(other, chunk)
+        self._back.mark().hold_current_stream()
+
+    def restore(self, homes: Sequence[Home]) -> None:
+        """Copy the host's side into mapped ranges, once the current stream is through with what is there."""
+        self._back.follow_current_stream()
+        for home in homes:
+            for chunk in home.range.chunks:
+                self._copy_back(home, chunk)
+        self._back.mark().hold_current_stream()
+
+    def drop(self, homes: Sequence[Home]) -> Transfer:
+        """Give every chunk back once the current stream has done what it has been given; contents are lost."""
+        mark = mark_current_stream(self.device)
+
+        def drop() -> None:
+            mark.wait()
+            for home in homes:
+                for index in range(len(home.range.chunks)):
+                    home.range.unmap(index)
+
+        return self._transfer(0, drop)
+
+    def take(self, homes: Sequence[Home]) -> Transfer:
+        """Take memory for every chunk; its contents are undefined."""
+
+        def take() -> None:
+            for _ in self._mapped(homes):
+                pass
+
+        return self._transfer(0, take)
+
+    def close(self) -> None:
+        """End the helper thread when it is through, and give the staging buffers back."""
+        self._helper.shutdown(wait=True)
+        if self._staging is not None:
+            self._staging.close()
+
+    def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
+        return Transfer(self.device, nbytes, self._helper.submit(job))
+
+    def _copy_out(self, home: Home, chunk: slice) -> None:
+        for source, destination in _pieces(home.range.tensor[chunk], home.host_tensor()[chunk]):
+            if self._is_staged(home):
+                self._ring().to_host(source, destination, self._out.stream)
+            else:
+                self._out.copy(destination, source)
+
+    def _copy_back(self, home: Home, chunk: slice) -> None:
+        for source, destination in _pieces(home.host_tensor()[chunk], home.range.tensor[chunk]):
+            if self._is_staged(home):
+                self._ring().to_gpu(source, destination, self._back.stream)
+            else:
+                self._back.copy(destination, source)
+
+    def _ring(self) -> StagingRing:
+        if self._staging is None:
+            self._staging = StagingRing(self._arena)
+        return self._staging
+
+    def _is_staged(self, home: Home) -> bool:
+        return self.device.type == "cuda" and home.host is not None and not home.host.pinned
+
+    def _mapped(self, homes: Sequence[Home]) -> Iterator[tuple[Home, int]]:
+        """Maps chunk after chunk and yields each; gives all of them back where one cannot be had."""
+        done: list[tuple[Home, int]] = []
+        for home in homes:
+            for index, chunk in enumerate(home.range.chunks):
+                try:
+                    map_chunk(home.range, index)
+                except OutOfGpuMemoryError as error:
+                    self._back.mark().wait()
+                    for mapped, mapped_index in done:
+                        mapped.range.unmap(mapped_index)
+                    raise ChunkError(home, chunk.start, str(error)) from error
+                done.append((home, index))
+                yield home, index
+
+
+def map_chunk(gpu_range: GpuRange, index: int) -> None:
+    """Map a chunk, if need be with what torch's allocator keeps but does not use.
+
+    Raises:
+        OutOfGpuMemoryError: even then there is no memory.
+    """
+    try:
+        gpu_range.map(index)
+    except OutOfGpuMemoryError:
+        torch.cuda.empty_cache()
+        gpu_range.map(index)
+
+
+def _pieces(source: torch.Tensor, destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of pieces that do not reach over two page-locked ranges, which CUDA may refuse to copy."""
+    return zip(source.split(LOCK_CHUNK_BYTES), destination.split(LOCK_CHUNK_BYTES), strict=True)
+
+
+def _bytes(homes: Sequence[Home]) -> int:
+    return sum(home.range.nbytes for home in homes)

@@ -1,0 +1,64 @@
+"""Training runs that do or do not visit all phases between their steps; their numbers have to be the same."""
+
+import time
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.offload.gpu_range import HostRange
+from nemo_offload_rl.offload.lanes import Lane
+from nemo_offload_rl.offload.types import Phase
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+from support.tiny import random_batch
+
+
+def checksums(worker: MegatronPolicyWorker) -> list[int]:
+    """Of the bits of every parameter, in order."""
+    return [
+        int(p.detach().contiguous().view(torch.uint8).to(torch.int64).mul(31).add(7).cumsum(-1).sum())
+        for _, p in worker._state.parameters()
+    ]
+
+
+def run_steps(
+    worker: MegatronPolicyWorker, num_steps: int, *, visit_phases: bool, rows: int = 8
+) -> list[dict[str, Any]]:
+    """What each step reports, with parameter checksums and the log-probs after it.
+
+    Args:
+        worker: on one rank.
+        num_steps: optimizer steps.
+        visit_phases: go through REFIT and GENERATE after each step, as a GRPO step does, before the log-probs.
+        rows: of a batch.
+    """
+    reports = []
+    for seed in range(num_steps):
+        report = worker.train(random_batch(rows, seed=seed), NLLLoss(), gbs=rows, mbs=2)
+        report["checksums"] = checksums(worker)
+        if visit_phases:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+        report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
+        if visit_phases and seed % 3 == 2:
+            worker.residency.prefetch(Phase.TRAIN)
+        reports.append(report)
+    return reports
+
+
+def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
+    """Make everything that comes back late, so that a wait that is missing shows in the numbers."""
+    map_chunk, copy = HostRange.map, Lane.copy
+
+    def late_map(self: HostRange, index: int) -> None:
+        time.sleep(seconds)
+        map_chunk(self, index)
+
+    def late_copy(self: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+        copy(self, destination, source)
+
+    monkeypatch.setattr(HostRange, "map", late_map)
+    monkeypatch.setattr(Lane, "copy", late_copy)

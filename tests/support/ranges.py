@@ -1,0 +1,44 @@
+"""Ranges of host memory that are late, or that fail."""
+
+import time
+
+import torch
+
+from nemo_offload_rl.offload.gpu_range import MIB, GpuRange, HostRange, OutOfGpuMemoryError
+
+CHUNK_BYTES = 2 * MIB
+
+
+def small_chunks(nbytes: int, device: torch.device, chunk_bytes: int) -> GpuRange:
+    """Ranges in chunks so small that tensors of a test reach over several."""
+    return HostRange(nbytes, CHUNK_BYTES)
+
+
+class Trouble:
+    """Makes ranges, and has their `map` take long or fail.
+
+    Attributes:
+        delay_s: what each chunk takes to map.
+        chunks_left: how many more chunks there is memory for; None for any number.
+    """
+
+    def __init__(self) -> None:
+        self.delay_s = 0.0
+        self.chunks_left: int | None = None
+
+    def __call__(self, nbytes: int, device: torch.device, chunk_bytes: int) -> GpuRange:
+        return _TroubledRange(nbytes, self)
+
+
+class _TroubledRange(HostRange):
+    def __init__(self, nbytes: int, trouble: Trouble) -> None:
+        super().__init__(nbytes, CHUNK_BYTES)
+        self._trouble = trouble
+
+    def map(self, index: int) -> None:
+        time.sleep(self._trouble.delay_s)
+        if self._trouble.chunks_left is not None:
+            if self._trouble.chunks_left == 0:
+                raise OutOfGpuMemoryError("no memory for a chunk, as the test has it")
+            self._trouble.chunks_left -= 1
+        super().map(index)

@@ -1,0 +1,180 @@
+"""The residency engine on a CUDA GPU: numbers compare exactly, and the driver's books say what left."""
+
+import os
+
+import megatron.core.optimizer
+import pytest
+import torch
+from support.phases import checksums, delay_moves, run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.offload.gpu_range import VirtualRange
+from nemo_offload_rl.offload.page_lock import CudaPageLocker, PageLockError
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.residency import ResidencyError
+from nemo_offload_rl.offload.types import Cell, Phase, Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+MIB = 2**20
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def offloading(policy, *, pinned=True, verify=False):
+    policy["use_pinned_optimizer_offload"] = pinned
+    policy["residency"] = {"verify": verify, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    return policy
+
+
+def policy_of(kind, monkeypatch):
+    policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
+    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
+    if "torch_adamw" in kind:
+        monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
+        monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    return policy
+
+
+@pytest.mark.parametrize("kind", ["fused_adam", "torch_adamw", "precision_aware", "moe", "moe precision_aware"])
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind):
+    plain = run_steps(make_worker(policy_of(kind, monkeypatch)), 20, visit_phases=False)
+    worker = make_worker(offloading(policy_of(kind, monkeypatch), verify=True))
+    inner = worker._state.optimizer.chained_optimizers[0].optimizer
+    assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
+    delay_moves(monkeypatch)
+    assert run_steps(worker, 20, visit_phases=True) == plain
+    assert isinstance(worker._engine.housings[Target.OPTIMIZER_STATE].homes[0].range, VirtualRange)
+
+
+def test_the_pageable_way_changes_no_number_either(make_worker, monkeypatch):
+    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 5, visit_phases=False)
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), pinned=False))
+    assert run_steps(worker, 5, visit_phases=True) == plain
+
+
+def test_a_missing_wait_would_show(make_worker, monkeypatch):
+    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 2, visit_phases=False)
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
+    delay_moves(monkeypatch, seconds=2.0)
+    for remove in worker._engine.hooks:
+        remove()
+    assert run_steps(worker, 2, visit_phases=True) != plain
+
+
+def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
+    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch)), 3, visit_phases=False)
+
+    def refuse(self, address, nbytes):
+        raise PageLockError("refused on purpose")
+
+    monkeypatch.setattr(CudaPageLocker, "lock", refuse)
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), verify=True), init_reference_model=True)
+    assert not worker._engine.housings[Target.OPTIMIZER_STATE].homes[0].host.pinned
+    assert run_steps(worker, 3, visit_phases=True) == plain
+    bits = checksums(worker)
+    worker.get_reference_policy_logprobs(random_batch(4), mbs=2)
+    assert checksums(worker) == bits
+
+
+@pytest.mark.parametrize("kind", ["fused_adam", "precision_aware"])
+def test_the_driver_gets_back_what_left(make_worker, monkeypatch, kind):
+    worker = make_worker(offloading(policy_of(kind, monkeypatch)), init_reference_model=True)
+    run_steps(worker, 2, visit_phases=True)
+    worker.prepare_for_training()
+    worker.residency.require(Target.OPTIMIZER_STATE)
+    sizes = worker._engine.nbytes()
+    count = sum(p.numel() for _, p in worker._state.parameters())
+    per_parameter = 10 if kind == "precision_aware" else 12
+    assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(per_parameter * count, rel=0.02)
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    worker.offload_after_refit()
+    left = sizes[Target.PARAMS] + sizes[Target.GRADS] + sizes[Target.OPTIMIZER_STATE]
+    assert torch.cuda.mem_get_info()[0] - before >= 0.99 * left
+    assert torch.cuda.memory_allocated() < 64 * MIB  # what is left is neither weights nor state
+
+
+def test_reference_weights_are_swapped_in_and_out(make_worker, monkeypatch):
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)
+    data = random_batch(4)
+    start = worker.get_logprobs(data, mbs=2)["logprobs"]
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    worker.offload_after_refit()
+    trained, bits = worker.get_logprobs(data, mbs=2)["logprobs"], checksums(worker)
+    delay_moves(monkeypatch)
+    assert torch.equal(worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"], start)
+    assert checksums(worker) == bits
+    assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], trained)
+
+
+@pytest.mark.parametrize("kind", ["fused_adam", "precision_aware"])
+def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, monkeypatch, tmp_path, kind):
+    def saved(name, offload):
+        worker = make_worker(offloading(policy_of(kind, monkeypatch)))
+        run_steps(worker, 2, visit_phases=offload)
+        if offload:
+            worker.offload_after_refit()
+        torch.utils.deterministic.fill_uninitialized_memory = True
+        torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads with uninitialised memory
+        try:
+            worker.save_checkpoint(str(tmp_path / name), save_optimizer=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        if offload:
+            assert worker._engine.mapped_bytes == 0  # nothing came back for it
+        after = run_steps(worker, 2, visit_phases=offload)
+        return {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.distcp")}, after
+
+    plain, plain_after = saved("plain", offload=False)
+    offloaded, offloaded_after = saved("offloaded", offload=True)
+    assert {name: len(data) for name, data in offloaded.items()} == {name: len(data) for name, data in plain.items()}
+    assert offloaded == plain
+    assert offloaded_after == plain_after
+
+
+def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
+    run_steps(worker, 2, visit_phases=True)
+    want = checksums(worker)
+    worker.offload_after_refit()
+    free = torch.cuda.mem_get_info()[0]
+    hog = torch.empty(free - 160 * MIB, dtype=torch.uint8, device="cuda")
+
+    def come_back():
+        worker.prepare_for_training()
+        worker.residency.require(Target.OPTIMIZER_STATE)
+
+    with pytest.raises(ResidencyError, match=r"could not come back to the GPU for phase train.*GiB free"):
+        come_back()
+    del hog
+    torch.cuda.empty_cache()
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    assert checksums(worker) != want
+
+
+def test_a_worker_gives_all_its_memory_back(make_worker, monkeypatch):
+    make_worker(offloading(policy_of("fused_adam", monkeypatch))).shutdown()
+    torch.cuda.empty_cache()
+    before = torch.cuda.mem_get_info()[0]
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)
+    run_steps(worker, 1, visit_phases=True)
+    worker.residency.enter(Phase.GENERATE)
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+    del worker
+    torch.cuda.empty_cache()
+    assert abs(torch.cuda.mem_get_info()[0] - before) < 256 * MIB
+    make_worker()

@@ -1,0 +1,180 @@
+"""The residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
+
+import pytest
+import torch
+from support.phases import checksums, delay_moves, run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.residency import ResidencyError
+from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.plan.host_budget import HostBudgetError
+
+
+def offloading(policy, *, pinned=True, verify=True, **residency):
+    policy["use_pinned_optimizer_offload"] = pinned
+    policy["residency"] = {
+        "verify": verify,
+        "huge_pages": False,
+        "host_memory_limit_gib": None,
+        "table": None,
+        **residency,
+    }
+    return policy
+
+
+def policy_of(kind):
+    model = TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3
+    policy = tiny_policy(model, "float32" if "fp32" in kind else "bfloat16")
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
+    if "sgd" in kind:
+        policy["megatron_cfg"]["optimizer"] |= {"optimizer": "sgd", "sgd_momentum": 0.9}
+    return policy
+
+
+KINDS = ["bf16", "fp32", "bf16 undistributed", "fp32 undistributed", "bf16 undistributed sgd", "bf16 moe"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind):
+    plain = run_steps(make_worker(policy_of(kind)), 20, visit_phases=False)
+    delay_moves(monkeypatch, seconds=0.003)
+    worker = make_worker(offloading(policy_of(kind)))
+    assert run_steps(worker, 20, visit_phases=True) == plain
+    metrics = worker.residency_metrics()
+    assert metrics["refit/optimizer_state/gb"] > 0
+    assert metrics["generate/params/gb"] > 0
+
+
+def test_the_pageable_way_changes_no_number_either(make_worker):
+    plain = run_steps(make_worker(policy_of("bf16")), 5, visit_phases=False)
+    assert run_steps(make_worker(offloading(policy_of("bf16"), pinned=False)), 5, visit_phases=True) == plain
+
+
+def test_a_missing_wait_would_show(make_worker, monkeypatch):
+    """The test above can fail: without the wait before the optimizer's step, the numbers differ."""
+    plain = run_steps(make_worker(policy_of("bf16")), 2, visit_phases=False)
+    delay_moves(monkeypatch, seconds=0.5)
+    worker = make_worker(offloading(policy_of("bf16"), verify=False))
+    for remove in worker._engine.hooks:
+        remove()
+    assert run_steps(worker, 2, visit_phases=True) != plain
+
+
+def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")))
+    count = sum(p.numel() for _, p in worker._state.parameters())
+    sizes = worker._engine.nbytes()
+    assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(12 * count, rel=0.02)
+    worker.offload_after_refit()
+    assert worker._engine.mapped_bytes == 0
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+    worker.prepare_for_training()
+    worker.residency.require(Target.OPTIMIZER_STATE)
+    assert worker._engine.mapped_bytes == sum(sizes.values())
+
+    worker = make_worker(offloading(policy_of("fp32")))
+    assert worker._engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
+
+
+def test_objects_and_addresses_stay(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")))
+    inner = worker._state.optimizer.chained_optimizers[0].optimizer
+
+    def everything():
+        state = [value for values in inner.state.values() for value in values.values()]
+        tensors = [*(p for _, p in worker._state.parameters()), *state, *(p for p in inner.state)]
+        return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
+
+    before = everything()
+    run_steps(worker, 3, visit_phases=True)
+    worker.prepare_for_training()
+    assert everything() == before
+
+
+@pytest.mark.parametrize("kind", ["bf16", "fp32 undistributed"])
+def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, tmp_path, kind):
+    def saved(name, offload):
+        worker = make_worker(offloading(policy_of(kind)))
+        run_steps(worker, 2, visit_phases=offload)
+        if offload:
+            worker.offload_after_refit()
+        # megatron-core pads shards with uninitialised memory, which is filled in this mode.
+        torch.use_deterministic_algorithms(True)
+        try:
+            worker.save_checkpoint(str(tmp_path / name), save_optimizer=True)
+        finally:
+            torch.use_deterministic_algorithms(False)
+        if offload:
+            assert worker.residency.where(Target.PARAMS) is Cell.HOST  # it came back for nothing
+            assert worker._engine.mapped_bytes == 0
+        after = run_steps(worker, 2, visit_phases=offload)
+        files = {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.distcp")}
+        return files, after
+
+    plain, plain_after = saved("plain", offload=False)
+    offloaded, offloaded_after = saved("offloaded", offload=True)
+    assert {name: len(data) for name, data in offloaded.items()} == {name: len(data) for name, data in plain.items()}
+    assert offloaded == plain
+    assert offloaded_after == plain_after
+
+
+def test_a_checkpoint_loads_while_offloaded(make_worker, tmp_path):
+    worker = make_worker(offloading(policy_of("bf16")))
+    run_steps(worker, 2, visit_phases=False)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = run_steps(worker, 3, visit_phases=False)
+    worker = make_worker(offloading(policy_of("bf16")), seed=99)
+    run_steps(worker, 1, visit_phases=True)
+    worker.offload_after_refit()
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    worker.offload_after_refit()
+    assert run_steps(worker, 3, visit_phases=True) == want
+
+
+def test_reference_weights_are_swapped_in_and_out(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    data = random_batch(4)
+    start = worker.get_logprobs(data, mbs=2)["logprobs"]
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    worker.offload_after_refit()
+    trained, bits = worker.get_logprobs(data, mbs=2)["logprobs"], checksums(worker)
+    assert torch.equal(worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"], start)
+    assert checksums(worker) == bits
+    assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], trained)
+    with pytest.raises(RuntimeError, match="on purpose"), worker._engine.reference.swapped_in():
+        raise RuntimeError("on purpose")
+    assert checksums(worker) == bits
+
+
+def test_a_forward_pass_in_the_wrong_phase_is_refused_in_words(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")))
+    worker.offload_after_refit()
+    with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate"):
+        worker._state.model[0](torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), None)
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        worker._state.optimizer.chained_optimizers[0].optimizer.step()
+
+
+def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
+    worker = make_worker(offloading(policy_of("bf16"), table={"generate": {"params": "keep"}}))
+    worker.offload_after_refit()
+    assert worker.residency.where(Target.PARAMS) is Cell.GPU
+    assert worker._engine.mapped_bytes == worker._engine.nbytes()[Target.PARAMS]
+    assert worker._engine.housings[Target.PARAMS].homes[0].host is None  # so it takes no host memory
+
+
+def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker):
+    with pytest.raises(HostBudgetError, match="host_memory_limit_gib"):
+        make_worker(offloading(policy_of("bf16"), host_memory_limit_gib=0.0001))
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_a_worker_gives_all_its_host_memory_back(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    assert PinnedArena.live_bytes() > 0
+    worker.residency.enter(Phase.GENERATE)
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+    make_worker()
