@@ -1,69 +1,209 @@
-"""Where does a colocated GRPO step spend its seconds and its GPU memory, phase by phase?
+"""Where does a colocated GRPO step spend its seconds and its GPU memory, with and without the residency engine?
 
-Runs a recipe as a user would, and reads the metrics that every run writes. The first step, which compiles and
-allocates, is left out of the medians.
+Runs the same recipe twice, one after the other on one machine, each time in fresh processes: with
+policy.use_pinned_optimizer_offload false (optimizer state moves tensor by tensor through pageable memory, as upstream
+does it) and true. Seconds are medians of the steps after the first, which compiles and allocates. Memory is the largest
+reading in any of those steps of what the driver has given away, over all processes, on the fullest GPU.
 
-    python benchmarks/grpo_phases.py --out docs/results/grpo_1_5B.json [key=value ...]
+    python benchmarks/grpo_phases.py --max-new-tokens 160 [--out docs/results/grpo_phases.json] [key=value ...]
+
+A step of the 1.5 B recipe takes 40 s of an H200 with its 480 new tokens. Shorter answers make both runs fit into
+minutes; the model, and with it what moves, stays the same. A machine without a GPU runs
+examples/configs/grpo_tiny_cpu.yaml, with --config.
 """
 
 import argparse
+import os
 import statistics
 import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from result_file import Cell, print_rows, write_result
+os.environ.setdefault(
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0"
+)  # before Ray is imported; else `uv run` builds a second venv
 
-from nemo_offload_rl.algorithms.runner import run
-from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+from gpu_watch import GpuWatch, WatchedTimer
+from result_file import Cell, write_result
+from rich.console import Console
+from rich.table import Table
 
-HERE = Path(__file__).parent
-TIMING = "timing/train/"
-MEMORY = "performance/memory/"
+from nemo_offload_rl import config
+from nemo_offload_rl.algorithms import grpo
+from nemo_offload_rl.algorithms.setup import with_run_length
+from nemo_offload_rl.metrics.moves import Moves, median_moves, moves_table
+from nemo_offload_rl.placement.cluster import Cluster
+
+RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
+# What the recipe's policy.use_pinned_optimizer_offload is for each way.
+WAYS = {"pageable": False, "ours": True}
+WHOLE_STEP = "whole step"
+EXPOSED_SHARE_BAR = 0.20
+HOST_MEMORY = {"host_rss_gib": "residency/host_rss_gib", "host_pinned_gib": "residency/host_pinned_gib"}
 
 
-def rows_of(steps: list[dict[str, float]]) -> list[dict[str, Cell]]:
-    """Medians over steps: a row a phase, a row a memory reading, a row of the whole step."""
-    names = list(dict.fromkeys(name for step in steps for name in step))
-    median = {name: statistics.median(step[name] for step in steps if name in step) for name in names}
-    rows: list[dict[str, Cell]] = [
-        {"case": "phase", "name": name.removeprefix(TIMING), "seconds": round(value, 4)}
-        for name, value in median.items()
-        if name.startswith(TIMING)
-    ]
-    rows += [
-        {"case": "memory", "name": name.removeprefix(MEMORY), "gib": round(value, 2)}
-        for name, value in median.items()
-        if name.startswith(MEMORY)
-    ]
-    for name in (
-        "performance/tokens_per_sec",
-        "train/num_tokens",
-        "train/token_mult_prob_error",
-        "train/loss",
-        "train/grad_norm",
-    ):
-        if name in median:
-            rows.append({"case": "step", "name": name, "value": round(median[name], 4)})
-    return rows
+@dataclass(frozen=True)
+class Measured:
+    """Steps of one way.
+
+    Attributes:
+        seconds: of each phase of each counted step.
+        peaks_gib: the largest GPU memory of each phase in any counted step; empty without a GPU.
+        metrics: of each counted step.
+    """
+
+    seconds: Sequence[Mapping[str, float]]
+    peaks_gib: Mapping[str, float]
+    metrics: Sequence[Mapping[str, float]]
+
+    @property
+    def phases(self) -> list[str]:
+        """In the order in which the phases of a step end, the whole step last."""
+        return list(dict.fromkeys(phase for step in self.seconds for phase in step))
+
+    def median_s(self, phase: str) -> float:
+        """Of the steps that have the phase."""
+        return statistics.median(step[phase] for step in self.seconds if phase in step)
+
+    @property
+    def moves(self) -> Moves:
+        """Medians."""
+        return median_moves(self.metrics)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--config", type=Path, default=HERE / "recipes" / "grpo_1_5B_random.yaml")
-    parser.add_argument("--out", type=Path, default=Path("build/grpo_phases.json"))
-    parser.add_argument("--log-dir", type=Path, default=Path("build/grpo_phases"))
-    parser.add_argument("overrides", nargs="*", metavar="key=value")
-    arguments = parser.parse_args()
-    before = set(arguments.log_dir.glob(f"*/{METRICS_FILE}"))
-    status = run(arguments.config, [f"logger.log_dir={arguments.log_dir}", *arguments.overrides], "grpo")
-    if status != 0:
-        return status
-    (written,) = set(arguments.log_dir.glob(f"*/{METRICS_FILE}")) - before
-    steps = [row for row in read_metrics(written) if row["step"] > 1]
-    rows = rows_of(steps)
+    """Measures each way, prints the tables, writes the result."""
+    arguments = parse_arguments()
+    console = Console(width=100)
+    with GpuWatch() as watch:
+        ways = {way: measure(way, arguments, watch, console) for way in WAYS}
+    rows = rows_of(ways)
     write_result(arguments.out, rows)
-    print_rows(rows)
+    console.print(phases_table(ways))
+    for way, measured in ways.items():
+        if (moves := moves_table(measured.metrics)) is not None:
+            moves.title = f"{way}: {moves.title}"
+            console.print(moves)
+    for direction, share in exposed_shares(ways["ours"].metrics).items():
+        verdict = "reached" if share <= EXPOSED_SHARE_BAR else "missed"
+        console.print(
+            f"exposed share of the optimizer's {direction}: {share:.1%}; at most {EXPOSED_SHARE_BAR:.0%}: {verdict}"
+        )
+    console.print(f"written to {arguments.out}", soft_wrap=True)
     return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--config", type=Path, default=RECIPE, help="a GRPO recipe")
+    parser.add_argument("--out", type=Path, default=Path("build/grpo_phases.json"), help="the result file")
+    parser.add_argument("--steps", type=int, default=3, help="steps of each way, the first not counted; at least 2")
+    parser.add_argument("--max-new-tokens", type=int, help="shorter answers than the recipe's")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    arguments = parser.parse_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: the first step is not counted, so take at least 2")
+    return arguments
+
+
+def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: Console) -> Measured:
+    """Runs the recipe's steps one way, in processes of its own."""
+    overrides = [f"policy.use_pinned_optimizer_offload={str(WAYS[way]).lower()}", *arguments.overrides]
+    if arguments.max_new_tokens is not None:
+        overrides.append(f"policy.generation.max_new_tokens={arguments.max_new_tokens}")
+    recipe: Any = config.load(arguments.config, overrides).config
+    section = recipe["cluster"]
+    with Cluster(num_nodes=section["num_nodes"], gpus_per_node=section["gpus_per_node"]) as cluster:
+        if not cluster.has_gpus:
+            recipe, _ = config.adapt_to_cpu(recipe)
+        preparation = grpo.prepare(recipe)
+        algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
+        try:
+            return run_steps(algorithm, arguments.steps, watch, console, way)
+        finally:
+            algorithm.shutdown()
+
+
+def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Console, way: str) -> Measured:
+    """Steps without validation and checkpoints."""
+    seconds: list[Mapping[str, float]] = []
+    metrics: list[Mapping[str, float]] = []
+    peaks_gib: dict[str, float] = {}
+    for step in range(1, num_steps + 1):
+        is_counted = step > 1
+        timer = WatchedTimer(watch, peaks_gib if is_counted else {})
+        with timer.phase(WHOLE_STEP):
+            of_step = algorithm.step(step, timer)
+        console.print(f"{way}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s", highlight=False)
+        if is_counted:
+            seconds.append(timer.seconds())
+            metrics.append(of_step)
+    return Measured(seconds, peaks_gib, metrics)
+
+
+def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, Cell]]:
+    """The result: `case`, `way`, `metric`, `value`, and `bar` where there is one to reach."""
+    rows: list[dict[str, Cell]] = []
+
+    def add(case: str, way: str, metric: str, value: float, bar: float | None = None) -> None:
+        rows.append({"case": case, "way": way, "metric": metric, "value": round(value, 5), "bar": bar})
+
+    for way, measured in ways.items():
+        for phase in measured.phases:
+            add("phase", way, f"{phase}: seconds", measured.median_s(phase))
+        for phase in measured.peaks_gib:
+            add("memory", way, f"{phase}: peak GPU GiB", measured.peaks_gib[phase])
+        for name, logged in HOST_MEMORY.items():
+            add("memory", way, name, max(step[logged] for step in measured.metrics))
+        for name in ("train/num_tokens", "train/loss", "train/grad_norm"):
+            add("step", way, name, statistics.median(step[name] for step in measured.metrics))
+        for (phase, target), quantities in measured.moves.items():
+            for quantity, value in quantities.items():
+                add("move", way, f"{phase}/{target}/{quantity}", value)
+        for direction, share in exposed_shares(measured.metrics).items():
+            bar = EXPOSED_SHARE_BAR if WAYS[way] else None
+            add("exposure", way, f"optimizer_{direction}_exposed_share", share, bar)
+    for phase in ways["ours"].phases:
+        add("ratio", "pageable/ours", f"{phase}: seconds", ratio(ways, phase))
+    return rows
+
+
+def exposed_shares(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Of optimizer state, the seconds that somebody waited for its copy over those that it took; medians of the steps.
+
+    Returns:
+        By direction: it comes back for training (h2d), and leaves for whatever phase the recipe's table says (d2h).
+    """
+    shares: dict[str, list[float]] = {}
+    for step in metrics:
+        for (phase, target), quantities in median_moves([step]).items():
+            if target == "optimizer_state" and "copy_s" in quantities:
+                direction = "h2d" if phase == "train" else "d2h"
+                shares.setdefault(direction, []).append(quantities["exposed_s"] / quantities["copy_s"])
+    return {direction: statistics.median(of_steps) for direction, of_steps in shares.items()}
+
+
+def ratio(ways: Mapping[str, Measured], phase: str) -> float:
+    """How many times longer a phase takes with pageable memory."""
+    return ways["pageable"].median_s(phase) / ways["ours"].median_s(phase)
+
+
+def phases_table(ways: Mapping[str, Measured]) -> Table:
+    """The ways side by side, for people."""
+    table = Table(title="A GRPO step: medians of seconds, peaks of GPU memory", title_justify="left")
+    table.add_column("phase")
+    for column in (*(f"{way} s" for way in ways), "ratio", *(f"{way} GiB" for way in ways)):
+        table.add_column(column, justify="right")
+    for phase in ways["ours"].phases:
+        if phase == WHOLE_STEP:
+            table.add_section()
+        seconds = [f"{measured.median_s(phase):.3f}" for measured in ways.values()]
+        memory = [f"{m.peaks_gib[phase]:.2f}" if phase in m.peaks_gib else "" for m in ways.values()]
+        table.add_row(phase, *seconds, f"{ratio(ways, phase):.2f}", *memory)
+    return table
 
 
 if __name__ == "__main__":

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-Cell = float | int | str | bool
+Cell = float | int | str | bool | None
 
 
 def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:

@@ -12,7 +12,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.metric_names import memory_metrics, training_metrics
+from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.algorithms.policy_verbs import Policy
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.setup import (
@@ -127,6 +127,7 @@ class GRPO:
             metrics
             | training_metrics(result)
             | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | residency_metrics(self._policy.residency_metrics())
             | memory_metrics("policy", self._policy.memory_stats())
             | memory_metrics("generation", self._generation.memory_stats())
         )

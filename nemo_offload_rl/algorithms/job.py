@@ -30,6 +30,7 @@ from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Algorithm, Run, StopReason
 from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
+from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
 from nemo_offload_rl.placement.cluster import Cluster
 
@@ -168,6 +169,8 @@ class Job:
         rows = read_metrics(run_dir / METRICS_FILE)
         if rows:
             console.print(phase_table(rows))
+        if (moves := moves_table(rows)) is not None:
+            console.print(moves)
         console.print(f"{self.algorithm.upper()} ended after step {rows[-1]['step'] if rows else 0}: {reason.value}.")
         places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
         if any(name.startswith("train/") for row in rows for name in row):

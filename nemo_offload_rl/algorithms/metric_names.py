@@ -7,6 +7,9 @@ from typing import Any
 
 _SECTIONS = {"val": "validation", "train": "train"}
 
+MEASUREMENTS = ("timing/", "performance/", "residency/")
+"""Beginnings of the names of metrics that differ between two runs of the same recipe: seconds, bytes and speeds."""
+
 
 def logged_name(recipe_name: str) -> str:
     """From a recipe's name of a metric to the one in metrics.jsonl.
@@ -25,6 +28,11 @@ def logged_name(recipe_name: str) -> str:
 def memory_metrics(owner: str, stats: Mapping[str, float]) -> dict[str, float]:
     """The memory of a policy's or a generation engine's processes, as logged; it differs from run to run."""
     return {f"performance/memory/{owner}/{name}": value for name, value in stats.items()}
+
+
+def residency_metrics(moves: Mapping[str, float]) -> dict[str, float]:
+    """What moved between GPU and host during a step, as logged; it differs from run to run."""
+    return {f"residency/{name}": value for name, value in moves.items()}
 
 
 def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:

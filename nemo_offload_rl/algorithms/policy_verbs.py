@@ -52,6 +52,10 @@ class Policy(WeightSource, Protocol):
         """The largest of the ranks' memory readings, in GiB by name."""
         ...
 
+    def residency_metrics(self) -> dict[str, float]:
+        """What moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, ``PHASE/NAME``, host memory."""
+        ...
+
     def shutdown(self) -> None:
         """Ends the policy's processes."""
         ...

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.algorithms.metric_names import memory_metrics, training_metrics
+from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.algorithms.policy_verbs import Policy
 from nemo_offload_rl.algorithms.setup import (
     Preparation,
@@ -88,6 +88,7 @@ class SFT:
         return (
             training_metrics(result)
             | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | residency_metrics(self._policy.residency_metrics())
             | memory_metrics("policy", self._policy.memory_stats())
         )
 

@@ -18,6 +18,7 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
 from nemo_offload_rl.worker.actor import WorkerActor, worker_environment
+from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
 from nemo_offload_rl.worker.wire import WireBatch
 
@@ -201,6 +202,13 @@ class PolicyWorkerGroup:
         """Memory in GiB; of each quantity the largest value of any rank."""
         every_rank = self._run("memory_stats", from_all_ranks=True)
         return {name: max(stats[name] for stats in every_rank) for name in every_rank[0]}
+
+    def residency_metrics(self) -> dict[str, float]:
+        """What moved between GPU and host since the last call; of each quantity the worst rank's value.
+
+        The names are those of `offload.measurements.Meter.take_metrics`.
+        """
+        return worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
 
     # ---- life
 

@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
+
 ROOT = Path(__file__).parents[2]
 
 # Eight prompts of four answers: a GRPO step is over in no time, and all of its parts have run.
@@ -41,7 +43,7 @@ class Finished:
         lines = (self.folder / "logs" / "exp_001" / "metrics.jsonl").read_text().splitlines()
         rows = {row["step"]: row for row in map(json.loads, lines)}
         return {
-            step: {name: value for name, value in row.items() if not name.startswith(("timing/", "performance/"))}
+            step: {name: value for name, value in row.items() if not name.startswith(MEASUREMENTS)}
             for step, row in rows.items()
         }
 

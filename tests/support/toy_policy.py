@@ -9,6 +9,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
+from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
@@ -50,18 +51,29 @@ class ToyPolicy:
         self.reference = self.table.detach().clone()
         self.optimizer = torch.optim.Adam([self.table], lr=lr)
         self.calls: list[str] = []
+        self.moves: dict[str, float] = {}
 
     def prepare_for_training(self) -> None:
-        self.calls.append("prepare_for_training")
+        self._enter("train", "prepare_for_training", moved_gb=4.0)
 
     def prepare_for_lp_inference(self) -> None:
-        self.calls.append("prepare_for_lp_inference")
+        self._enter("logprob", "prepare_for_lp_inference")
 
     def offload_before_refit(self) -> None:
-        self.calls.append("offload_before_refit")
+        self._enter("refit", "offload_before_refit", moved_gb=4.0)
 
     def offload_after_refit(self) -> None:
-        self.calls.append("offload_after_refit")
+        self._enter("generate", "offload_after_refit")
+
+    def _enter(self, phase: str, verb: str, moved_gb: float | None = None) -> None:
+        """Reports an optimizer state that has to be on the GPU in training alone; each copy takes longer."""
+        self.calls.append(verb)
+        seconds = 0.1 * len(self.calls)
+        self.moves[f"{phase}/enter_s"] = seconds
+        if moved_gb is not None:
+            named = {"exposed_s": 0.25 * seconds, "copy_s": seconds, "hidden_s": 0.75 * seconds, "gb": moved_gb}
+            named["gb_per_s"] = moved_gb / seconds
+            self.moves |= {f"{phase}/optimizer_state/{name}": value for name, value in named.items()}
 
     def train(self, data: BatchedData, loss_fn, gbs: int, mbs: int) -> dict:
         self.calls.append("train")
@@ -118,6 +130,10 @@ class ToyPolicy:
 
     def memory_stats(self) -> dict[str, float]:
         return {}
+
+    def residency_metrics(self) -> dict[str, float]:
+        moves, self.moves = self.moves, {}
+        return moves | {"host_rss_gib": 1.0}
 
     def shutdown(self) -> None:
         self.calls.append("shutdown")
@@ -213,6 +229,6 @@ class Recorded:
 
     def without_timings(self) -> dict[int, dict[str, float]]:
         return {
-            step: {name: value for name, value in row.items() if not name.startswith(("timing/", "performance/"))}
+            step: {name: value for name, value in row.items() if not name.startswith(MEASUREMENTS)}
             for step, row in self.rows.items()
         }

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.metrics_page import undocumented
 from support.toy_policy import (
     EOS,
     PROBLEMS,
@@ -176,6 +177,29 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "reference_logprobs",
         "training",
     ]
+
+
+def test_a_step_reports_what_moved_since_the_one_before():
+    setting = Setting()
+    metrics = setting.grpo.step(1, Timer())
+    assert metrics["residency/train/optimizer_state/gb"] == 4.0
+    for phase in ("refit", "generate", "logprob", "train"):
+        assert metrics[f"residency/{phase}/enter_s"] > 0
+    assert metrics["residency/host_rss_gib"] == 1.0
+    setting.grpo.validate(1)  # refits; the next step finds the weights fresh, and reports validation's moves as its own
+    refit_of_validation = setting.policy.moves["refit/optimizer_state/copy_s"]
+    setting.policy.calls.clear()
+    metrics = setting.grpo.step(2, Timer())
+    assert "offload_before_refit" not in setting.policy.calls
+    assert metrics["residency/refit/optimizer_state/copy_s"] == refit_of_validation
+    assert setting.policy.moves == {}
+
+
+def test_every_metric_of_a_run_is_documented():
+    _, outputs, _ = Setting(loss=replace(LOSS, reference_policy_kl_penalty=0.1)).run()
+    names = {name for row in outputs.rows.values() for name in row}
+    assert len(names) > 30
+    assert undocumented(names) == []
 
 
 def test_passes_that_the_loss_does_not_need_are_left_out():

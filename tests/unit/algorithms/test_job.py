@@ -12,6 +12,7 @@ from support.toy_policy import ToyPolicy
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.job import Job, Session
+from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.algorithms.sft import SFT, Validation
 from nemo_offload_rl.algorithms.step_end import StopReason
 from nemo_offload_rl.algorithms.warm_start import run_warm_start
@@ -65,8 +66,7 @@ def shown(session: Session) -> str:
 def rows(folder: Path) -> list[dict]:
     lines = (folder / "metrics.jsonl").read_text().splitlines()
     return [
-        {name: value for name, value in json.loads(line).items() if not name.startswith(("timing/", "performance/"))}
-        for line in lines
+        {name: value for name, value in json.loads(line).items() if not name.startswith(MEASUREMENTS)} for line in lines
     ]
 
 
@@ -83,6 +83,8 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     for place in ("metrics.jsonl", "run.log", "sft.png", "checkpoints", "hf"):
         assert place in shown(session)
     assert "SFT 3/4" in shown(session)
+    assert "Where the time went" in shown(session)
+    assert "│ train     │ optimizer state │ 4.000 │" in shown(session)
 
 
 def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.metrics_page import undocumented
 from support.toy_policy import PROBLEMS, TOKENIZER, Recorded, ToyPolicy, table_logprobs
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
@@ -68,6 +69,26 @@ def test_answer_probability_is_that_of_sampling_the_answer():
         ids = torch.tensor([TOKENIZER(problem.prompt + problem.answer)["input_ids"] + [TOKENIZER.eos_token_id]])
         expected += table_logprobs(table, ids)[0, 2:].sum().exp().item() / 7
     assert sft.validate(0)["validation/answer_probability"] == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_step_reports_what_moved():
+    metrics = make().step(1, Timer())
+    assert {name: value for name, value in metrics.items() if name.startswith("residency/")} == {
+        "residency/train/enter_s": 0.1,
+        "residency/train/optimizer_state/copy_s": 0.1,
+        "residency/train/optimizer_state/exposed_s": 0.025,
+        "residency/train/optimizer_state/hidden_s": pytest.approx(0.075),
+        "residency/train/optimizer_state/gb": 4.0,
+        "residency/train/optimizer_state/gb_per_s": 40.0,
+        "residency/host_rss_gib": 1.0,
+    }
+
+
+def test_every_metric_of_a_run_is_documented():
+    _, outputs = run(make())
+    names = {name for row in outputs.rows.values() for name in row}
+    assert "validation/val_loss" in names
+    assert undocumented(names) == []
 
 
 def test_only_answers_are_trained_on():

@@ -110,6 +110,14 @@ def test_memory_is_that_of_the_fullest_rank(group):
     assert group.memory_stats()["host_rss_gib"] == 1.0
 
 
+def test_moves_are_those_of_the_slowest_rank(group, tensor_parallel_group):
+    for ranks in (group, tensor_parallel_group):  # ranks that hold no results of their own count, too
+        assert ranks.residency_metrics() == {
+            "train/optimizer_state/copy_s": 2.0,
+            "train/optimizer_state/gb_per_s": 3.0,
+        }
+
+
 def test_hardware_queues_are_limited_only_where_communication_overlaps():
     environment = {"rank": 0, "world_size": 2, "threads": 1}
     one = worker_environment(SIZES, **environment)

@@ -70,6 +70,10 @@ class ToyWorker:
     def memory_stats(self):
         return {"host_rss_gib": float(self.rank), "pid": float(os.getpid())}
 
+    def residency_metrics(self):
+        seconds = 1.0 + self.rank
+        return {"train/optimizer_state/copy_s": seconds, "train/optimizer_state/gb_per_s": 6.0 / seconds}
+
     # What goes wrong is chosen by the folder's name, as this verb takes a string.
     def load_checkpoint(self, folder):
         if folder == "fail on rank 1, wait on rank 0":

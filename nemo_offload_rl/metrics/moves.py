@@ -1,0 +1,68 @@
+"""What moved between GPU and host in a run, from its metrics: `residency/PHASE/TARGET/QUANTITY`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Mapping, Sequence
+
+from rich.table import Table
+
+MOVES_PREFIX = "residency/"
+
+Moves = dict[tuple[str, str], dict[str, float]]
+"""(phase, target) -> quantity -> value."""
+
+_COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
+    "gb": ("GB", "{:.3f}".format),
+    "copy_s": ("copy s", "{:.4f}".format),
+    "gb_per_s": ("GB/s", "{:.1f}".format),
+    "share_of_link": ("of the link", "{:.0%}".format),
+    "exposed_s": ("exposed s", "{:.4f}".format),
+    "hidden_s": ("hidden s", "{:.4f}".format),
+}
+
+
+def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
+    """The medians of every move's quantities over the steps in which it was made, in the order of the first step's.
+
+    Args:
+        rows: The steps' metrics, as `read_metrics` gives them.
+    """
+    values: dict[tuple[str, str], dict[str, list[float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            parts = name.removeprefix(MOVES_PREFIX).split("/")
+            if name.startswith(MOVES_PREFIX) and len(parts) == 3 and value is not None:
+                phase, target, quantity = parts
+                values.setdefault((phase, target), {}).setdefault(quantity, []).append(value)
+    return {
+        move: {quantity: statistics.median(of_steps) for quantity, of_steps in quantities.items()}
+        for move, quantities in values.items()
+    }
+
+
+def moves_table(rows: Sequence[Mapping[str, float | None]]) -> Table | None:
+    """What was copied over the link, a row for each phase that was entered and target that had to move for it.
+
+    Dropped and zeroed memory crosses no link and has no row.
+
+    Args:
+        rows: The steps' metrics, as `read_metrics` gives them.
+
+    Returns:
+        Medians over the steps; None where nothing was copied.
+    """
+    copied = {move: medians for move, medians in median_moves(rows).items() if "gb" in medians}
+    if not copied:
+        return None
+    measured = [quantity for quantity in _COLUMNS if any(quantity in medians for medians in copied.values())]
+    table = Table(title="What moved between GPU and host, medians of the steps", title_justify="left")
+    table.add_column("for phase")
+    table.add_column("moved")
+    for quantity in measured:
+        table.add_column(_COLUMNS[quantity][0], justify="right")
+    phases = list(dict.fromkeys(phase for phase, _ in copied))
+    for (phase, target), medians in sorted(copied.items(), key=lambda item: phases.index(item[0][0])):
+        cells = [_COLUMNS[quantity][1](medians[quantity]) if quantity in medians else "" for quantity in measured]
+        table.add_row(phase, target.replace("_", " "), *cells)
+    return table

@@ -1,0 +1,47 @@
+"""The engine in somebody else's loop, as examples/bare_megatron.py shows it."""
+
+import re
+import subprocess
+import sys
+
+import pytest
+from support.examples import ROOT, environment
+
+pytestmark = pytest.mark.slow
+
+SCRIPT = ROOT / "examples" / "bare_megatron.py"
+
+
+def run(*arguments: str) -> str:
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), *arguments],
+        cwd=ROOT,
+        env=environment() | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def losses(output: str) -> list[float]:
+    return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
+
+
+def test_the_engine_changes_no_loss_and_says_what_the_moves_took():
+    offloaded, plain = run(), run("--no-offload")
+    assert losses(offloaded) == losses(plain)
+    assert len(losses(plain)) == 5
+    assert losses(plain)[-1] < losses(plain)[0] - 0.05
+    measured = dict(re.findall(r"^(\S+): ([\d.]+)$", offloaded, re.MULTILINE))
+    assert float(measured["refit/optimizer_state/gb"]) == float(measured["train/optimizer_state/gb"]) > 0
+    assert float(measured["generate/params/gb"]) == float(measured["train/params/gb"]) > 0
+    assert "refit/optimizer_state/gb" not in plain
+
+
+def test_it_is_as_short_as_promised():
+    lines = SCRIPT.read_text().splitlines()
+    assert len(lines) < 60
+    assert not re.search(r"import ray|\bray\.|recipe|nemo_offload_rl\.(worker|config|plan)", SCRIPT.read_text())

@@ -1,0 +1,50 @@
+import torch
+from support.metrics_page import PAGE, undocumented
+
+from nemo_offload_rl.algorithms.metric_names import residency_metrics
+from nemo_offload_rl.offload.measurements import LinkSpeed, MemoryNow, Meter, Started
+from nemo_offload_rl.offload.types import Cell, Phase, Target
+
+
+class Ended:
+    """A move of 2 GB that took 0.1 s."""
+
+    nbytes = 2_000_000_000
+    is_queued = True
+
+    def copy_seconds(self):
+        return 0.1
+
+    def exposed_seconds(self):
+        return 0.02
+
+
+class MeterOfAGpu(Meter):
+    def memory(self):
+        return MemoryNow(1, 1, gpu_allocated=1, gpu_reserved=1, gpu_ranges=1, gpu_free=1, gpu_total=1)
+
+
+def test_everything_that_the_engine_measures_is_on_the_page():
+    meter = MeterOfAGpu(torch.device("cpu"), link=LinkSpeed(out=25e9, back=50e9))
+    meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, Cell.HOST, Cell.GPU, Ended()))
+    meter.record_transition(Phase.TRAIN, 0.03, meter.memory())
+    metrics = residency_metrics(meter.take_metrics())
+    assert metrics["residency/train/optimizer_state/share_of_link"] == 0.4
+    assert len(metrics) == 17  # six of the move, nine of the transition, two of the host
+    assert undocumented(metrics) == []
+
+
+def test_a_metric_that_is_not_on_the_page_is_found():
+    assert undocumented(
+        ["train/loss", "train/los", "residency/train/params/speed", "residency/train/gpu_after_gib"]
+    ) == [
+        "train/los",
+        "residency/train/params/speed",
+        "residency/train/gpu_after_gib",
+    ]
+
+
+def test_every_row_of_a_table_has_all_its_columns():
+    rows = [line for line in PAGE.read_text().splitlines() if line.startswith("| ")]
+    assert len(rows) > 40
+    assert {row.count("|") for row in rows} <= {4, 5}
