@@ -1,16 +1,17 @@
 """Targets that live in ranges and have a copy of their own on the host."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 
 import torch
 
 from nemo_offload_rl.offload.housing import Housing
-from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.residency import Move, ResidencyError
 from nemo_offload_rl.offload.transfer import ChunkError, Home, Mover, Transfer
 from nemo_offload_rl.offload.types import Cell
 
 
-class CorruptedTransferError(RuntimeError):
+class CorruptedTransferError(ResidencyError):
     """What came back is not what left."""
 
 
@@ -40,6 +41,19 @@ class Housed:
     def nbytes(self) -> int:
         """What it takes of the GPU while it is there."""
         return self.housing.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        return self.housing.mapped_bytes
+
+    def read_from_host(self) -> AbstractContextManager[None]:
+        """See `residency.Movable`."""
+        return self.housing.read_from_host()
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.housing.close()
 
     def start(self, cell: Cell) -> Move:
         """See `residency.Movable`."""

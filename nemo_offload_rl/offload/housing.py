@@ -128,7 +128,11 @@ class Housing:
                     self._give_back(home)
                     raise OutOfGpuMemoryError(f"{tenant.name} cannot move into a range: {error}") from error
                 mapped += 1
-            _move_in(tenant, slot)
+            try:
+                _move_in(tenant, slot)
+            except ValueError:  # the range stays, for tensors look into it
+                self._release_host_side(home)
+                raise
         self.homes.append(home)
         self.slots += slots
 
@@ -182,6 +186,9 @@ class Housing:
 
     def _give_back(self, home: Home) -> None:
         home.range.close()
+        self._release_host_side(home)
+
+    def _release_host_side(self, home: Home) -> None:
         if home.host is not None:
             assert self._arena is not None
             self._arena.release(home.host)

@@ -1,6 +1,8 @@
 """What every move took: bytes, seconds, share of the link, what was waited for and what was hidden, and memory."""
 
+import dataclasses
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
     from nemo_offload_rl.offload.residency import Move
 
 GIB = 2**30
+_MOST_RECORDS = 512
+"""Older ones are forgotten where nobody takes them."""
 
 
 @dataclass(frozen=True)
@@ -92,6 +96,15 @@ class MoveRecord:
         """Copying beside which something else ran."""
         return max(0.0, self.copy_s - self.exposed_s)
 
+    def plus(self, later: "MoveRecord") -> "MoveRecord":
+        """Both as one."""
+        return dataclasses.replace(
+            later,
+            nbytes=self.nbytes + later.nbytes,
+            copy_s=self.copy_s + later.copy_s,
+            exposed_s=self.exposed_s + later.exposed_s,
+        )
+
     def metrics(self) -> dict[str, float]:
         """By name: seconds, and where something was copied GB, GB/s and the share of the link."""
         values = {"exposed_s": self.exposed_s}
@@ -131,7 +144,7 @@ class Meter:
         self._mapped_bytes = mapped_bytes
         self._link = link
         self._process = psutil.Process(os.getpid())
-        self._started: list[Started] = []
+        self._started: deque[Started] = deque(maxlen=_MOST_RECORDS)
         self._transitions: dict[str, float] = {}
 
     def memory(self) -> MemoryNow:
@@ -161,7 +174,7 @@ class Meter:
 
     def forget(self, move: "Move") -> None:
         """Leave a move that failed out of the records."""
-        self._started = [started for started in self._started if started.move is not move]
+        self._keep([started for started in self._started if started.move is not move])
 
     def record_transition(self, phase: Phase, seconds: float, before: MemoryNow) -> None:
         """Note what an `enter` took of its caller, and what memory it began and ended with."""
@@ -171,16 +184,28 @@ class Meter:
                 if not name.startswith(("gpu_total", "host_rss", "host_pinned")):
                     self._transitions[f"{phase}/{name.removesuffix('_gib')}_{when}_gib"] = value
 
+    def _keep(self, started: list[Started]) -> None:
+        self._started.clear()
+        self._started.extend(started)
+
     def take_records(self) -> list[MoveRecord]:
         """What has ended since the last call; moves under way come with a later one. Waits for queued copies."""
         ended = [started for started in self._started if started.move.is_queued]
-        self._started = [started for started in self._started if not started.move.is_queued]
+        self._keep([started for started in self._started if not started.move.is_queued])
         return [started.finished(self._link) for started in ended]
 
     def take_metrics(self) -> dict[str, float]:
-        """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now."""
-        values: dict[str, float] = {}
+        """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
+
+        Several moves of a target in one phase, such as the params' before and after a swap with the reference weights,
+        are added up.
+        """
+        totals: dict[tuple[Phase, Target], MoveRecord] = {}
         for record in self.take_records():
+            key = record.phase, record.target
+            totals[key] = totals[key].plus(record) if key in totals else record
+        values: dict[str, float] = {}
+        for record in totals.values():
             for name, value in record.metrics().items():
                 values[f"{record.phase}/{record.target}/{name}"] = value
         values |= self._transitions

@@ -4,16 +4,19 @@ DistributedDataParallel of megatron-core keeps both in flat buffers; frozen para
 and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.offload.housed import Housed
-from nemo_offload_rl.offload.housing import Housing, Tenant, tensors_by_storage
-from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.housing import Housing, Tenant, housed_bytes, tensors_by_storage
+from nemo_offload_rl.offload.optimizer_state import release_main_grads
+from nemo_offload_rl.offload.residency import Movable, Move
+from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import ChunkError, Mover, Transfer
-from nemo_offload_rl.offload.types import Cell, ShardFacts
+from nemo_offload_rl.offload.types import Cell, ShardFacts, Target
 
 
 def estimate_param_bytes(facts: ShardFacts) -> int:
@@ -74,32 +77,56 @@ class Params(Housed):
     """The parameters and module buffers: on the GPU, or in the arena."""
 
 
+def param_host_bytes(subject: Subject) -> int:
+    """What the params will take of the arena."""
+    if not _params_visit_host(subject):
+        return 0
+    return housed_bytes(Tenant(name, storage, []) for name, storage in param_storages(subject.model, subject.device))
+
+
+def make_params(site: Site, made: Mapping[Target, Movable]) -> Params:
+    """House the params."""
+    housing = site.housing(Target.PARAMS, with_host_side=_params_visit_host(site))
+    housing.add(param_tenants(site.model, site.device))
+    return Params(housing, site.mover, verify=site.options.verify)
+
+
+def _params_visit_host(subject: Subject) -> bool:
+    # The policy's weights wait in their host memory while the reference policy's compute.
+    return subject.visits_host(Target.PARAMS) or subject.options.keep_reference
+
+
 class Grads:
     """The gradients: on the GPU, or dropped; they come back zeroed at the same addresses.
 
     Args:
         housing: of the gradient buffers, without a host side.
         mover: maps and unmaps.
-        release_copies: drops what the optimizer made of the gradients (fp32 copies of bf16 ones).
+        optimizer: whose own copies of gradients are dropped along with them.
     """
 
     cells = frozenset({Cell.GPU, Cell.DROPPED})
     waits_itself = False
 
-    def __init__(self, housing: Housing, mover: Mover, release_copies: Callable[[], None]) -> None:
+    def __init__(self, housing: Housing, mover: Mover, optimizer: Any | None) -> None:
         self.housing = housing
         self._mover = mover
-        self._release_copies = release_copies
+        self._optimizer = optimizer
 
     @property
     def nbytes(self) -> int:
         """What it takes of the GPU while it is there."""
         return self.housing.nbytes
 
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        return self.housing.mapped_bytes
+
     def start(self, cell: Cell) -> Move:
         """See `residency.Movable`."""
         if cell is Cell.DROPPED:
-            self._release_copies()
+            release_main_grads(self._optimizer)
             return self._mover.drop(self.housing.homes)
         return _Zeroed(self._mover.take(self.housing.homes), self.housing)
 
@@ -107,6 +134,29 @@ class Grads:
         """The buffer that an error of a move is about."""
         assert isinstance(error, ChunkError)
         return self.housing.name_at(error)
+
+    def read_from_host(self) -> AbstractContextManager[None]:
+        """Gradients are never on the host."""
+        raise AssertionError("gradients are never on the host")
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.housing.close()
+
+
+def grad_host_bytes(subject: Subject) -> int:
+    """Gradients take nothing of the arena."""
+    return 0
+
+
+def make_grads(site: Site, made: Mapping[Target, Movable]) -> Grads | None:
+    """House the gradient buffers; None for a model without, such as one that is not in DistributedDataParallel."""
+    tenants = grad_tenants(site.model)
+    if not tenants:
+        return None
+    housing = site.housing(Target.GRADS, with_host_side=False)
+    housing.add(tenants)
+    return Grads(housing, site.mover, site.optimizer)
 
 
 class _Zeroed:

@@ -1,18 +1,21 @@
 """Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
 
+import contextlib
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.offload.housed import Housed
-from nemo_offload_rl.offload.housing import Housing, Tenant
-from nemo_offload_rl.offload.residency import Move
+from nemo_offload_rl.offload.housing import Housing, Tenant, housed_bytes
+from nemo_offload_rl.offload.residency import Movable, Move
+from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import Gate, Mover
-from nemo_offload_rl.offload.types import Cell, ShardFacts
+from nemo_offload_rl.offload.types import Cell, ShardFacts, Target
 
 logger = logging.getLogger(__name__)
 
@@ -69,9 +72,53 @@ def state_tenants(optimizer: Any, device: torch.device, but_in: Container[int]) 
             found.setdefault(address, []).append((name, tensor))
     tenants = []
     for named in found.values():
-        name, tensor = named[0]
-        tenants.append(Tenant(name, tensor.untyped_storage(), [tensor for _, tensor in named]))
+        storage = named[0][1].untyped_storage()
+        # torch.load and deepcopy may put many tensors into one storage, which would be a tenant of another size each
+        # time; nobody else looking into it, each can have its own.
+        if len(named) > 1 and torch._C._storage_Use_Count(storage._cdata) == len(named) + 1:
+            del storage
+            for name, tensor in named:
+                tensor.data = tensor.data.clone()
+                tenants.append(Tenant(name, tensor.untyped_storage(), [tensor]))
+        else:
+            tenants.append(Tenant(named[0][0], storage, [tensor for _, tensor in named]))
     return tenants
+
+
+def release_main_grads(optimizer: Any | None) -> None:
+    """Drop the fp32 gradients that megatron-core makes of a bf16 model's, and its views of the gradient buffers."""
+    for inner in () if optimizer is None else torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+                if hasattr(parameter, "decoupled_grad"):
+                    parameter.decoupled_grad = None
+
+
+def host_bytes(subject: Subject) -> int:
+    """What the optimizer state will take of the arena."""
+    if subject.optimizer is None or not _lives_in_ranges(subject):
+        return 0
+    return housed_bytes(state_tenants(subject.optimizer, subject.device, _model_storages(subject)))
+
+
+def make(site: Site, made: Mapping[Target, Movable]) -> "OptimizerState | PageableOptimizerState | None":
+    """House the optimizer's state, or leave it where it is, to be moved tensor by tensor."""
+    if site.optimizer is None:
+        return None
+    if not _lives_in_ranges(site):
+        return PageableOptimizerState(site.optimizer, _model_storages(site), site.device)
+    housing = site.housing(Target.OPTIMIZER_STATE, with_host_side=True)
+    return OptimizerState(site.optimizer, _model_storages(site), housing, site.mover, verify=site.options.verify)
+
+
+def _lives_in_ranges(subject: Subject) -> bool:
+    return subject.options.pinned_optimizer_state and subject.visits_host(Target.OPTIMIZER_STATE)
+
+
+def _model_storages(subject: Subject) -> set[int]:
+    tensors = (tensor for chunk in subject.model for tensor in chunk.parameters())
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
 class OptimizerState(Housed):
@@ -155,6 +202,11 @@ class PageableOptimizerState:
         """What it takes of the GPU while it is there."""
         return sum(tensor.nbytes for tensor in self._moved or self._tensors())
 
+    @property
+    def mapped_bytes(self) -> int:
+        """It has no ranges."""
+        return 0
+
     def start(self, cell: Cell) -> Move:
         """See `residency.Movable`; returns when the move has ended."""
         begin = time.perf_counter()
@@ -166,13 +218,20 @@ class PageableOptimizerState:
                 torch.cuda.empty_cache()
         else:
             for tensor in self._moved:
-                tensor.data = tensor.data.to(self._device)
+                tensor.data = tensor.data.to(self._device, copy=True)
         nbytes = sum(tensor.nbytes for tensor in self._moved)
         return _Done(nbytes, time.perf_counter() - begin)
 
     def first_name(self, error: Exception) -> str:
         """Torch's own message says how much could not be had."""
         return "a tensor of it"
+
+    def read_from_host(self) -> AbstractContextManager[None]:
+        """Its tensors are on the host themselves."""
+        return contextlib.nullcontext()
+
+    def close(self) -> None:
+        """Its memory is the optimizer's."""
 
     def _tensors(self) -> list[torch.Tensor]:
         return [

@@ -1,14 +1,19 @@
 """The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
+from typing import NoReturn
 
 import torch
 
-from nemo_offload_rl.offload.model_buffers import Params, estimate_param_bytes
+from nemo_offload_rl.offload.measurements import Meter, Started
+from nemo_offload_rl.offload.model_buffers import Params, estimate_param_bytes, param_host_bytes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.residency import Movable
+from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import Home, Mover
-from nemo_offload_rl.offload.types import ShardFacts, Target
+from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Target
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
@@ -16,8 +21,22 @@ def estimate_bytes(facts: ShardFacts) -> int:
     return estimate_param_bytes(facts) if facts.keeps_reference else 0
 
 
+def host_bytes(subject: Subject) -> int:
+    """What the reference weights will take of the arena."""
+    return param_host_bytes(subject) if subject.options.keep_reference else 0
+
+
+def make(site: Site, made: Mapping[Target, Movable]) -> "ReferenceWeights | None":
+    """Keep the weights of now, if they are wanted."""
+    if not site.options.keep_reference:
+        return None
+    params = made[Target.PARAMS]
+    assert isinstance(params, Params)
+    return ReferenceWeights(params, site.mover, site.arena, site.meter)
+
+
 class ReferenceWeights:
-    """The weights a run started from.
+    """The weights a run started from; always on the host.
 
     Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
     weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
@@ -26,12 +45,18 @@ class ReferenceWeights:
         params: on the GPU; what they hold now is the reference.
         mover: copies.
         arena: gives the host memory.
+        meter: learns what swaps take.
     """
 
-    def __init__(self, params: Params, mover: Mover, arena: PinnedArena) -> None:
+    cells = frozenset({Cell.HOST})
+    waits_itself = False
+    mapped_bytes = 0
+
+    def __init__(self, params: Params, mover: Mover, arena: PinnedArena, meter: Meter) -> None:
         self._params = params
         self._mover = mover
         self._arena = arena
+        self._meter = meter
         self._homes = [
             Home(home.range, arena.allocate(Target.REFERENCE_WEIGHTS, home.range.nbytes))
             for home in params.housing.homes
@@ -47,11 +72,27 @@ class ReferenceWeights:
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
         """Compute with the reference weights; the policy's own come back at the end, whatever happens."""
-        self._mover.exchange(self._params.housing.homes, self._homes)
+        swap = self._mover.exchange(self._params.housing.homes, self._homes)
+        swap.hold_current_stream()
+        self._meter.record_start(Started(Phase.LOGPROB, Target.REFERENCE_WEIGHTS, Cell.HOST, Cell.GPU, swap))
         try:
             yield
         finally:
-            self._mover.restore(self._params.housing.homes)
+            back = self._mover.restore(self._params.housing.homes)
+            back.hold_current_stream()
+            self._meter.record_start(Started(Phase.LOGPROB, Target.PARAMS, Cell.HOST, Cell.GPU, back))
+
+    def start(self, cell: Cell) -> NoReturn:
+        """It is where it always is."""
+        raise AssertionError(f"reference weights do not move to {cell}")
+
+    def first_name(self, error: Exception) -> str:
+        """It has no moves of its own that could fail for memory."""
+        raise AssertionError(f"reference weights do not move: {error}")
+
+    def read_from_host(self) -> AbstractContextManager[None]:
+        """Nobody's tensors: checkpoints do not hold them."""
+        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Give the host memory back."""

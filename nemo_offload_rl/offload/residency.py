@@ -2,7 +2,8 @@
 
 import contextlib
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -18,7 +19,11 @@ _OTHERS_NEED_MEMORY = (Phase.REFIT, Phase.GENERATE)
 
 
 class ResidencyError(RuntimeError):
-    """A target could not move; the message says which, why, and what to do."""
+    """A target could not move, or is not where it is needed; the message says which, why, and what to do."""
+
+
+class NoRoomError(ResidencyError):
+    """There was no memory for a target; everything is where it was."""
 
 
 class Move(Protocol):
@@ -63,6 +68,11 @@ class Movable(Protocol):
         ...
 
     @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        ...
+
+    @property
     def waits_itself(self) -> bool:
         """Whether the target waits for its move before its first use, so that `enter` need not."""
         ...
@@ -80,15 +90,22 @@ class Movable(Protocol):
         """The tensor that an error of a move is about."""
         ...
 
+    def read_from_host(self) -> AbstractContextManager[None]:
+        """While it is on the host: let its tensors look there, so that a checkpoint can be saved from them."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back."""
+        ...
+
 
 class Residency:
     """Knows where each target is, and moves it where a phase wants it.
 
     Args:
-        targets: the mechanisms; everything starts on the GPU, or where `start` says.
+        targets: the mechanisms; everything starts on the GPU if it can be there, else on the host.
         table: where each target lives in each phase; every target needs a cell in every phase.
         meter: takes the measurements.
-        start: where a target is that does not start on the GPU.
         room: bytes that have to be free on the GPU when `enter` of a phase returns, if what leaves makes them so.
 
     Raises:
@@ -101,7 +118,6 @@ class Residency:
         table: Table,
         *,
         meter: Meter | None = None,
-        start: Mapping[Target, Cell] | None = None,
         room: Mapping[Phase, int] | None = None,
     ) -> None:
         for phase in Phase:
@@ -114,8 +130,9 @@ class Residency:
                     raise ValueError(f"{target} cannot be {cell} in phase {phase}; it can be {known}.")
         self._targets = dict(targets)
         self._table = table
-        self._where = dict.fromkeys(targets, Cell.GPU) | dict(start or {})
+        self._where = {name: Cell.GPU if Cell.GPU in target.cells else Cell.HOST for name, target in targets.items()}
         self._last: dict[Target, Started] = {}
+        self._prefetched: set[Target] = set()
         self._meter = meter or Meter(torch.device("cpu"))
         self._room = dict(room or {})
         self.phase: Phase | None = None
@@ -132,7 +149,8 @@ class Residency:
         and what leaves may still be leaving, except for GENERATE, which hands the GPU to somebody else.
 
         Raises:
-            ResidencyError: a target could not move; those that had moved for this phase are back where they were.
+            NoRoomError: a target could not move; those that had moved for this phase are back where they were.
+            ResidencyError: CUDA has failed; this process cannot go on.
         """
         start, before = time.perf_counter(), self._meter.memory()
         if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
@@ -153,21 +171,22 @@ class Residency:
 
         Args:
             phase: the one that will be entered next.
-            reserve_bytes: memory that the present phase may still take, and that stays free.
+            reserve_bytes: memory that the present phase may still take, and that stays free. What finds no memory all
+                the same comes when it is needed.
         """
         coming = [t for t, cell in self._differing(phase).items() if cell is Cell.GPU and self._where[t] is Cell.HOST]
         for target in coming:
             free = self._meter.memory().gpu_free
-            if free is not None and free - reserve_bytes < self._targets[target].nbytes:
-                continue
-            self._move({target: Cell.GPU}, phase, wait=False)
+            if free is None or free - reserve_bytes >= self._targets[target].nbytes:
+                self._start(target, Cell.GPU, phase)
+                self._prefetched.add(target)
 
     def require(self, target: Target) -> None:
         """What the current stream is given from now on finds a target in place.
 
         Raises:
-            ResidencyError: the target is not on the GPU in this phase; or the GPU has no memory for it, and it is on
-            the host, unharmed.
+            ResidencyError: the target is not on the GPU in this phase.
+            NoRoomError: the GPU has no memory for it; it is on the host, unharmed.
         """
         if self._where[target] is not Cell.GPU:
             phase = f"in phase {self.phase}" if self.phase else "now"
@@ -187,7 +206,7 @@ class Residency:
         goals = {target: self._table[phase][target] for target in self._targets}
         return {target: cell for target, cell in goals.items() if cell not in (Cell.KEEP, self._where[target])}
 
-    def _move(self, goals: Mapping[Target, Cell], phase: Phase, *, wait: bool = True) -> bool:
+    def _move(self, goals: Mapping[Target, Cell], phase: Phase) -> bool:
         """Start the moves, what leaves first, and wait for what does not wait for itself."""
         order = sorted(goals, key=lambda target: goals[target] is Cell.GPU)
         sources = {target: self._where[target] for target in order}
@@ -196,45 +215,55 @@ class Residency:
             for target in order:
                 self._start(target, goals[target], phase)
                 done.append(target)
-            if wait:
-                for target, cell in self._where.items():
-                    if cell is Cell.GPU and not self._targets[target].waits_itself:
-                        self._wait(target, hold=True)
-        except ResidencyError:
+            for target, cell in self._where.items():
+                if cell is Cell.GPU and not self._targets[target].waits_itself:
+                    self._wait(target, hold=True)
+        except NoRoomError:
             self._roll_back({target: sources[target] for target in reversed(done)}, phase)
             raise
         return bool(order)
 
     def _start(self, target: Target, cell: Cell, phase: Phase) -> None:
         # What leaves again before anybody used it has to have arrived first: hence `hold`.
-        self._wait(target, hold=self._where[target] is Cell.GPU)
+        self._wait(target, hold=self._where[target] is Cell.GPU, retry=False)
         source = self._where[target]
-        try:
+        if source is cell:
+            return
+        with self._in_words(target, cell, phase):
             move = self._targets[target].start(cell)
-        except MEMORY_ERRORS as error:
-            raise self._failure(target, cell, phase, error) from error
         self._last[target], self._where[target] = Started(phase, target, source, cell, move), cell
         self._meter.record_start(self._last[target])
 
-    def _wait(self, target: Target, *, hold: bool = False) -> None:
-        """Wait for a target's last move; with `hold`, the current stream does."""
+    def _wait(self, target: Target, *, hold: bool = False, retry: bool = True) -> None:
+        """Wait for a target's last move; with `hold`, the current stream does.
+
+        With `retry`, a prefetch that found no memory is made again by who needs the target.
+        """
         if target not in self._last:
             return
         last = self._last[target]
         try:
-            if hold:
-                last.move.hold_current_stream()
-            else:
-                last.move.wait()
-        except MEMORY_ERRORS as error:
+            with self._in_words(target, last.goal, last.phase):
+                if hold:
+                    last.move.hold_current_stream()
+                else:
+                    last.move.wait()
+        except NoRoomError:
             del self._last[target]
             self._meter.forget(last.move)
             self._where[target] = last.source
-            raise self._failure(target, last.goal, last.phase, error) from error
+            if target not in self._prefetched:
+                raise
+            self._prefetched.remove(target)
+            if hold and retry:
+                self._start(target, last.goal, last.phase)
+                self._wait(target, hold=True)
+        else:
+            self._prefetched.discard(target)
 
     def _roll_back(self, sources: Mapping[Target, Cell], phase: Phase) -> None:
         for target, cell in sources.items():
-            with contextlib.suppress(ResidencyError):  # then it has not moved either
+            with contextlib.suppress(NoRoomError):  # then it has not moved either
                 self._wait(target)
             if self._where[target] is not cell:
                 self._start(target, cell, phase)
@@ -248,11 +277,23 @@ class Residency:
             if self._where[target] in _LEAVES_THE_GPU:
                 self._wait(target)
 
-    def _failure(self, target: Target, cell: Cell, phase: Phase, error: Exception) -> ResidencyError:
-        name = self._targets[target].first_name(error)
-        doing = "come back to the GPU" if cell is Cell.GPU else "leave for the host"
-        return ResidencyError(
-            f"{target} could not {doing} for phase {phase}: no memory for {name} "
-            f"({error}); {self._meter.memory().describe()}. What had moved was put back. Leave more memory free there: "
-            "a smaller share for the generator, smaller micro-batches, or another cell in policy.residency.table."
-        )
+    @contextlib.contextmanager
+    def _in_words(self, target: Target, cell: Cell, phase: Phase) -> Iterator[None]:
+        """Say of an error which target could not go where."""
+        doing = "come back to the GPU" if cell is Cell.GPU else "leave the GPU"
+        try:
+            yield
+        except MEMORY_ERRORS as error:
+            name = self._targets[target].first_name(error)
+            raise NoRoomError(
+                f"{target} could not {doing} for phase {phase}: no memory for {name} ({error}); "
+                f"{self._meter.memory().describe()}. What had moved was put back. Leave more memory free there: a "
+                "smaller share for the generator, smaller micro-batches, or another cell in policy.residency.table."
+            ) from error
+        except ResidencyError:
+            raise
+        except RuntimeError as error:  # CUDA's errors stay: every later call fails with them, too
+            raise ResidencyError(
+                f"{target} could not {doing} for phase {phase}: {error} This process cannot go on; restart it from "
+                "the last checkpoint."
+            ) from error

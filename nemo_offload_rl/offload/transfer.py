@@ -163,6 +163,7 @@ class Mover:
             homes: mapped.
             gate: until it is open nothing is given back; if it is cancelled nothing is.
         """
+        homes = tuple(homes)  # whoever houses more meanwhile adds to the list
         ready = mark_current_stream(self.device)
 
         def out() -> _Span | None:
@@ -213,31 +214,34 @@ class Mover:
                 self._copy_out(home, chunk)
         self._out.mark().wait()
 
-    def exchange(self, homes: Sequence[Home], others: Sequence[Home]) -> None:
+    def exchange(self, homes: Sequence[Home], others: Sequence[Home]) -> Transfer:
         """Copy mapped ranges to the host, and into each chunk, as soon as it is saved, what others keep there.
 
-        Both directions of the link are busy at once. The current stream finds the others' contents.
+        Both directions of the link are busy at once. Ask the transfer to hold the stream that uses the contents.
 
         Args:
             homes: with the host memory that saves.
             others: of the same ranges, with the host memory that is put in.
         """
         self._out.follow_current_stream()
+        self._back.follow_current_stream()
+        begin = self._back.mark()
         for home, other in zip(homes, others, strict=True):
             assert home.range is other.range
             for chunk in home.range.chunks:
                 self._copy_out(home, chunk)
                 self._back.follow(self._out.mark())
                 self._copy_back(other, chunk)
-        self._back.mark().hold_current_stream()
+        return self._queued(_bytes(others), _Span(begin, self._back.mark()))
 
-    def restore(self, homes: Sequence[Home]) -> None:
+    def restore(self, homes: Sequence[Home]) -> Transfer:
         """Copy the host's side into mapped ranges, once the current stream is through with what is there."""
         self._back.follow_current_stream()
+        begin = self._back.mark()
         for home in homes:
             for chunk in home.range.chunks:
                 self._copy_back(home, chunk)
-        self._back.mark().hold_current_stream()
+        return self._queued(_bytes(homes), _Span(begin, self._back.mark()))
 
     def drop(self, homes: Sequence[Home]) -> Transfer:
         """Give every chunk back once the current stream has done what it has been given; contents are lost."""
@@ -268,6 +272,11 @@ class Mover:
 
     def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
         return Transfer(self.device, nbytes, self._helper.submit(job))
+
+    def _queued(self, nbytes: int, span: _Span) -> Transfer:
+        helper: Future[_Span | None] = Future()
+        helper.set_result(span)
+        return Transfer(self.device, nbytes, helper)
 
     def _copy_out(self, home: Home, chunk: slice) -> None:
         for source, destination in _pieces(home.range.tensor[chunk], home.host_tensor()[chunk]):

@@ -93,9 +93,9 @@ def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> lis
 
 
 def _rank_plan(table: Table, stage: int, facts: ShardFacts, cycle: Sequence[Phase], speed: float) -> RankPlan:
-    from nemo_offload_rl.offload.targets import ESTIMATES  # imports torch
+    from nemo_offload_rl.offload.targets import TARGETS  # imports torch
 
-    sizes = {target: ESTIMATES[target](facts) for target in Target}
+    sizes = {target: TARGETS[target].estimate_bytes(facts) for target in Target}
     steps = list(_steady_cycle(table, cycle))
     return RankPlan(
         stage=stage,

@@ -5,8 +5,9 @@ import logging
 import torch
 
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.offload.attach import Engine, Options, attach, needed_host_bytes
+from nemo_offload_rl.offload.attach import Engine, attach, needed_host_bytes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.site import Options
 from nemo_offload_rl.offload.types import Target
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import host_facts

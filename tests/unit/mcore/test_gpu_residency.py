@@ -54,7 +54,7 @@ def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker,
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
     delay_moves(monkeypatch)
     assert run_steps(worker, 20, visit_phases=True) == plain
-    assert isinstance(worker._engine.housings[Target.OPTIMIZER_STATE].homes[0].range, VirtualRange)
+    assert isinstance(worker._engine.targets[Target.OPTIMIZER_STATE].housing.homes[0].range, VirtualRange)
 
 
 def test_the_pageable_way_changes_no_number_either(make_worker, monkeypatch):
@@ -80,7 +80,7 @@ def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
 
     monkeypatch.setattr(CudaPageLocker, "lock", refuse)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), verify=True), init_reference_model=True)
-    assert not worker._engine.housings[Target.OPTIMIZER_STATE].homes[0].host.pinned
+    assert not worker._engine.targets[Target.OPTIMIZER_STATE].housing.homes[0].host.pinned
     assert run_steps(worker, 3, visit_phases=True) == plain
     bits = checksums(worker)
     worker.get_reference_policy_logprobs(random_batch(4), mbs=2)

@@ -162,7 +162,7 @@ def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker.offload_after_refit()
     assert worker.residency.where(Target.PARAMS) is Cell.GPU
     assert worker._engine.mapped_bytes == worker._engine.nbytes()[Target.PARAMS]
-    assert worker._engine.housings[Target.PARAMS].homes[0].host is None  # so it takes no host memory
+    assert worker._engine.targets[Target.PARAMS].housing.homes[0].host is None  # so it takes no host memory
 
 
 def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker):

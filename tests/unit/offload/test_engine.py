@@ -13,7 +13,7 @@ import torch
 from support.ranges import Trouble, small_chunks
 from torch import nn
 
-from nemo_offload_rl.offload.attach import Engine, Options, attach
+from nemo_offload_rl.offload.attach import Engine, attach
 from nemo_offload_rl.offload.gpu_range import make_range
 from nemo_offload_rl.offload.housed import CorruptedTransferError, Housed
 from nemo_offload_rl.offload.housing import Housing, Tenant
@@ -21,6 +21,7 @@ from nemo_offload_rl.offload.measurements import MemoryNow, Meter
 from nemo_offload_rl.offload.optimizer_state import state_tensors
 from nemo_offload_rl.offload.pinned_arena import HostMemoryError, PinnedArena
 from nemo_offload_rl.offload.residency import Residency, ResidencyError
+from nemo_offload_rl.offload.site import Options
 from nemo_offload_rl.offload.transfer import Mover
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
 
@@ -187,14 +188,15 @@ def test_entering_train_does_not_wait_for_the_optimizer_state(engines):
     run_steps(job, 1, engine)
     engine.residency.enter(Phase.REFIT)
     engine.residency.wait_until_released()
-    num_chunks = sum(len(home.range.chunks) for home in engine.housings[Target.OPTIMIZER_STATE].homes)
+    num_chunks = sum(len(home.range.chunks) for home in engine.targets[Target.OPTIMIZER_STATE].housing.homes)
     trouble.delay_s = 0.1
     start = time.perf_counter()
     engine.residency.enter(Phase.TRAIN)
     entered = time.perf_counter() - start
     engine.residency.require(Target.OPTIMIZER_STATE)
     required = time.perf_counter() - start
-    assert entered < 0.05 < num_chunks * trouble.delay_s <= required
+    assert required >= num_chunks * trouble.delay_s
+    assert entered < required / 2
 
 
 def test_memory_is_really_given_back_in_generate(engines):
@@ -202,7 +204,7 @@ def test_memory_is_really_given_back_in_generate(engines):
     engine = engines(job)
     run_steps(job, 1, engine)
     engine.residency.require(Target.OPTIMIZER_STATE)
-    nbytes = sum(housing.nbytes for housing in engine.housings.values())
+    nbytes = sum(housing.nbytes for housing in engine.targets.values())
     assert nbytes > 48 * 2**20
     assert engine.mapped_bytes == nbytes
     before = psutil.Process().memory_info().rss
@@ -219,7 +221,7 @@ def test_the_host_side_is_as_large_as_the_state(engines):
     engine = engines(job)
     run_steps(job, 1, engine)
     moments = sum(t.nbytes for name, t in state_tensors(job.optimizer, CPU) if not name.startswith("master"))
-    held = [home.host.mapped_bytes for home in engine.housings[Target.OPTIMIZER_STATE].homes]
+    held = [home.host.mapped_bytes for home in engine.targets[Target.OPTIMIZER_STATE].housing.homes]
     assert moments <= sum(held) <= 1.01 * moments
 
 
@@ -258,7 +260,7 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     run_steps(plain, 2)
     job, trouble = make_job(), Trouble()
     engine, _ = generating(engines, job, trouble)
-    num_param_chunks = sum(len(home.range.chunks) for home in engine.housings[Target.PARAMS].homes)
+    num_param_chunks = sum(len(home.range.chunks) for home in engine.targets[Target.PARAMS].housing.homes)
     trouble.chunks_left = num_param_chunks + 1
     engine.residency.enter(Phase.TRAIN)
     with pytest.raises(
@@ -266,7 +268,7 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     ):
         job.step(2)
     assert engine.residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
-    assert engine.housings[Target.OPTIMIZER_STATE].mapped_bytes == 0
+    assert engine.targets[Target.OPTIMIZER_STATE].housing.mapped_bytes == 0
     job.model.load_state_dict(plain.model.state_dict())  # the failed step's forward moved the running means
     for parameter in job.model.parameters():
         parameter.grad = None
@@ -292,7 +294,7 @@ def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed():
     engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
     losses = [job.step(0)]
     arena.is_full = True
-    with pytest.raises(ResidencyError, match="optimizer_state could not leave for the host for phase refit"):
+    with pytest.raises(ResidencyError, match="optimizer_state could not leave the GPU for phase refit"):
         engine.residency.enter(Phase.REFIT)
     assert engine.residency.where(Target.OPTIMIZER_STATE) is Cell.GPU
     losses.append(job.step(1))
@@ -313,11 +315,11 @@ def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_la
     trouble.chunks_left = 2  # some of the moments find room, and have to move out again
     with pytest.raises(ResidencyError, match=r"optimizer_state could not leave .* cannot move into a range"):
         engine.residency.enter(Phase.REFIT)
-    assert engine.housings[Target.OPTIMIZER_STATE].nbytes == 0
+    assert engine.targets[Target.OPTIMIZER_STATE].housing.nbytes == 0
     trouble.chunks_left = None
     losses.append(job.step(1))
     engine.residency.enter(Phase.REFIT)
-    assert engine.housings[Target.OPTIMIZER_STATE].nbytes > 0
+    assert engine.targets[Target.OPTIMIZER_STATE].housing.nbytes > 0
     engine.residency.enter(Phase.TRAIN)
     losses.append(job.step(2))
     assert losses == run_steps(plain, 3)
@@ -335,7 +337,7 @@ def test_verify_finds_a_flipped_bit(engines, target):
     engine = engines(job, verify=True)
     run_steps(job, 1, engine)
     engine.residency.enter(Phase.GENERATE)
-    slot = engine.housings[target].slots[0]
+    slot = engine.targets[target].housing.slots[0]
     slot.home.host.tensor[slot.offset] ^= 1
     with pytest.raises(
         CorruptedTransferError, match=f"{target} came back from the host changed, at {re.escape(slot.name)} "
@@ -399,6 +401,7 @@ def test_a_view_that_would_not_follow_is_refused():
     with pytest.raises(ValueError, match=r"0\.\d\.weight is also used by 1 tensors or graphs"):
         attach([job.model], job.optimizer, arena, ranges=small_chunks)
     assert output.grad_fn is not None
+    arena.close()  # which would say what was left behind
 
 
 def test_closing_gives_everything_back_and_takes_the_hooks_away():
@@ -462,12 +465,16 @@ def test_ranges_of_the_usual_chunk_size_work_alike(engines):
 def test_what_moved_is_measured(engines):
     job = make_job()
     engine = engines(job)
-    run_steps(job, 2, engine)
+    run_steps(job, 1, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    engine.meter.take_metrics()
+    run_steps(job, 1, engine)
     engine.residency.require(Target.OPTIMIZER_STATE)
     metrics = engine.meter.take_metrics()
-    gb = engine.housings[Target.OPTIMIZER_STATE].nbytes / 1e9
+    gb = engine.targets[Target.OPTIMIZER_STATE].housing.nbytes / 1e9
     assert metrics["refit/optimizer_state/gb"] == metrics["train/optimizer_state/gb"] == gb
-    assert metrics["generate/params/gb"] == metrics["logprob/params/gb"] == engine.housings[Target.PARAMS].nbytes / 1e9
+    params_gb = engine.targets[Target.PARAMS].nbytes / 1e9
+    assert metrics["generate/params/gb"] == metrics["logprob/params/gb"] == params_gb
     for name in ("refit/optimizer_state", "generate/params", "logprob/params", "train/optimizer_state"):
         assert metrics[f"{name}/gb_per_s"] == pytest.approx(metrics[f"{name}/gb"] / metrics[f"{name}/copy_s"])
         assert metrics[f"{name}/exposed_s"] >= 0
@@ -503,3 +510,15 @@ def test_what_leaves_again_has_arrived_before():
     mover.close()
     housing.close()
     arena.close()
+
+
+def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
+    """copy.deepcopy, like torch.load, puts what shared a storage into one: state saved while it lives in a range."""
+    job = make_job()
+    engine = engines(job, ranges=small_chunks)
+    run_steps(job, 2, engine)
+    engine.writable()
+    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
+    job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    engine.residency.enter(Phase.GENERATE)
+    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes

@@ -167,3 +167,50 @@ def test_a_cell_that_a_target_cannot_have_is_refused():
     table = {phase: {Target.GRADS: Cell.HOST} for phase in Phase}
     with pytest.raises(ValueError, match="grads cannot be host in phase train; it can be dropped, gpu, keep"):
         Residency({Target.GRADS: Shelf([], Target.GRADS, {Cell.GPU, Cell.DROPPED})}, table)
+
+
+class NoMemory(Arrived):
+    def wait(self):
+        raise MemoryError("nothing left")
+
+    hold_current_stream = wait
+
+
+def prefetched_in_vain():
+    residency, targets, log = make()
+    residency.enter(Phase.GENERATE)
+    residency.enter(Phase.LOGPROB)
+    state = targets[Target.OPTIMIZER_STATE]
+    state.start = lambda cell: NoMemory(log, Target.OPTIMIZER_STATE)
+    residency.prefetch(Phase.TRAIN)
+    del state.start
+    log.clear()
+    return residency, log
+
+
+def test_a_prefetch_that_found_no_memory_is_made_again_by_who_needs_it():
+    residency, log = prefetched_in_vain()
+    residency.enter(Phase.TRAIN)
+    residency.require(Target.OPTIMIZER_STATE)
+    assert (Target.OPTIMIZER_STATE, Cell.GPU) in moves(log)
+    assert residency.where(Target.OPTIMIZER_STATE) is Cell.GPU
+
+
+def test_a_prefetch_that_found_no_memory_is_forgotten_by_who_does_not():
+    residency, log = prefetched_in_vain()
+    residency.enter(Phase.REFIT)
+    assert moves(log) == []  # it is on the host already
+    assert residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+
+
+def test_an_error_of_cuda_is_said_and_not_repaired():
+    residency, targets, log = make()
+
+    def broken(cell):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered.")
+
+    targets[Target.OPTIMIZER_STATE].start = broken
+    log.clear()
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU .* illegal .* cannot go on"):
+        residency.enter(Phase.REFIT)
+    assert moves(log) == [(Target.GRADS, Cell.DROPPED)]

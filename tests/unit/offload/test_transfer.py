@@ -91,9 +91,9 @@ def test_a_move_back_is_under_way_when_the_call_returns(mover, homes, trouble):
     back.hold_current_stream()
     took = time.perf_counter() - start
     num_chunks = sum(len(home.range.chunks) for home in homes)
-    assert asked < 0.05
+    assert asked < took / 2
     assert took >= num_chunks * trouble.delay_s
-    assert back.exposed_seconds() == pytest.approx(took - asked, abs=0.03)
+    assert back.exposed_seconds() == pytest.approx(took - asked, abs=0.1)
     assert 0 < back.copy_seconds() < took
 
 
@@ -104,7 +104,7 @@ def test_hidden_time_is_not_exposed(mover, homes, trouble):
     while not back.is_queued:
         time.sleep(0.005)
     back.hold_current_stream()
-    assert back.exposed_seconds() < 0.01 < back.copy_seconds()
+    assert back.exposed_seconds() < 0.05 < back.copy_seconds()
 
 
 @pytest.mark.parametrize("chunk", [0, 1, 5, 6])

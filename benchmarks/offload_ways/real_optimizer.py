@@ -1,0 +1,100 @@
+"""A DistributedOptimizer of megatron-core, of Qwen2.5-1.5B's sizes, with the state that it has after a step."""
+
+import contextlib
+import io
+import socket
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+QWEN2_1_5B: Mapping[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 1536,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 12,
+    "num_key_value_heads": 2,
+    "intermediate_size": 8960,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+RECIPE = "examples/configs/grpo_math_1B_megatron.yaml"
+OVERRIDES = [
+    "policy.max_total_sequence_length=512",
+    "policy.sequence_packing.enabled=false",
+    "policy.megatron_cfg.optimizer.use_precision_aware_optimizer=false",  # fp32 masters: 12 bytes a parameter
+]
+
+
+def model_sizes(scale: float) -> dict[str, Any]:
+    """The model's sizes; below a scale of 1 fewer layers and a smaller vocabulary of a far narrower model."""
+    sizes = dict(QWEN2_1_5B)
+    if scale < 1:
+        sizes |= {
+            "hidden_size": 192,
+            "intermediate_size": 512,
+            "num_hidden_layers": max(1, round(28 * scale)),
+            "vocab_size": max(512, round(151936 * scale)),
+        }
+    return sizes
+
+
+@contextlib.contextmanager
+def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
+    """Model and optimizer in process groups of one rank, its state primed and filled with random numbers.
+
+    Raises:
+        ImportError: megatron-core or Megatron-Bridge is not installed.
+    """
+    from nemo_offload_rl.config import load
+    from nemo_offload_rl.config.cpu import adapt_to_cpu
+    from nemo_offload_rl.mcore import model_config, parallel
+
+    config = load(RECIPE, OVERRIDES).config
+    if not torch.cuda.is_available():
+        config, _ = adapt_to_cpu(config)
+    policy = dict(config["policy"]) | {"hf_config": model_sizes(scale)}
+    parallel.initialize(
+        model_config.parallel_sizes(policy["megatron_cfg"]),
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=_free_port(),
+        seed=0,
+        te_rng_tracker=False,
+    )
+    try:
+        yield _build(policy)
+    finally:
+        parallel.destroy()
+
+
+def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
+    from megatron.core.optimizer import get_megatron_optimizer
+
+    from nemo_offload_rl.mcore import model_config
+    from nemo_offload_rl.mcore.prime import prime_optimizer_state
+    from nemo_offload_rl.offload.optimizer_state import state_tensors
+
+    provider = model_config.make_provider(policy, model_config.make_bridge(policy))
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
+        model = provider.provide_distributed_model(
+            ddp_config=model_config.make_ddp_config(policy),
+            overlap_param_gather_with_optimizer_step=False,
+            use_cpu_initialization=provider.use_cpu_initialization,
+        )
+    optimizer = get_megatron_optimizer(model_config.make_optimizer_config(policy), model, use_gloo_process_groups=False)
+    prime_optimizer_state(optimizer)
+    device = next(model[0].parameters()).device
+    with torch.no_grad():
+        for name, tensor in state_tensors(optimizer, device):
+            if not name.startswith("master") and tensor.is_floating_point():
+                tensor.uniform_(0.0, 1.0)
+    return model, optimizer
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,194 @@
+"""Rows of the result, the table that is printed, and the page."""
+
+import contextlib
+import logging
+import statistics
+import subprocess
+from collections.abc import Iterator, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from result_file import commit, machine, write_result
+
+from offload_ways import bars
+from offload_ways.trips import Trip
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
+WAY_FAILURES = (
+    AssertionError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    subprocess.SubprocessError,
+)
+"""With any of these a way is left out of the table, since whoever lent the GPU does not lend it twice."""
+RELEASES = 0.95
+"""A way that gives back less of what left is not compared with."""
+
+
+class Report:
+    """Collects rows, and writes them whenever a case has ended.
+
+    Args:
+        path: of the JSON file; the page is beside it, as .md.
+        command: what was run.
+    """
+
+    def __init__(self, path: Path, command: str) -> None:
+        self.rows: list[Row] = []
+        self._link: dict[str, list[float]] = {"d2h": [], "h2d": []}
+        self._path = path
+        self._command = command
+
+    @contextlib.contextmanager
+    def attempt(self, case: str, way: str) -> Iterator[None]:
+        """A way that fails is a row that says why."""
+        try:
+            yield
+        except WAY_FAILURES as error:
+            logger.warning("%s, %s: not run", case, way, exc_info=True)
+            self.leave_out(case, way, f"{type(error).__name__}: {error}")
+
+    def leave_out(self, case: str, way: str, why: str) -> None:
+        """Name what was not measured."""
+        self.rows.append({"case": case, "way": way, "not_run": why})
+
+    def add_link(self, seconds_per_byte: dict[str, list[float]]) -> None:
+        """More samples of what the link can do."""
+        for direction, samples in seconds_per_byte.items():
+            self._link[direction] += samples
+
+    def add_trips(self, case: str, way: str, nbytes: int, trips: Sequence[Trip], has_driver: bool) -> None:
+        """Medians of round trips, a row a direction, and what was released."""
+        released = min(trip.released_bytes for trip in trips) / nbytes
+        for direction, seconds in {
+            "d2h": [trip.out_s for trip in trips],
+            "h2d": [trip.back_s for trip in trips],
+        }.items():
+            median = statistics.median(seconds)
+            row: Row = {
+                "case": case,
+                "way": way,
+                "direction": direction,
+                "gb_per_s": round(nbytes / median / 1e9, 3),
+                "seconds": round(median, 5),
+                "gb": round(nbytes / 1e9, 4),
+                "rounds": len(seconds),
+                "worst_gb_per_s": round(nbytes / max(seconds) / 1e9, 3),
+            }
+            self.rows.append(row | ({"released": round(released, 4)} if has_driver else {}))
+        if has_driver:
+            self.add("residue", way, f"{case}: rise of the driver's free memory over bytes that left", released)
+
+    def add(self, case: str, way: str, metric: str, value: float | bool) -> None:
+        """A single figure, with its bar if it has one."""
+        row: Row = {"case": case, "way": way, "metric": metric, "value": value}
+        self.rows.append(row | bars.of_metric(case, way, metric))
+
+    def finished(self) -> list[Row]:
+        """All rows, with the link's own first and everybody's share of it."""
+        link = {direction: 1 / statistics.median(samples) / 1e9 for direction, samples in self._link.items() if samples}
+        rows: list[Row] = [
+            {
+                "case": "link",
+                "way": "link",
+                "direction": direction,
+                "gb_per_s": round(rate, 3),
+                "share_of_link": 1.0,
+                "rounds": len(self._link[direction]),
+            }
+            for direction, rate in link.items()
+        ]
+        for row in self.rows:
+            shared = dict(row)
+            if row.get("direction") in link:
+                shared["share_of_link"] = round(row["gb_per_s"] / link[row["direction"]], 4)
+                shared |= bars.of_speed(row["case"], row["way"], row["direction"])
+            rows.append(shared)
+        return rows
+
+    def write(self) -> None:
+        """The JSON file and the page, as far as it has come."""
+        rows = self.finished()
+        write_result(self._path, rows)
+        lines = [
+            "# Moving optimizer state off the GPU and back",
+            "",
+            f"{machine()}; commit {commit()}; {datetime.now(UTC).date().isoformat()}. Written by `{self._command}`; "
+            f"medians, all in one run; rows in {self._path.name}.",
+            "",
+            *markdown(rows),
+            "",
+            "## Against the bars",
+            "",
+            *(f"- {line}" for line in verdicts(rows)),
+            "",
+        ]
+        self._path.with_suffix(".md").write_text("\n".join(lines))
+
+
+def markdown(rows: Sequence[Row]) -> list[str]:
+    """Three tables: speeds, single figures, what was not run."""
+    speeds = [row for row in rows if "direction" in row]
+    lines = ["| case | way | direction | GB/s | of the link | bar | released |", "|---|---|---|---|---|---|---|"]
+    for row in speeds:
+        cells = (row["case"], row["way"], row["direction"], f"{row['gb_per_s']:.2f}", _percent(row, "share_of_link"))
+        lines.append(f"| {' | '.join(cells)} | {_percent(row, 'bar')} | {_percent(row, 'released')} |")
+    figures = [row for row in rows if "metric" in row]
+    if figures:
+        lines += ["", "| case | way | figure | value | bar |", "|---|---|---|---|---|"]
+    for row in figures:
+        bar = f"{row['bar_is'].replace('_', ' ')} {row['bar']:g}" if "bar" in row else ""
+        lines.append(f"| {row['case']} | {row['way']} | {row['metric']} | {float(row['value']):.6g} | {bar} |")
+    missing = [row for row in rows if "not_run" in row]
+    if missing:
+        lines += ["", "Not run:", ""]
+    lines += [f"- {row['case']}, {row['way']}: {' '.join(row['not_run'].split())}" for row in missing]
+    return lines
+
+
+def _percent(row: Row, key: str) -> str:
+    return f"{row[key]:.2%}" if key in row else ""
+
+
+def verdicts(rows: Sequence[Row]) -> list[str]:
+    """A line for each bar."""
+    lines = []
+    for row in rows:
+        if "bar" not in row:
+            continue
+        value = row["share_of_link"] if "direction" in row else row["value"]
+        is_met = value >= row["bar"] if row["bar_is"] == "at_least" else value <= row["bar"]
+        what = f"{row['direction']}, share of the link" if "direction" in row else row["metric"]
+        lines.append(
+            f"{'met' if is_met else 'MISSED'}: {row['case']}, {row['way']}, {what}: {float(value):.4f} "
+            f"({row['bar_is'].replace('_', ' ')} {row['bar']:g})"
+        )
+    return lines + _fastest(rows)
+
+
+def _fastest(rows: Sequence[Row]) -> list[str]:
+    lines = []
+    speeds = [row for row in rows if "share_of_link" in row and row["case"] != "link"]
+    for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in speeds):
+        at = {row["way"]: row for row in speeds if (row["case"], row["direction"]) == (case, direction)}
+        others = [
+            row for way, row in at.items() if way != "ours" and ("released" not in row or row["released"] >= RELEASES)
+        ]
+        if "ours" not in at or not others:
+            continue
+        best = max(others, key=lambda row: float(row["gb_per_s"]))
+        ratio = at["ours"]["gb_per_s"] / best["gb_per_s"]
+        lines.append(
+            f"{'met' if ratio > 1 else 'MISSED'}: {case}, {direction}, ours is {ratio:.3f} times as fast as "
+            f"{best['way']}, the fastest other way that really releases"
+        )
+    return lines

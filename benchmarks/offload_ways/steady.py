@@ -1,0 +1,201 @@
+"""What surrounds a move: the host's set-up, a stream that computes beside it, fifty cycles."""
+
+import statistics
+import time
+from collections.abc import Callable
+
+import psutil
+import torch
+
+from nemo_offload_rl.offload.page_lock import CudaPageLocker, PageLocker
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from offload_ways import bars
+from offload_ways.cases import NO_GPU, Setting, moments_sizes
+from offload_ways.trips import checksum, driver_free, release_unused, seconds, settle
+from offload_ways.ways import Ours
+
+STATE_BYTES = 18_000_000_000
+NUM_CYCLES = 50
+NUM_REPEATS = 9
+MATRIX = 8192
+
+
+def setup(setting: Setting) -> None:
+    """Seconds to a usable host buffer for 18 GB, ours and torch's, and what they pin."""
+    nbytes = round(STATE_BYTES * setting.scale)
+    # A virtual machine's memory is slow to touch the first time, for whoever comes first.
+    with PinnedArena(pin=False) as arena:
+        arena.release(arena.allocate("warm-up", 2 * nbytes))
+    found: dict[str, float] = {}
+    for way, huge_pages in (("ours", False), ("ours_huge_pages", True)):
+        with setting.report.attempt("setup", way):
+            found[way], pinned = _arena_setup(nbytes, huge_pages)
+            if setting.has_gpu:
+                setting.report.add("setup", way, bars.PINNED_OF_STATE, pinned / nbytes)
+    if setting.has_gpu:
+        with setting.report.attempt("setup", "torch_pinned"):
+            found["torch_pinned"], pinned = _torch_setup(nbytes)
+            setting.report.add("setup", "torch_pinned", bars.PINNED_OF_STATE, pinned / nbytes)
+    else:
+        setting.report.leave_out("setup", "torch_pinned", NO_GPU)
+    for way, taken in found.items():
+        setting.report.add("setup", way, "seconds to a usable buffer", round(taken, 4))
+        if "torch_pinned" in found:
+            setting.report.add("setup", way, bars.TIMES_SOONER, round(found["torch_pinned"] / taken, 3))
+
+
+def _arena_setup(nbytes: int, huge_pages: bool) -> tuple[float, int]:
+    """Median seconds, and bytes pinned."""
+    samples = []
+    for _ in range(3):
+        with PinnedArena(huge_pages=huge_pages) as arena:
+            start = time.perf_counter()
+            segment = arena.allocate("benchmark", nbytes)
+            samples.append(time.perf_counter() - start)
+            pinned = arena.pinned_bytes
+            arena.release(segment)
+            del segment
+    return statistics.median(samples), pinned
+
+
+def _torch_setup(nbytes: int) -> tuple[float, int]:
+    """Seconds, and bytes pinned; once, since it takes long. The block stays cached for the next who wants as much."""
+    start = time.perf_counter()
+    buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
+    taken = time.perf_counter() - start
+    assert buffer.is_pinned()
+    return taken, int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+def beside_compute(setting: Setting) -> None:
+    """A transition while another stream multiplies matrices: what each costs the other."""
+    if not setting.has_gpu:
+        setting.report.leave_out("beside_compute", "ours", NO_GPU)
+        return
+    with setting.report.attempt("beside_compute", "ours"):
+        tensors = setting.random_tensors(moments_sizes(setting.scale))
+        ours, queue = Ours(tensors, setting.device), MatmulQueue(setting.device)
+        _transitions(setting, ours, queue)
+        ours.close()
+    release_unused(setting.device)
+
+
+class MatmulQueue:
+    """A stream with matrix products queued on it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._stream = torch.cuda.Stream(device)
+        self._left, self._right = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
+        self._result = torch.empty_like(self._left)
+        self._length = 1
+        self.run(lambda: None)
+        self._length = 50
+        self.one_s = self.run(lambda: None) / self._length
+
+    def last_for(self, duration_s: float) -> None:
+        """Make the queue so long."""
+        self._length = max(1, round(duration_s / self.one_s))
+
+    def run(self, beside: Callable[[], None]) -> float:
+        """Seconds that the queue takes on the GPU while the caller does something else."""
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        settle(self._result.device)
+        with torch.cuda.stream(self._stream):
+            begin.record()
+            for _ in range(self._length):
+                torch.mm(self._left, self._right, out=self._result)
+            end.record()
+        beside()
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+
+
+def _transitions(setting: Setting, ours: Ours, queue: MatmulQueue) -> None:
+    def own_stream() -> None:
+        torch.cuda.current_stream().synchronize()  # the other one goes on
+
+    def pause() -> None:
+        time.sleep(alone["d2h"])
+
+    # Warm up, and learn how long a transition takes.
+    alone = {"d2h": seconds(ours.leave, own_stream), "h2d": seconds(ours.come_back, own_stream)}
+    queue.last_for(1.5 * max(alone.values()))
+    moves: dict[str, dict[bool, list[float]]] = {d: {True: [], False: []} for d in alone}
+    queues: dict[str, dict[bool, list[float]]] = {d: {True: [], False: []} for d in alone}
+    for _ in range(NUM_REPEATS):
+        for direction, move in (("d2h", ours.leave), ("h2d", ours.come_back)):
+            queues[direction][False].append(queue.run(pause))
+            taken: list[float] = []
+            queues[direction][True].append(queue.run(lambda: taken.append(seconds(move, own_stream))))  # noqa: B023
+            moves[direction][True] += taken
+            settle(setting.device)
+            # The same transition alone: undo it, and do it again.
+            undo = ours.come_back if direction == "d2h" else ours.leave
+            undo()
+            settle(setting.device)
+            moves[direction][False].append(seconds(move, own_stream))
+    for name, samples in ((bars.STREAM_DELAY, queues), (bars.MOVE_DELAY, moves)):
+        for direction, of in samples.items():
+            delay = statistics.median(of[True]) / statistics.median(of[False]) - 1
+            setting.report.add("beside_compute", "ours", name.format(direction=direction), round(delay, 5))
+
+
+class CountingLocker:
+    """Page-locks, and counts how often."""
+
+    def __init__(self, locker: PageLocker) -> None:
+        self._locker = locker
+        self.num_calls = 0
+
+    def lock(self, address: int, nbytes: int) -> None:
+        """See `PageLocker`."""
+        self.num_calls += 1
+        self._locker.lock(address, nbytes)
+
+    def unlock(self, address: int) -> None:
+        """See `PageLocker`."""
+        self._locker.unlock(address)
+
+
+def soak(setting: Setting) -> None:
+    """Fifty cycles, the last compared with the first."""
+    with setting.report.attempt("soak", "ours"):
+        tensors = setting.random_tensors(moments_sizes(setting.scale))
+        locker = CountingLocker(CudaPageLocker()) if setting.has_gpu else None
+        ours = Ours(tensors, setting.device, locker)
+        _cycles(setting, ours, tensors, locker)
+        ours.close()
+    release_unused(setting.device)
+
+
+def _cycles(setting: Setting, ours: Ours, tensors: list[torch.Tensor], locker: CountingLocker | None) -> None:
+    addresses, sums = [tensor.data_ptr() for tensor in tensors], checksum(tensors)
+    same_addresses = same_sums = True
+    memories: list[dict[str, int]] = []
+    calls: list[int] = []
+    for _ in range(NUM_CYCLES):
+        ours.leave()
+        ours.come_back()
+        same_addresses &= [tensor.data_ptr() for tensor in tensors] == addresses
+        same_sums &= torch.equal(checksum(tensors), sums)
+        settle(setting.device)
+        memories.append(_memory(setting, ours))
+        calls.append(locker.num_calls if locker is not None else 0)
+    first, last = memories[0], memories[-1]
+    for what in first:
+        setting.report.add("soak", "ours", bars.GROWTH.format(what=what), last[what] - first[what])
+    if locker is not None:
+        setting.report.add("soak", "ours", bars.PAGE_LOCKINGS, calls[-1] - calls[0])
+    setting.report.add("soak", "ours", bars.SAME.format(what="addresses"), same_addresses)
+    setting.report.add("soak", "ours", bars.SAME.format(what="checksums"), same_sums)
+
+
+def _memory(setting: Setting, ours: Ours) -> dict[str, int]:
+    memory = {"resident memory": psutil.Process().memory_info().rss}
+    if setting.has_gpu:
+        memory |= {
+            "pinned memory": ours.arena.pinned_bytes,
+            "memory that torch reserves": torch.cuda.memory_reserved(setting.device),
+            "memory that the driver counts": -driver_free(setting.device),
+        }
+    return memory

@@ -1,0 +1,152 @@
+"""The ways that run in this process: tensor by tensor, one torch pinned buffer, ours."""
+
+import time
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.offload.housed import Housed
+from nemo_offload_rl.offload.housing import Housing, Tenant
+from nemo_offload_rl.offload.optimizer_state import OptimizerState
+from nemo_offload_rl.offload.page_lock import PageLocker
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.transfer import Mover
+from nemo_offload_rl.offload.types import Cell
+from offload_ways.trips import settle
+
+LINK_BLOCK_BYTES = 2**30
+
+
+class Pageable:
+    """Every tensor alone through fresh pageable memory, as upstream does."""
+
+    name = "pageable"
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tensors = list(tensors)
+        self._device = device
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+
+    def leave(self) -> None:
+        """See `Way`."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.to("cpu", copy=True)
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """See `Way`."""
+        for tensor in self._tensors:
+            tensor.data = tensor.data.to(self._device)
+
+    def close(self) -> None:
+        """See `Way`."""
+        self._tensors = []
+
+
+class TorchPinned:
+    """One buffer of torch's pinned memory, a copy a tensor; storages are resized to nothing and back."""
+
+    name = "torch_pinned"
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device) -> None:
+        self._tensors = list(tensors)
+        self._device = device
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._buffer = torch.empty(self.nbytes, dtype=torch.uint8, pin_memory=True)
+        self._parts = self._buffer.split([tensor.nbytes for tensor in tensors])
+
+    def leave(self) -> None:
+        """See `Way`."""
+        for tensor, part in zip(self._tensors, self._parts, strict=True):
+            part.copy_(_flat_bytes(tensor), non_blocking=True)
+        settle(self._device)
+        for tensor in self._tensors:
+            tensor.untyped_storage().resize_(0)
+        torch.cuda.empty_cache()
+
+    def come_back(self) -> None:
+        """See `Way`."""
+        for tensor, part in zip(self._tensors, self._parts, strict=True):
+            tensor.untyped_storage().resize_(tensor.nbytes)
+            _flat_bytes(tensor).copy_(part, non_blocking=True)
+
+    def close(self) -> None:
+        """See `Way`."""
+        self._tensors, self._parts = [], ()
+        del self._buffer
+
+
+def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1).view(torch.uint8)
+
+
+class Ours:
+    """The engine: tensors live in a range and move as one."""
+
+    name = "ours"
+
+    def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, locker: PageLocker | None = None) -> None:
+        self.arena = PinnedArena(locker=locker)
+        self.mover = Mover(device, self.arena)
+        self.housing = Housing("benchmark", device, self.arena)
+        self.nbytes = sum(tensor.nbytes for tensor in tensors)
+        self._housed = self._house(tensors)
+        settle(device)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()  # what the tensors lived in before
+
+    def _house(self, tensors: Sequence[torch.Tensor]) -> Housed:
+        tenants = [Tenant(str(number), tensor.untyped_storage(), [tensor]) for number, tensor in enumerate(tensors)]
+        self.housing.add(tenants)
+        return Housed(self.housing, self.mover)
+
+    def leave(self) -> None:
+        """See `Way`."""
+        self._housed.start(Cell.HOST).wait()
+
+    def come_back(self) -> None:
+        """See `Way`."""
+        self._housed.start(Cell.GPU).hold_current_stream()
+
+    def close(self) -> None:
+        """See `Way`."""
+        self.mover.close()
+        self.housing.close()
+        self.arena.close()
+
+
+class OursForOptimizer(Ours):
+    """The engine's optimizer-state target, which looks for new state at every leave."""
+
+    def __init__(
+        self, optimizer: Any, model: Iterable[torch.nn.Module], tensors: Sequence[torch.Tensor], device: torch.device
+    ) -> None:
+        self._optimizer = optimizer
+        self._shared = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
+        super().__init__(tensors, device)
+
+    def _house(self, tensors: Sequence[torch.Tensor]) -> Housed:
+        return OptimizerState(self._optimizer, self._shared, self.housing, self.mover)
+
+
+def link_seconds_per_byte(device: torch.device, *, samples: int, copies: int = 4) -> dict[str, list[float]]:
+    """What the link can do: pinned blocks of 1 GiB, one direction at a time.
+
+    Returns:
+        Samples of seconds a byte, by direction (d2h, h2d).
+    """
+    there = torch.randint(0, 256, (LINK_BLOCK_BYTES,), dtype=torch.uint8, device=device)
+    here = torch.empty(LINK_BLOCK_BYTES, dtype=torch.uint8, pin_memory=True)
+    found: dict[str, list[float]] = {"d2h": [], "h2d": []}
+    for number in range(samples + 1):
+        for direction, (destination, source) in {"d2h": (here, there), "h2d": (there, here)}.items():
+            settle(device)
+            start = time.perf_counter()
+            for _ in range(copies):
+                destination.copy_(source, non_blocking=True)
+            settle(device)
+            if number:  # the first warms up
+                found[direction].append((time.perf_counter() - start) / (copies * LINK_BLOCK_BYTES))
+    return found

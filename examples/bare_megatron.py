@@ -1,0 +1,59 @@
+"""The residency engine in a plain megatron-core loop: `python examples/bare_megatron.py [--no-offload]`."""
+
+import argparse
+
+import torch
+
+import nemo_offload_rl.mcore  # noqa: F401  # isort: skip  (lets megatron run without CUDA, so it comes before)
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.models.gpt import GPTModel
+from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.module import Float16Module
+
+from nemo_offload_rl.mcore.local_spec import local_block_spec
+from nemo_offload_rl.offload.attach import attach
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.types import Phase
+
+
+def build() -> tuple[DistributedDataParallel, MegatronOptimizer]:
+    """A tiny bf16 GPT and its DistributedOptimizer."""
+    torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
+    parallel_state.initialize_model_parallel()
+    model_parallel_cuda_manual_seed(1)
+    sizes = {"num_layers": 2, "hidden_size": 64, "num_attention_heads": 4}
+    config = TransformerConfig(**sizes, bf16=True, params_dtype=torch.bfloat16)
+    gpt = Float16Module(config, GPTModel(config, local_block_spec(config), vocab_size=128, max_sequence_length=32))
+    model = DistributedDataParallel(config, DistributedDataParallelConfig(use_distributed_optimizer=True), gpt.cuda())
+    adam = OptimizerConfig(optimizer="adam", lr=1e-3, bf16=True, use_distributed_optimizer=True)
+    return model, get_megatron_optimizer(adam, [model], use_gloo_process_groups=False)
+
+
+def train_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, tokens: torch.Tensor) -> float:
+    """A step on tokens [B, S]; returns the loss of predicting the next of each."""
+    model.zero_grad_buffer()
+    optimizer.zero_grad()
+    positions = torch.arange(tokens.shape[1]).cuda().expand_as(tokens)
+    loss = model(tokens, positions, None, labels=tokens.roll(-1, dims=1)).mean()
+    loss.backward()
+    finalize_model_grads([model])
+    optimizer.step()
+    return loss.item()
+
+
+parser = argparse.ArgumentParser(description=__doc__)
+parser.add_argument("--no-offload", action="store_true")
+arguments = parser.parse_args()
+model, optimizer = build()
+tokens = torch.randint(128, (8, 32)).cuda()
+engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena())
+for step in range(5):
+    print(f"step {step}: loss {train_step(model, optimizer, tokens):.9f}")
+    for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN) if engine else ():
+        engine.residency.enter(phase)  # after REFIT weights are sent; after GENERATE the GPU is the generator's
+if engine:
+    print(*(f"{name}: {value:.6f}" for name, value in engine.meter.take_metrics().items()), sep="\n")
+    engine.close()

@@ -1,0 +1,80 @@
+"""What targets are made of: a model and an optimizer, where they are, and what the engine works with."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.offload.gpu_range import RangeMaker
+from nemo_offload_rl.offload.housing import Housing
+from nemo_offload_rl.offload.measurements import Meter
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.transfer import Mover
+from nemo_offload_rl.offload.types import Cell, Table, Target
+
+
+@dataclass(frozen=True)
+class Options:
+    """How the engine works.
+
+    Attributes:
+        pinned_optimizer_state: move optimizer state as ranges through the arena; False moves tensor by tensor through
+            pageable memory, slowly.
+        verify: compare checksums of everything that leaves and comes back.
+        keep_reference: keep the weights of now for `Engine.reference`.
+    """
+
+    pinned_optimizer_state: bool = True
+    verify: bool = False
+    keep_reference: bool = False
+
+
+DEFAULT_OPTIONS = Options()
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is to move, and how.
+
+    Attributes:
+        model: the chunks, each bare or in megatron-core's DistributedDataParallel.
+        optimizer: megatron-core's, or one of torch's; None if nothing is trained.
+        table: where each target lives in each phase.
+        options: how the engine works.
+    """
+
+    model: Sequence[torch.nn.Module]
+    optimizer: Any | None
+    table: Table
+    options: Options
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model computes."""
+        return next(self.model[0].parameters()).device
+
+    def visits_host(self, target: Target) -> bool:
+        """Whether the table has a target on the host in some phase."""
+        return any(cells[target] is Cell.HOST for cells in self.table.values() if target in cells)
+
+
+@dataclass(frozen=True)
+class Site(Subject):
+    """The same, with what a target is built from.
+
+    Attributes:
+        arena: gives the host memory.
+        mover: copies.
+        meter: takes the measurements.
+        ranges: makes the ranges.
+    """
+
+    arena: PinnedArena
+    mover: Mover
+    meter: Meter
+    ranges: RangeMaker
+
+    def housing(self, target: Target, *, with_host_side: bool) -> Housing:
+        """A housing for a target, empty."""
+        return Housing(target, self.device, self.arena if with_host_side else None, ranges=self.ranges)
