@@ -25,8 +25,8 @@ SHARES_OF_LINK: Mapping[tuple[str, str], float] = {
 
 TIMES_SOONER = "times sooner usable than torch's pin_memory"
 PINNED_OF_STATE = "pinned bytes over bytes of the state"
-STREAM_DELAY = "delay of a stream that computes, as a share, {direction}"
-MOVE_DELAY = "delay of the transition by a stream that computes, as a share, {direction}"
+STREAM_DELAY = "delay of a stream of {work} kernels, as a share, {direction}"
+MOVE_DELAY = "delay of the transition by a stream of {work} kernels, as a share, {direction}"
 PAGE_LOCKINGS = "page-locking calls after the first cycle"
 GROWTH = "growth of {what} from the first cycle to the last, bytes"
 SAME = "{what} the same in every cycle"
@@ -44,9 +44,10 @@ _METRICS: Mapping[tuple[str, str], Bar] = {
     ("soak", SAME.format(what="addresses")): Bar(1, "at_least"),
     ("soak", SAME.format(what="checksums")): Bar(1, "at_least"),
     **{
-        ("beside_compute", name.format(direction=direction)): Bar(0.01, "at_most")
+        ("beside_compute", name.format(direction=direction, work=work)): Bar(0.01, "at_most")
         for name in (STREAM_DELAY, MOVE_DELAY)
         for direction in ("d2h", "h2d")
+        for work in ("matmul", "spin")
     },
 }
 _RELEASED = Bar(0.99, "at_least")

@@ -16,7 +16,7 @@ from offload_ways.ways import Ours
 
 STATE_BYTES = 18_000_000_000
 NUM_CYCLES = 50
-NUM_REPEATS = 9
+NUM_REPEATS = 7
 MATRIX = 8192
 
 
@@ -74,19 +74,42 @@ def beside_compute(setting: Setting) -> None:
         return
     with setting.report.attempt("beside_compute", "ours"):
         tensors = setting.random_tensors(moments_sizes(setting.scale))
-        ours, queue = Ours(tensors, setting.device), MatmulQueue(setting.device)
-        _transitions(setting, ours, queue)
+        ours = Ours(tensors, setting.device)
+        for queue in (Queue("matmul", MatrixProduct(setting.device)), Queue("spin", spin)):
+            _transitions(setting, ours, queue)
         ours.close()
     release_unused(setting.device)
 
 
-class MatmulQueue:
-    """A stream with matrix products queued on it."""
+class MatrixProduct:
+    """A kernel that uses all of the GPU: its power and its memory as well, of which copies take a share."""
 
     def __init__(self, device: torch.device) -> None:
-        self._stream = torch.cuda.Stream(device)
         self._left, self._right = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
         self._result = torch.empty_like(self._left)
+
+    def __call__(self) -> None:
+        """Start it on the current stream."""
+        torch.mm(self._left, self._right, out=self._result)
+
+
+def spin() -> None:
+    """A kernel that only counts cycles: nothing but a stream that is held up delays it."""
+    torch.cuda._sleep(2_000_000)
+
+
+class Queue:
+    """A stream with kernels queued on it.
+
+    Args:
+        work: what the report calls the kernel.
+        kernel: starts one.
+    """
+
+    def __init__(self, work: str, kernel: Callable[[], None]) -> None:
+        self.work = work
+        self._kernel = kernel
+        self._stream = torch.cuda.Stream()
         self._length = 1
         self.run(lambda: None)
         self._length = 50
@@ -99,18 +122,18 @@ class MatmulQueue:
     def run(self, beside: Callable[[], None]) -> float:
         """Seconds that the queue takes on the GPU while the caller does something else."""
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        settle(self._result.device)
+        torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             begin.record()
             for _ in range(self._length):
-                torch.mm(self._left, self._right, out=self._result)
+                self._kernel()
             end.record()
         beside()
         end.synchronize()
         return begin.elapsed_time(end) / 1000
 
 
-def _transitions(setting: Setting, ours: Ours, queue: MatmulQueue) -> None:
+def _transitions(setting: Setting, ours: Ours, queue: Queue) -> None:
     def own_stream() -> None:
         torch.cuda.current_stream().synchronize()  # the other one goes on
 
@@ -121,12 +144,15 @@ def _transitions(setting: Setting, ours: Ours, queue: MatmulQueue) -> None:
     alone = {"d2h": seconds(ours.leave, own_stream), "h2d": seconds(ours.come_back, own_stream)}
     queue.last_for(1.5 * max(alone.values()))
     moves: dict[str, dict[bool, list[float]]] = {d: {True: [], False: []} for d in alone}
-    queues: dict[str, dict[bool, list[float]]] = {d: {True: [], False: []} for d in alone}
+    queues: dict[str, dict[str, list[float]]] = {d: {"nothing": [], "link": [], "ours": []} for d in alone}
     for _ in range(NUM_REPEATS):
         for direction, move in (("d2h", ours.leave), ("h2d", ours.come_back)):
-            queues[direction][False].append(queue.run(pause))
+            if direction == "d2h":  # everything is mapped
+                for copied in alone:
+                    queues[copied]["link"].append(queue.run(lambda: ours.copy_only(copied)))  # noqa: B023
+            queues[direction]["nothing"].append(queue.run(pause))
             taken: list[float] = []
-            queues[direction][True].append(queue.run(lambda: taken.append(seconds(move, own_stream))))  # noqa: B023
+            queues[direction]["ours"].append(queue.run(lambda: taken.append(seconds(move, own_stream))))  # noqa: B023
             moves[direction][True] += taken
             settle(setting.device)
             # The same transition alone: undo it, and do it again.
@@ -134,10 +160,15 @@ def _transitions(setting: Setting, ours: Ours, queue: MatmulQueue) -> None:
             undo()
             settle(setting.device)
             moves[direction][False].append(seconds(move, own_stream))
-    for name, samples in ((bars.STREAM_DELAY, queues), (bars.MOVE_DELAY, moves)):
-        for direction, of in samples.items():
-            delay = statistics.median(of[True]) / statistics.median(of[False]) - 1
-            setting.report.add("beside_compute", "ours", name.format(direction=direction), round(delay, 5))
+    for direction, of in queues.items():
+        for way in ("link", "ours"):
+            delay = statistics.median(of[way]) / statistics.median(of["nothing"]) - 1
+            name = bars.STREAM_DELAY.format(direction=direction, work=queue.work)
+            setting.report.add("beside_compute", way, name, round(delay, 5))
+    for direction, when in moves.items():
+        delay = statistics.median(when[True]) / statistics.median(when[False]) - 1
+        name = bars.MOVE_DELAY.format(direction=direction, work=queue.work)
+        setting.report.add("beside_compute", "ours", name, round(delay, 5))
 
 
 class CountingLocker:

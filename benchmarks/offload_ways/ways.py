@@ -110,6 +110,13 @@ class Ours:
         """See `Way`."""
         self._housed.start(Cell.GPU).hold_current_stream()
 
+    def copy_only(self, direction: str) -> None:
+        """The same copies, with nothing given back or taken: what the link alone does to others."""
+        if direction == "d2h":
+            self.mover.save(self.housing.homes)
+        else:
+            self.mover.restore(self.housing.homes).hold_current_stream()
+
     def close(self) -> None:
         """See `Way`."""
         self.mover.close()
@@ -124,7 +131,8 @@ class OursForOptimizer(Ours):
         self, optimizer: Any, model: Iterable[torch.nn.Module], tensors: Sequence[torch.Tensor], device: torch.device
     ) -> None:
         self._optimizer = optimizer
-        self._shared = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
+        shared = {p.untyped_storage().data_ptr() for chunk in model for p in chunk.parameters()}
+        self._shared = lambda: shared
         super().__init__(tensors, device)
 
     def _house(self, tensors: Sequence[torch.Tensor]) -> Housed:

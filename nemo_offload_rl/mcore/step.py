@@ -1,5 +1,6 @@
 """One training step, and forward-only passes, over megatron-core's own schedules."""
 
+import contextlib
 import functools
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -244,6 +245,19 @@ def train_step(
     _clip_and_update(optimizer, grad_norm)
     state.scheduler.step(increment=1)
     return StepResult(loss, grad_norm, skipped=False, metrics=totals)
+
+
+@contextlib.contextmanager
+def eval_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """The chunks are in eval mode meanwhile."""
+    were = [chunk.training for chunk in chunks]
+    for chunk in chunks:
+        chunk.eval()
+    try:
+        yield
+    finally:
+        for chunk, was in zip(chunks, were, strict=True):
+            chunk.train(was)
 
 
 @torch.no_grad()

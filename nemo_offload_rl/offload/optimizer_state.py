@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
@@ -107,9 +107,10 @@ def make(site: Site, made: Mapping[Target, Movable]) -> "OptimizerState | Pageab
     if site.optimizer is None:
         return None
     if not _lives_in_ranges(site):
-        return PageableOptimizerState(site.optimizer, _model_storages(site), site.device)
+        return PageableOptimizerState(site.optimizer, lambda: _model_storages(site), site.device)
     housing = site.housing(Target.OPTIMIZER_STATE, with_host_side=True)
-    return OptimizerState(site.optimizer, _model_storages(site), housing, site.mover, verify=site.options.verify)
+    verify = site.options.verify
+    return OptimizerState(site.optimizer, lambda: _model_storages(site), housing, site.mover, verify=verify)
 
 
 def _lives_in_ranges(subject: Subject) -> bool:
@@ -129,7 +130,7 @@ class OptimizerState(Housed):
 
     Args:
         optimizer: see `torch_optimizers`.
-        model_storages: addresses of the storages of the model's parameters.
+        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
         housing: of this target.
         mover: copies.
         verify: see `Housed`.
@@ -138,11 +139,17 @@ class OptimizerState(Housed):
     waits_itself = True  # see attach.py: before the step of each inner optimizer
 
     def __init__(
-        self, optimizer: Any, model_storages: Iterable[int], housing: Housing, mover: Mover, *, verify: bool = False
+        self,
+        optimizer: Any,
+        model_storages: Callable[[], set[int]],
+        housing: Housing,
+        mover: Mover,
+        *,
+        verify: bool = False,
     ) -> None:
         super().__init__(housing, mover, verify=verify)
         self._optimizer = optimizer
-        self._model_storages = frozenset(model_storages)
+        self._model_storages = model_storages
         self.house_new()
 
     def house_new(self) -> int:
@@ -156,7 +163,7 @@ class OptimizerState(Housed):
             torch.OutOfMemoryError: the GPU has none.
         """
         housed = {home.range.tensor.data_ptr() for home in self.housing.homes}
-        tenants = state_tenants(self._optimizer, self.housing.device, housed | self._model_storages)
+        tenants = state_tenants(self._optimizer, self.housing.device, housed | self._model_storages())
         self.housing.add_or_replace(tenants)
         if tenants:
             logger.debug("%s: %d more tensors moved into a range", self.housing.owner, len(tenants))
@@ -184,16 +191,16 @@ class PageableOptimizerState:
 
     Args:
         optimizer: see `torch_optimizers`.
-        model_storages: addresses of the storages of the model's parameters.
+        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
         device: where the optimizer steps.
     """
 
     cells = frozenset({Cell.GPU, Cell.HOST})
     waits_itself = False
 
-    def __init__(self, optimizer: Any, model_storages: Iterable[int], device: torch.device) -> None:
+    def __init__(self, optimizer: Any, model_storages: Callable[[], set[int]], device: torch.device) -> None:
         self._optimizer = optimizer
-        self._model_storages = frozenset(model_storages)
+        self._model_storages = model_storages
         self._device = device
         self._moved: list[torch.Tensor] = []
 
@@ -234,10 +241,11 @@ class PageableOptimizerState:
         """Its memory is the optimizer's."""
 
     def _tensors(self) -> list[torch.Tensor]:
+        shared = self._model_storages()
         return [
             tensor
             for _, tensor in state_tensors(self._optimizer, self._device)
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in self._model_storages
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in shared
         ]
 
 

@@ -153,6 +153,7 @@ class Mover:
         self.device = device
         self._arena = arena
         self._staging: StagingRing | None = None
+        self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both want it
         self._out, self._back = Lane(device), Lane(device)
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
 
@@ -183,7 +184,8 @@ class Mover:
                             return None
                         give_back_oldest()
                     self._copy_out(home, chunk)
-                    copying.append((home, index, self._out.mark()))
+                    is_last = home is homes[-1] and index == len(home.range.chunks) - 1
+                    copying.append((home, index, self._out.mark(spins=is_last)))
             end = self._out.mark()
             if gate is not None and not gate.passes():
                 return None
@@ -281,14 +283,16 @@ class Mover:
     def _copy_out(self, home: Home, chunk: slice) -> None:
         for source, destination in _pieces(home.range.tensor[chunk], home.host_tensor()[chunk]):
             if self._is_staged(home):
-                self._ring().to_host(source, destination, self._out.stream)
+                with self._staging_lock:
+                    self._ring().to_host(source, destination, self._out.stream)
             else:
                 self._out.copy(destination, source)
 
     def _copy_back(self, home: Home, chunk: slice) -> None:
         for source, destination in _pieces(home.host_tensor()[chunk], home.range.tensor[chunk]):
             if self._is_staged(home):
-                self._ring().to_gpu(source, destination, self._back.stream)
+                with self._staging_lock:
+                    self._ring().to_gpu(source, destination, self._back.stream)
             else:
                 self._back.copy(destination, source)
 

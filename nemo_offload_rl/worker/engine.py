@@ -12,7 +12,7 @@ from nemo_offload_rl.offload.types import Target
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.placement.numa import Binding, bind_process
-from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
+from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 
 logger = logging.getLogger(__name__)
@@ -61,5 +61,5 @@ def _require_host_memory(need: dict[Target, int], limit_bytes: int | None) -> No
     everybody = [(RankNeed(rank, facts.hostname, need), facts)] * world_size
     torch.distributed.all_gather_object(everybody, everybody[rank])
     # The least that any rank of a host sees: containers of one host may have limits of their own.
-    hosts = {facts.hostname: facts for _, facts in sorted(everybody, key=lambda pair: -pair[1].available_bytes)}
+    hosts = {facts.hostname: facts for _, facts in sorted(everybody, key=lambda pair: -usable_bytes(pair[1]))}
     check_host_budget([need for need, _ in everybody], hosts, limit_bytes)

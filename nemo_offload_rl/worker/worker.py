@@ -96,6 +96,7 @@ class MegatronPolicyWorker:
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
         self._peaks: dict[str, float] = {}
+        self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
         self._enable_param_gather(False)
 
     def _sampling_temperature(self) -> float:
@@ -245,7 +246,7 @@ class MegatronPolicyWorker:
         self.prepare_for_lp_inference()
         counts = step.global_counts(data, self.device)
         batches, _ = self._microbatches(data, mbs, self._row_tokens("train_mb_tokens"))
-        with self._eval_mode():
+        with step.eval_mode(self._state.model):
             result = step.evaluate(
                 self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
             )
@@ -274,7 +275,7 @@ class MegatronPolicyWorker:
 
     def _logprobs(self, data: BatchedData, mbs: int) -> torch.Tensor:
         batches, bins = self._microbatches(data, mbs, self._row_tokens("logprob_mb_tokens"))
-        with self._eval_mode(), self._measuring("logprobs"):
+        with step.eval_mode(self._state.model), self._measuring("logprobs"):
             outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
@@ -286,12 +287,8 @@ class MegatronPolicyWorker:
 
     def _prefetch_for_training(self) -> None:
         """Bring optimizer state back beside the log-prob pass, once it is known what such a pass takes of memory."""
-        if self._prefetches and "gpu_peak_logprobs_gib" in self._peaks:
-            taken = self._peaks["gpu_peak_logprobs_gib"] - memory_stats(self._engine.mapped_bytes)["gpu_allocated_gib"]
-            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(1.1 * taken * GIB))
-
-    def _eval_mode(self) -> "_EvalMode":
-        return _EvalMode(self._state.model)
+        if self._prefetches and "logprobs" in self._taken:
+            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(1.1 * self._taken["logprobs"] * GIB))
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -372,32 +369,18 @@ class MegatronPolicyWorker:
     def _measuring(self, verb: str) -> Iterator[None]:
         """Record the peak of allocated GPU memory under a verb's name; nothing without a GPU."""
         reset_gpu_peak()
-        mapped = self._engine.mapped_bytes
+        before, mapped = memory_stats(), self._engine.mapped_bytes
         yield
-        stats = memory_stats(max(mapped, self._engine.mapped_bytes))
+        stats = memory_stats()
         if "gpu_peak_allocated_gib" in stats:
-            self._peaks[f"gpu_peak_{verb}_gib"] = stats["gpu_peak_allocated_gib"]
+            peak, mapped = stats["gpu_peak_allocated_gib"], max(mapped, self._engine.mapped_bytes)
+            self._peaks[f"gpu_peak_{verb}_gib"] = peak + mapped / GIB
+            self._taken[verb] = peak - before["gpu_allocated_gib"]
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
         self._engine.close()
         parallel.destroy()
-
-
-class _EvalMode:
-    """Puts the chunks in eval mode and puts back what was."""
-
-    def __init__(self, chunks: list[torch.nn.Module]) -> None:
-        self._chunks = chunks
-        self._were = [chunk.training for chunk in chunks]
-
-    def __enter__(self) -> None:
-        for chunk in self._chunks:
-            chunk.eval()
-
-    def __exit__(self, *_: object) -> None:
-        for chunk, was in zip(self._chunks, self._were, strict=True):
-            chunk.train(was)
 
 
 def _mean(values: Any) -> float:

@@ -1,9 +1,11 @@
 """Training runs that do or do not visit all phases between their steps; their numbers have to be the same."""
 
 import time
+from pathlib import Path
 from typing import Any
 
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.offload.gpu_range import HostRange
@@ -62,3 +64,19 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
 
     monkeypatch.setattr(HostRange, "map", late_map)
     monkeypatch.setattr(Lane, "copy", late_copy)
+
+
+def checkpoint_entries(folder: Path) -> dict[str, bytes]:
+    """The bytes of every entry of a distributed checkpoint, by name and offset."""
+    places = FileSystemReader(str(folder)).read_metadata().storage_data
+    files = {path.name: path.read_bytes() for path in folder.glob("*.distcp")}
+    return {str(key): files[at.relative_path][at.offset : at.offset + at.length] for key, at in places.items()}
+
+
+def differing(one: dict[str, bytes], other: dict[str, bytes]) -> list[str]:
+    """The names of entries that differ, or that only one of two checkpoints has, with their sizes."""
+    return [
+        f"{name}: {len(one.get(name, b''))} and {len(other.get(name, b''))} bytes"
+        for name in sorted(one.keys() | other.keys())
+        if one.get(name) != other.get(name)
+    ]

@@ -101,7 +101,7 @@ class PolicyConfig(TypedDict):
     # the link. False: tensor by tensor through pageable memory, many times slower. Recommended: true. Absent: false.
     use_pinned_optimizer_offload: NotRequired[bool]
     # Where training state lives in each phase, and its host memory. Absent: what the flags above say, no limit, no
-    # checksums, ordinary pages.
+    # checksums, huge pages.
     residency: NotRequired[ResidencyConfig]
     # The NUMA node that a rank's CPU threads and host memory are bound to: auto (that of its GPU), none, or the number
     # of a node. Recommended: auto. Absent: auto.

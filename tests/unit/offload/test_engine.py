@@ -14,7 +14,7 @@ from support.ranges import Trouble, small_chunks
 from torch import nn
 
 from nemo_offload_rl.offload.attach import Engine, attach
-from nemo_offload_rl.offload.gpu_range import make_range
+from nemo_offload_rl.offload.gpu_range import TorchRange, make_range
 from nemo_offload_rl.offload.housed import CorruptedTransferError, Housed
 from nemo_offload_rl.offload.housing import Housing, Tenant
 from nemo_offload_rl.offload.measurements import MemoryNow, Meter
@@ -522,3 +522,11 @@ def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
     job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
     engine.residency.enter(Phase.GENERATE)
     assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
+
+
+def test_ranges_whose_addresses_change_work_alike(engines):
+    """As where the driver has no virtual memory management; the optimizer steps the parameters themselves."""
+    plain = run_steps(make_job(), 3)
+    job = make_job()
+    engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
+    assert run_steps(job, 3, engine) == plain

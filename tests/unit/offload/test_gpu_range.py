@@ -96,13 +96,12 @@ def test_a_closed_range_gives_its_pages_back_and_leaves_its_views_harmless():
 def test_a_range_on_the_gpu_leaves_the_drivers_books_and_keeps_its_address():
     device = torch.device("cuda", torch.cuda.current_device())
     gpu_range = make_range(4 * CHUNK_BYTES + 5, device)
-    address, free = gpu_range.tensor.data_ptr(), torch.cuda.mem_get_info(device)[0]
     map_all(gpu_range)
     gpu_range.tensor.fill_(3)
     assert int(gpu_range.tensor.sum(dtype=torch.int64)) == 3 * gpu_range.nbytes
-    taken = free - torch.cuda.mem_get_info(device)[0]
-    assert 4 * CHUNK_BYTES + 5 <= taken == gpu_range.mapped_bytes
     torch.cuda.synchronize()
+    address, free = gpu_range.tensor.data_ptr(), torch.cuda.mem_get_info(device)[0] + gpu_range.mapped_bytes
+    assert gpu_range.mapped_bytes >= 4 * CHUNK_BYTES + 5
     for index in range(len(gpu_range.chunks)):
         gpu_range.unmap(index)
     assert torch.cuda.mem_get_info(device)[0] == free
@@ -120,7 +119,7 @@ def test_a_full_gpu_is_an_error_of_its_own_and_not_a_sticky_one():
     device = torch.device("cuda", torch.cuda.current_device())
     hog = torch.empty(torch.cuda.mem_get_info(device)[0] - 1024 * MIB, dtype=torch.uint8, device=device)
     gpu_range = make_range(2048 * MIB, device)
-    with pytest.raises(OutOfGpuMemoryError, match="64 MiB"):
+    with pytest.raises(OutOfGpuMemoryError, match=f"{CHUNK_BYTES // MIB} MiB"):
         map_all(gpu_range)
     assert 0 < gpu_range.mapped_bytes < gpu_range.nbytes
     gpu_range.close()

@@ -357,6 +357,7 @@ def test_cuda_knows_a_segment_as_pinned_until_it_is_released():
             to.copy_(source, non_blocking=True)
         torch.cuda.synchronize()
         assert torch.equal(segment.tensor, on_gpu.cpu())
+        del to
         arena.release(segment)
         with mmap.mmap(-1, 4 * MIB) as elsewhere:
             assert not torch.frombuffer(elsewhere, dtype=torch.uint8).is_pinned(), f"what was at {address:#x}"
