@@ -8,6 +8,7 @@ import dataclasses
 import json
 import os
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,8 @@ import megatron.core
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
-from megatron.core.dist_checkpointing.mapping import ShardedObject
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
 
@@ -80,7 +82,14 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     return sharded
 
 
-def save(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
+def save(
+    state: TrainingState,
+    folder: Path,
+    sizes: ParallelSizes,
+    *,
+    with_optimizer: bool,
+    read: Callable[[torch.Tensor], torch.Tensor],
+) -> None:
     """Write the training state; collective over all ranks.
 
     Args:
@@ -88,6 +97,7 @@ def save(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         folder: made if missing; must hold nothing yet.
         sizes: written beside the state, so that `load` can refuse another layout.
         with_optimizer: also write optimizer, scheduler and random states, which resuming needs.
+        read: gives a tensor that holds what one of the state's does and can be read, wherever it is.
 
     Raises:
         ValueError: if the optimizer is wanted and this state has none.
@@ -101,6 +111,11 @@ def save(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         folder.mkdir(parents=True, exist_ok=True)
     torch.distributed.barrier()
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
+    for entry in nested_values(sharded):
+        # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
+        # the hooks of DistributedDataParallel.
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            entry.data = read(entry.data)
     dist_checkpointing.save(sharded, str(folder), content_metadata=_METADATA)
     if rank == 0:
         hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR)

@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,20 +58,27 @@ class Engine:
         """What each target takes where it is held."""
         return {name: target.nbytes for name, target in self.targets.items()}
 
-    @contextlib.contextmanager
-    def readable(self) -> Iterator[None]:
+    def reader(self) -> Callable[[torch.Tensor], torch.Tensor]:
         """Everything can be read where it is, on the CPU or the GPU, for instance to save a checkpoint.
 
-        Tensors whose memory is on the host look there meanwhile; nothing crosses the link.
+        Returns:
+            For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
+            and no larger; any other tensor as it is. Good until the next phase.
         """
         self.residency.wait_until_released()
-        with contextlib.ExitStack() as stack:
-            for name, target in self.targets.items():
-                if self.residency.where(name) is Cell.HOST:
-                    stack.enter_context(target.read_from_host())
-                elif self.residency.where(name) is Cell.GPU:
-                    self.residency.require(name)
-            yield
+        away = [target for name, target in self.targets.items() if self.residency.where(name) is Cell.HOST]
+        if any(target.is_computed_when_read for target in away):
+            self.writable()
+            away = []
+        for name in self.targets:
+            if self.residency.where(name) is Cell.GPU:
+                self.residency.require(name)
+
+        def read(tensor: torch.Tensor) -> torch.Tensor:
+            views = (target.host_view(tensor) for target in away)
+            return next((view for view in views if view is not None), tensor)
+
+        return read
 
     def writable(self) -> None:
         """Bring to the GPU what training needs and wait for all of it, for instance before a checkpoint is loaded."""

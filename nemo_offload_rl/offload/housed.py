@@ -1,7 +1,6 @@
 """Targets that live in ranges and have a copy of their own on the host."""
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 
 import torch
 
@@ -47,9 +46,14 @@ class Housed:
         """What its ranges take of the GPU now."""
         return self.housing.mapped_bytes
 
-    def read_from_host(self) -> AbstractContextManager[None]:
+    @property
+    def is_computed_when_read(self) -> bool:
+        """It is read as it is."""
+        return False
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """See `residency.Movable`."""
-        return self.housing.read_from_host()
+        return self.housing.host_view(tensor)
 
     def close(self) -> None:
         """Give all memory back."""

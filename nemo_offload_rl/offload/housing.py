@@ -3,11 +3,10 @@
 Ten thousand small tensors thus cross the link as one large one does, and their addresses never change.
 """
 
-import contextlib
 import dataclasses
 import gc
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -149,20 +148,24 @@ class Housing:
             _move_in(tenant, self.slots[index])
         self.add(new)
 
-    @contextlib.contextmanager
-    def read_from_host(self) -> Iterator[None]:
-        """Let the tensors look at the host's side while their ranges are unmapped, so that a checkpoint can read them.
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A CPU tensor of the same dtype, shape and strides that looks at a housed tensor's place on the host's side.
 
-        Each storage is then a storage of its own, no larger: what serialises a whole storage writes no neighbours.
+        Its storage is its own and ends where it ends: what serialises a whole storage writes no neighbours.
+
+        Args:
+            tensor: any; None comes back for one that is not housed here.
         """
-        for slot in self.slots:
-            assert slot.home.host is not None
-            _point(slot.tensors, slot.home.host.window(slot.offset, slot.nbytes), -slot.offset)
-        try:
-            yield
-        finally:
-            for slot in self.slots:
-                _point(slot.tensors, slot.home.range.tensor, slot.offset)
+        address = tensor.untyped_storage().data_ptr()
+        for home in self.homes:
+            if home.range.tensor.data_ptr() == address:
+                assert home.host is not None
+                size = tensor.element_size()
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                length = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
+                window = home.host.window(int(tensor.storage_offset()) * size, max(length, 1) * size)
+                return _view(tensor, window, 0)
+        return None
 
     def name_at(self, error: ChunkError) -> str:
         """The tenant whose bytes begin in, or reach into, the chunk that an error is about."""
@@ -253,10 +256,15 @@ def _point(tensors: Iterable[torch.Tensor], memory: torch.Tensor, shift: int) ->
         shift: how many bytes further into it than into their present storage.
     """
     for tensor in tensors:
-        start, rest = divmod(int(tensor.storage_offset()) * tensor.element_size() + shift, tensor.element_size())
-        assert rest == 0
-        view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
-        tensor.data = view.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
+        tensor.data = _view(tensor, memory, int(tensor.storage_offset()) * tensor.element_size() + shift)
+
+
+def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
+    """With the dtype, shape and strides of a tensor, what begins at a byte of `memory`, the whole of a storage."""
+    start, rest = divmod(offset, tensor.element_size())
+    assert rest == 0
+    view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
 
 
 def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:

@@ -5,7 +5,6 @@ and module buffers (rotary frequencies, router biases) have memory of their own 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -107,6 +106,7 @@ class Grads:
 
     cells = frozenset({Cell.GPU, Cell.DROPPED})
     waits_itself = False
+    is_computed_when_read = False
 
     def __init__(self, housing: Housing, mover: Mover, optimizer: Any | None) -> None:
         self.housing = housing
@@ -135,9 +135,8 @@ class Grads:
         assert isinstance(error, ChunkError)
         return self.housing.name_at(error)
 
-    def read_from_host(self) -> AbstractContextManager[None]:
+    def host_view(self, tensor: torch.Tensor) -> None:
         """Gradients are never on the host."""
-        raise AssertionError("gradients are never on the host")
 
     def close(self) -> None:
         """Give all memory back."""

@@ -1,10 +1,8 @@
 """Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +53,16 @@ def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, t
                     tensor = getattr(value, "_data", value)  # Transformer Engine's fp8 tensors hold their bytes there
                     if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.device == device:
                         yield f"{key}[{place}]", tensor
+
+
+def has_scaled_moments(optimizer: Any) -> bool:
+    """Whether megatron-core computes fp32 moments on the GPU when it saves them: those kept in fewer bits."""
+    return any(
+        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float32
+        for inner in torch_optimizers(optimizer)
+        for state in inner.state.values()
+        for value in state.values()
+    )
 
 
 def state_tenants(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[Tenant]:
@@ -152,6 +160,11 @@ class OptimizerState(Housed):
         self._model_storages = model_storages
         self.house_new()
 
+    @property
+    def is_computed_when_read(self) -> bool:
+        """See `has_scaled_moments`."""
+        return has_scaled_moments(self._optimizer)
+
     def house_new(self) -> int:
         """Bring into a range what has appeared since the last time: state of a first step, of a loaded checkpoint.
 
@@ -198,6 +211,11 @@ class PageableOptimizerState:
     cells = frozenset({Cell.GPU, Cell.HOST})
     waits_itself = False
 
+    @property
+    def is_computed_when_read(self) -> bool:
+        """See `has_scaled_moments`."""
+        return has_scaled_moments(self._optimizer)
+
     def __init__(self, optimizer: Any, model_storages: Callable[[], set[int]], device: torch.device) -> None:
         self._optimizer = optimizer
         self._model_storages = model_storages
@@ -233,9 +251,8 @@ class PageableOptimizerState:
         """Torch's own message says how much could not be had."""
         return "a tensor of it"
 
-    def read_from_host(self) -> AbstractContextManager[None]:
+    def host_view(self, tensor: torch.Tensor) -> None:
         """Its tensors are on the host themselves."""
-        return contextlib.nullcontext()
 
     def close(self) -> None:
         """Its memory is the optimizer's."""

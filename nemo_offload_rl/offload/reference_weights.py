@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import NoReturn
 
 import torch
@@ -50,6 +49,7 @@ class ReferenceWeights:
 
     cells = frozenset({Cell.HOST})
     waits_itself = False
+    is_computed_when_read = False
     mapped_bytes = 0
 
     def __init__(self, params: Params, mover: Mover, arena: PinnedArena, meter: Meter) -> None:
@@ -90,9 +90,8 @@ class ReferenceWeights:
         """It has no moves of its own that could fail for memory."""
         raise AssertionError(f"reference weights do not move: {error}")
 
-    def read_from_host(self) -> AbstractContextManager[None]:
-        """Nobody's tensors: checkpoints do not hold them."""
-        return contextlib.nullcontext()
+    def host_view(self, tensor: torch.Tensor) -> None:
+        """It has no tensors that anybody else knows."""
 
     def close(self) -> None:
         """Give the host memory back."""

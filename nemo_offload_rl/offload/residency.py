@@ -3,7 +3,6 @@
 import contextlib
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager
 from typing import Protocol
 
 import torch
@@ -90,8 +89,13 @@ class Movable(Protocol):
         """The tensor that an error of a move is about."""
         ...
 
-    def read_from_host(self) -> AbstractContextManager[None]:
-        """While it is on the host: let its tensors look there, so that a checkpoint can be saved from them."""
+    @property
+    def is_computed_when_read(self) -> bool:
+        """Whether whoever reads its tensors, to save a checkpoint, computes with them and so needs them on the GPU."""
+        ...
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """While it is on the host: a CPU tensor of what one of its tensors holds; None for somebody else's tensor."""
         ...
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from nemo_offload_rl.offload.pinned_arena import LOCK_CHUNK_BYTES, HostSegment, 
 from nemo_offload_rl.offload.staging import StagingRing
 
 _COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are given back
+_SPIN_FOR_LAST = 2  # chunks: their events are polled, for somebody may be waiting for the end
 
 
 @dataclass(frozen=True)
@@ -165,6 +166,7 @@ class Mover:
             gate: until it is open nothing is given back; if it is cancelled nothing is.
         """
         homes = tuple(homes)  # whoever houses more meanwhile adds to the list
+        chunks = [(home, index) for home in homes for index in range(len(home.range.chunks))]
         ready = mark_current_stream(self.device)
 
         def out() -> _Span | None:
@@ -177,15 +179,13 @@ class Mover:
                 copied.wait()
                 home.range.unmap(index)
 
-            for home in homes:
-                for index, chunk in enumerate(home.range.chunks):
-                    if len(copying) == _COPIES_AHEAD:
-                        if gate is not None and not gate.passes():
-                            return None
-                        give_back_oldest()
-                    self._copy_out(home, chunk)
-                    is_last = home is homes[-1] and index == len(home.range.chunks) - 1
-                    copying.append((home, index, self._out.mark(spins=is_last)))
+            for left, (home, index) in zip(range(len(chunks), 0, -1), chunks, strict=True):
+                if len(copying) == _COPIES_AHEAD:
+                    if gate is not None and not gate.passes():
+                        return None
+                    give_back_oldest()
+                self._copy_out(home, home.range.chunks[index])
+                copying.append((home, index, self._out.mark(spins=left <= _SPIN_FOR_LAST)))
             end = self._out.mark()
             if gate is not None and not gate.passes():
                 return None

@@ -343,8 +343,8 @@ class MegatronPolicyWorker:
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
         """Write the training state into `folder`, which must hold nothing yet; collective."""
-        with self._engine.readable():  # what is on the host is read there
-            checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer)
+        read = self._engine.reader()  # what is on the host is read there
+        checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote; collective.

@@ -140,10 +140,14 @@ def test_reading_from_the_host_shows_what_left_and_no_neighbours(arena):
     housing.add([tenant("whole", tensors[0]), tenant("part", tensors[1], base)])
     addresses = [tensor.data_ptr() for tensor in tensors]
     mover.out(housing.homes).wait()
-    with housing.read_from_host():
-        assert all(torch.equal(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
-        assert [tensor.untyped_storage().nbytes() for tensor in tensors] == [1200, 2000]
+    views = [housing.host_view(tensor) for tensor in tensors]
+    assert all(torch.equal(view, want) for view, want in zip(views, wanted, strict=True))
+    assert [view.untyped_storage().nbytes() for view in views] == [1200, 1200]
+    assert housing.host_view(torch.zeros(3)) is None
+    transposed = housing.host_view(tensors[0].view(20, 15).t()[2:5])
+    assert torch.equal(transposed, wanted[0].view(20, 15).t()[2:5])
     assert [tensor.data_ptr() for tensor in tensors] == addresses
+    del views, transposed
     mover.back(housing.homes).wait()
     assert all(torch.equal(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
     mover.close()
