@@ -64,15 +64,16 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
     Every micro-batch has the same shape, which pipeline stages and captured graphs need.
     """
     out = []
+    width = data["input_ids"].shape[1]
+    positions = torch.arange(width, device=data["input_ids"].device).expand(size, width)
     for chunk in data.chunks(size):
         missing = size - chunk.size
         if missing:
             filler = chunk.select([0] * missing)
-            filler["sample_mask"] = torch.zeros(missing)
+            if "sample_mask" in filler:
+                filler["sample_mask"] = torch.zeros_like(filler["sample_mask"])
             chunk = BatchedData.concat([chunk, filler])
-        ids = chunk["input_ids"]
-        positions = torch.arange(ids.shape[1]).expand_as(ids)
-        out.append(MicroBatch(chunk, ids, positions, None, ids.shape[1]))
+        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width))
     return out
 
 

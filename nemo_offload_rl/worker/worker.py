@@ -150,7 +150,7 @@ class MegatronPolicyWorker:
         length = padded_length(self._common(longest), divisible_by, self._config["max_total_sequence_length"])
         data = with_length(data, length)
         if row_tokens is None:
-            return padded_microbatches(data, mbs), None
+            return padded_microbatches(data.to(self.device), mbs), None  # one copy of each field, not of each cut
         lengths = [padded_length(n, divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens)
         bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)))

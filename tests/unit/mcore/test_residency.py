@@ -1,5 +1,11 @@
 """The residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
 import pytest
 import torch
 from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
@@ -176,3 +182,26 @@ def test_a_worker_gives_all_its_host_memory_back(make_worker):
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
     make_worker()
+
+
+@pytest.mark.parametrize("when", ["offloaded", "on its way out"])
+def test_a_killed_worker_leaves_nothing_behind(when):
+    shared_memory = {path.name for path in Path("/dev/shm").iterdir()}
+    worker = subprocess.Popen(
+        [sys.executable, str(Path(__file__).with_name("killed_worker.py")), when],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
+    )
+    try:
+        lines = iter(worker.stdout.readline, "")
+        line = next(line for line in lines if line.startswith("holds"))
+        assert int(line.split()[1]) > 1e6
+        children = psutil.Process(worker.pid).children(recursive=True)
+    finally:
+        worker.kill()
+    worker.wait(timeout=30)
+    worker.stdout.close()
+    psutil.wait_procs(children, timeout=10)
+    assert not [child for child in children if child.is_running()]
+    assert {path.name for path in Path("/dev/shm").iterdir()} <= shared_memory  # and anonymous memory goes with it
