@@ -6,7 +6,7 @@ import torch
 
 from nemo_offload_rl.offload.housing import Housing
 from nemo_offload_rl.offload.residency import Move, ResidencyError
-from nemo_offload_rl.offload.transfer import ChunkError, Home, Mover, Transfer
+from nemo_offload_rl.offload.transfer import ChunkError, Home, Mover
 from nemo_offload_rl.offload.types import Cell
 
 
@@ -74,38 +74,23 @@ class Housed:
 
     def _come_back(self) -> Move:
         transfer = self._mover.back(self.housing.homes)
-        return _Verified(transfer, self.housing, self._checksums) if self._verify else transfer
+        if self._verify:
+            transfer.on_arrival = self._compare
+        return transfer
 
+    def _compare(self) -> None:
+        """Compare what has come back with what left.
 
-class _Verified:
-    """A move back whose data are compared with what left, once they are there."""
-
-    def __init__(self, transfer: Transfer, housing: Housing, expected: Sequence[torch.Tensor]) -> None:
-        self._transfer = transfer
-        self._housing = housing
-        self._expected = list(expected)
-        self._is_verified = False
-        self.nbytes = transfer.nbytes
-        self.wait = transfer.wait
-        self.copy_seconds = transfer.copy_seconds
-        self.exposed_seconds = transfer.exposed_seconds
-
-    @property
-    def is_queued(self) -> bool:
-        return self._transfer.is_queued
-
-    def hold_current_stream(self) -> None:
-        self._transfer.hold_current_stream()
-        if self._is_verified:
-            return
-        self._is_verified = True
-        found = chunk_checksums(self._housing.homes)
-        chunks = [(home, chunk) for home in self._housing.homes for chunk in home.range.chunks]
-        for (home, chunk), before, after in zip(chunks, self._expected, found, strict=True):
+        Raises:
+            CorruptedTransferError: they differ.
+        """
+        chunks = [(home, chunk) for home in self.housing.homes for chunk in home.range.chunks]
+        found = chunk_checksums(self.housing.homes)
+        for (home, chunk), before, after in zip(chunks, self._checksums, found, strict=True):
             if not torch.equal(before, after):
-                name = self._housing.name_at(ChunkError(home, chunk.start, ""))
+                name = self.housing.name_at(ChunkError(home, chunk.start, ""))
                 raise CorruptedTransferError(
-                    f"{self._housing.owner} came back from the host changed, at {name} (bytes {chunk.start} to "
+                    f"{self.housing.owner} came back from the host changed, at {name} (bytes {chunk.start} to "
                     f"{chunk.stop} of its range): training cannot go on; restart from the last checkpoint."
                 )
 

@@ -14,7 +14,7 @@ from nemo_offload_rl.offload.housing import Housing, Tenant, housed_bytes, tenso
 from nemo_offload_rl.offload.optimizer_state import release_main_grads
 from nemo_offload_rl.offload.residency import Movable, Move
 from nemo_offload_rl.offload.site import Site, Subject
-from nemo_offload_rl.offload.transfer import ChunkError, Mover, Transfer
+from nemo_offload_rl.offload.transfer import ChunkError, Mover
 from nemo_offload_rl.offload.types import Cell, ShardFacts, Target
 
 
@@ -128,7 +128,13 @@ class Grads:
         if cell is Cell.DROPPED:
             release_main_grads(self._optimizer)
             return self._mover.drop(self.housing.homes)
-        return _Zeroed(self._mover.take(self.housing.homes), self.housing)
+        transfer = self._mover.take(self.housing.homes)
+        transfer.on_arrival = self._zero
+        return transfer
+
+    def _zero(self) -> None:
+        for home in self.housing.homes:
+            home.range.tensor.zero_()
 
     def first_name(self, error: Exception) -> str:
         """The buffer that an error of a move is about."""
@@ -156,28 +162,3 @@ def make_grads(site: Site, made: Mapping[Target, Movable]) -> Grads | None:
     housing = site.housing(Target.GRADS, with_host_side=False)
     housing.add(tenants)
     return Grads(housing, site.mover, site.optimizer)
-
-
-class _Zeroed:
-    """Memory on its way, to be zeroed by the stream that uses it first."""
-
-    nbytes = 0
-
-    def __init__(self, transfer: Transfer, housing: Housing) -> None:
-        self._transfer = transfer
-        self._housing = housing
-        self._is_zeroed = False
-        self.wait = transfer.wait
-        self.copy_seconds = transfer.copy_seconds
-        self.exposed_seconds = transfer.exposed_seconds
-
-    @property
-    def is_queued(self) -> bool:
-        return self._transfer.is_queued
-
-    def hold_current_stream(self) -> None:
-        self._transfer.hold_current_stream()
-        if not self._is_zeroed:
-            self._is_zeroed = True
-            for home in self._housing.homes:
-                home.range.tensor.zero_()

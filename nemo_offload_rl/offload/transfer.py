@@ -85,10 +85,14 @@ class Transfer:
         device: whose current stream may have to wait.
         nbytes: bytes that cross the link.
         helper: the helper thread's part; gives the copies' begin and end, or None where nothing is copied.
+
+    Attributes:
+        on_arrival: what the first stream that is held does before anything else, once.
     """
 
     def __init__(self, device: torch.device, nbytes: int, helper: Future[_Span | None]) -> None:
         self.nbytes = nbytes
+        self.on_arrival: Callable[[], None] | None = None
         self._device = device
         self._helper = helper
         self._waited = 0.0
@@ -123,6 +127,9 @@ class Transfer:
             if self._asked is None:
                 self._asked = mark_current_stream(self._device)
             span.end.hold_current_stream()
+        act, self.on_arrival = self.on_arrival, None
+        if act is not None:
+            act()
 
     def copy_seconds(self) -> float:
         """Seconds from the first byte on the link to the last; waits for the copies."""
