@@ -56,9 +56,13 @@ def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, t
 
 
 def has_scaled_moments(optimizer: Any) -> bool:
-    """Whether megatron-core computes fp32 moments on the GPU when it saves them: those kept in fewer bits."""
+    """Whether megatron-core computes fp32 moments on the GPU when it saves them: those kept in fewer bits.
+
+    Transformer Engine's fp8 tensors say that they are float32, and hold their bytes in `_data`.
+    """
     return any(
-        isinstance(value, torch.Tensor) and value.is_floating_point() and value.dtype is not torch.float32
+        isinstance(value, torch.Tensor)
+        and (hasattr(value, "_data") or (value.is_floating_point() and value.dtype is not torch.float32))
         for inner in torch_optimizers(optimizer)
         for state in inner.state.values()
         for value in state.values()

@@ -45,7 +45,8 @@ class ResidencyConfig(TypedDict):
     # Compare a checksum of everything that moves before it leaves and after it is back, and stop where they differ.
     # Recommended: false; true to look for a fault, since it reads all state at every move.
     verify: bool
-    # Ask the kernel for 2 MiB pages under the page-locked host buffers: no less exact, and three times sooner ready.
+    # Ask the kernel for 2 MiB pages under the page-locked host buffers: no less exact, and sooner ready (18 GB in 0.9 s
+    # for 1.4 s on an H200).
     # Recommended: true; false where the kernel is slow to find them.
     huge_pages: bool
     # Most host memory that one rank may take for everything that moves, in GiB. Above 0; null for what the machine and

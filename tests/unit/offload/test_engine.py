@@ -530,3 +530,16 @@ def test_ranges_whose_addresses_change_work_alike(engines):
     job = make_job()
     engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
     assert run_steps(job, 3, engine) == plain
+
+
+def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
+    """megatron-core computes fp32 ones of them where they are said to be: on the GPU."""
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    assert not engine.targets[Target.OPTIMIZER_STATE].is_computed_when_read
+    state = next(iter(job.optimizer.state.values()))
+    state["exp_avg_sq"] = state["exp_avg_sq"].half()
+    engine.reader()
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Cell.GPU
