@@ -154,6 +154,9 @@ def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, Cell]]:
     for way, measured in ways.items():
         for phase in measured.phases:
             add("phase", way, f"{phase}: seconds", measured.median_s(phase))
+            for number, step in enumerate(measured.seconds, start=2):  # to judge differences of medians by
+                if phase in step:
+                    add("phase of a step", way, f"{phase}: seconds, step {number}", step[phase])
         for phase in measured.peaks_gib:
             add("memory", way, f"{phase}: peak GPU GiB", measured.peaks_gib[phase])
         for name, logged in HOST_MEMORY.items():
