@@ -292,7 +292,7 @@ class PolicyWorkerGroup:
         failures: dict[int, RayError] = {}
         deadline = float("inf")
         while pending and time.monotonic() < deadline:
-            timeout = None if not failures else deadline - time.monotonic()
+            timeout = None if not failures else max(0.0, deadline - time.monotonic())
             done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
             for ref in done:
                 try:
