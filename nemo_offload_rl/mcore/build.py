@@ -72,6 +72,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
             use_cpu_initialization=provider.use_cpu_initialization,
             pre_wrap_hook=hooks,
         )
+    _settle_dtypes(model)
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
@@ -139,6 +140,18 @@ def _freeze_router(chunks: list[Any]) -> list[Any]:
             if ".router." in name:
                 parameter.requires_grad_(False)
     return chunks
+
+
+def _settle_dtypes(chunks: list[Any]) -> None:
+    """Have routers take their expert bias back to fp32 now, which they do in every forward pass.
+
+    Float16Module makes it bf16; a buffer that changes its memory after the residency engine has housed it would have no
+    reference weights.
+    """
+    for chunk in chunks:
+        for module in chunk.modules():
+            if hasattr(module, "_maintain_float32_expert_bias"):
+                module._maintain_float32_expert_bias()
 
 
 def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[Any]:

@@ -68,14 +68,21 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         `hf_config_overrides` applied.
 
     Raises:
-        ValueError: if `model_name` is neither a folder nor a name that can be resolved, or an override names no field.
+        ValueError: if `model_name` is neither a folder nor a name that can be resolved, if transformers does not know
+            the mapping's `model_type`, or an override names no field.
     """
-    from transformers import AutoConfig
+    from transformers import CONFIG_MAPPING, AutoConfig
 
     mapping = policy.get("hf_config")
     if mapping is not None:
         fields = dict(mapping)
-        config = AutoConfig.for_model(fields.pop("model_type"), **fields)
+        model_type = fields.pop("model_type", None)
+        if model_type not in CONFIG_MAPPING:
+            raise ValueError(
+                f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
+                "one that it does, such as 'qwen2'."
+            )
+        config = AutoConfig.for_model(model_type, **fields)
     else:
         try:
             config = AutoConfig.from_pretrained(policy["model_name"])

@@ -7,7 +7,7 @@ import psutil
 GIB = 1024**3
 
 
-def memory_stats(gpu_bytes_beside_torch: int = 0) -> dict[str, float]:
+def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: int = 0) -> dict[str, float]:
     """Returns this process's memory in GiB.
 
     `host_rss_gib` is always there. `gpu_allocated_gib`, `gpu_reserved_gib` and their peaks since the last
@@ -16,6 +16,7 @@ def memory_stats(gpu_bytes_beside_torch: int = 0) -> dict[str, float]:
 
     Args:
         gpu_bytes_beside_torch: what this process holds of the GPU and torch's allocator does not know of; counted in.
+        gpu_peak_bytes_beside_torch: the same for the peaks.
     """
     stats = {"host_rss_gib": psutil.Process().memory_info().rss / GIB}
     if _gpu_is_in_use():
@@ -24,8 +25,8 @@ def memory_stats(gpu_bytes_beside_torch: int = 0) -> dict[str, float]:
         stats |= {
             "gpu_allocated_gib": (torch.cuda.memory_allocated() + gpu_bytes_beside_torch) / GIB,
             "gpu_reserved_gib": (torch.cuda.memory_reserved() + gpu_bytes_beside_torch) / GIB,
-            "gpu_peak_allocated_gib": (torch.cuda.max_memory_allocated() + gpu_bytes_beside_torch) / GIB,
-            "gpu_peak_reserved_gib": (torch.cuda.max_memory_reserved() + gpu_bytes_beside_torch) / GIB,
+            "gpu_peak_allocated_gib": (torch.cuda.max_memory_allocated() + gpu_peak_bytes_beside_torch) / GIB,
+            "gpu_peak_reserved_gib": (torch.cuda.max_memory_reserved() + gpu_peak_bytes_beside_torch) / GIB,
         }
     return stats
 

@@ -12,7 +12,8 @@ import torch
 from nemo_offload_rl.offload.gpu_range import RangeMaker, make_range
 from nemo_offload_rl.offload.link import measure_link
 from nemo_offload_rl.offload.measurements import GIB, Meter
-from nemo_offload_rl.offload.optimizer_state import torch_optimizers
+from nemo_offload_rl.offload.model_buffers import Params
+from nemo_offload_rl.offload.optimizer_state import OptimizerState, stepped_optimizers
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.reference_weights import ReferenceWeights
 from nemo_offload_rl.offload.residency import Movable, Residency
@@ -87,14 +88,28 @@ class Engine:
             if self.residency.where(name) is Cell.GPU:
                 self.residency.require(name)
 
+    def house_new(self) -> None:
+        """Bring into ranges what has got memory of its own, such as optimizer state that a checkpoint replaced.
+
+        It happens anyway when that state leaves; until then both would take memory.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        for target in self.targets.values():
+            if isinstance(target, (OptimizerState, Params)):
+                target.house_new()
+
     def close(self) -> None:
         """Give all memory back, the arena's segments too; model and optimizer are of no use afterwards."""
         for remove in self.hooks:
             remove()
-        self.site.mover.close()
-        for target in self.targets.values():
-            target.close()
-        self.site.arena.close()
+        with contextlib.ExitStack() as stack:  # each of them, whatever the others say
+            stack.callback(self.site.arena.close)
+            for target in self.targets.values():
+                stack.callback(target.close)
+            stack.callback(self.site.mover.close)
 
 
 def attach(
@@ -122,7 +137,7 @@ def attach(
     Raises:
         ValueError: the table does not fit, or something holds views that would not follow.
         MemoryError: the host has no room.
-        torch.OutOfMemoryError: the GPU has none.
+        torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
     """
     start = time.perf_counter()
     subject = Subject(model, optimizer, table, options)
@@ -133,17 +148,22 @@ def attach(
         mapped_bytes=lambda: sum(target.mapped_bytes for target in targets.values()),
         link=measure_link(subject.device, arena),
     )
-    site = Site(**vars(subject), arena=arena, mover=Mover(subject.device, arena), meter=meter, ranges=ranges)
+    mover = Mover(subject.device, arena)
+
+    def require(target: Target) -> None:
+        residency.require(target)
+
+    site = Site(**vars(subject), arena=arena, mover=mover, meter=meter, ranges=ranges, require=require)
     with contextlib.ExitStack() as undo:
-        undo.callback(site.mover.close)
+        undo.callback(mover.close)
         for name, kind in TARGETS.items():
             if (made := kind.make(site, targets)) is not None:
                 targets[name] = made
                 undo.callback(made.close)
+        # A generator loads its weights during a refit, beside what is still leaving.
+        residency = Residency(targets, table, meter=meter, room={Phase.REFIT: targets[Target.PARAMS].nbytes})
         undo.pop_all()
     meter.give_back_cache()  # what everything lived in before
-    # A generator loads its weights during a refit, beside what is still leaving.
-    residency = Residency(targets, table, meter=meter, room={Phase.REFIT: targets[Target.PARAMS].nbytes})
     engine = Engine(residency, targets, meter, site, _guard(residency, model, optimizer))
     sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
     logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
@@ -177,5 +197,5 @@ def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: An
 
     hooks = [chunk.register_forward_pre_hook(before_forward) for chunk in model]
     if optimizer is not None:
-        hooks += [inner.register_step_pre_hook(before_step) for inner in torch_optimizers(optimizer)]
+        hooks += [inner.register_step_pre_hook(before_step) for inner in stepped_optimizers(optimizer)]
     return [hook.remove for hook in hooks]

@@ -148,9 +148,17 @@ class VirtualRange:
             raise OutOfGpuMemoryError(f"The driver has no {size / MIB:.0f} MiB for a chunk of a range.")
         _checked((error,))
         address = self._address + self.chunks[index].start
-        _checked(driver.cuMemMap(address, size, 0, handle, 0))
-        _checked(driver.cuMemSetAccess(address, size, [self._access], 1))
-        self._handles[index] = handle
+        (error,) = driver.cuMemMap(address, size, 0, handle, 0)
+        if int(error) == 0:
+            self._handles[index] = handle
+            (error,) = driver.cuMemSetAccess(address, size, [self._access], 1)
+            if int(error) != 0:
+                self.unmap(index)
+        else:
+            _checked(driver.cuMemRelease(handle))
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # for page tables
+            raise OutOfGpuMemoryError(f"The driver has no memory to map {size / MIB:.0f} MiB of a range.")
+        _checked((error,))
 
     def unmap(self, index: int) -> None:
         """Give a chunk's memory back; callable from any thread."""
@@ -176,7 +184,10 @@ class TorchRange:
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
         self.chunks: tuple[slice, ...] = (slice(0, nbytes),)
-        self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        try:
+            self.tensor = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        except torch.OutOfMemoryError as error:
+            raise OutOfGpuMemoryError(str(error)) from error
         self.unmap(0)
 
     @property
@@ -187,7 +198,12 @@ class TorchRange:
     def map(self, index: int) -> None:
         """Take memory; every view follows, since views share the storage."""
         assert index == 0 and self.mapped_bytes == 0
-        self.tensor.untyped_storage().resize_(self.nbytes)
+        try:
+            self.tensor.untyped_storage().resize_(self.nbytes)
+        except torch.OutOfMemoryError as error:
+            raise OutOfGpuMemoryError(str(error)) from error
+        if self.tensor.is_cuda:  # a kernel of this stream may still read the block that the allocator gives
+            torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def unmap(self, index: int) -> None:
         """Give the memory back to the driver, which waits for every stream."""

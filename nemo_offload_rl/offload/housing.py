@@ -276,8 +276,15 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
     found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
     for candidate in gc.get_objects():
         # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
-        if issubclass(type(candidate), torch.Tensor) and torch._C._has_storage(candidate):
-            address = candidate.untyped_storage().data_ptr()
-            if address in found:
-                found[address].append(candidate)
+        if issubclass(type(candidate), torch.Tensor) and (address := _address(candidate)) in found:
+            found[address].append(candidate)
     return found
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's storage; None for one that has no memory itself, such as a DTensor or a lazy module's parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
+        except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
+            return None

@@ -190,7 +190,7 @@ class Meter:
 
     def take_records(self) -> list[MoveRecord]:
         """What has ended since the last call; moves under way come with a later one. Waits for queued copies."""
-        ended = [started for started in self._started if started.move.is_queued]
+        ended = [started for started in self._started if started.move.is_queued and not started.move.has_failed]
         self._keep([started for started in self._started if not started.move.is_queued])
         return [started.finished(self._link) for started in ended]
 

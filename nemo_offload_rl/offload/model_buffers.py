@@ -12,7 +12,7 @@ import torch
 from nemo_offload_rl.offload.housed import Housed
 from nemo_offload_rl.offload.housing import Housing, Tenant, housed_bytes, tensors_by_storage
 from nemo_offload_rl.offload.optimizer_state import release_main_grads
-from nemo_offload_rl.offload.residency import Movable, Move
+from nemo_offload_rl.offload.residency import Movable, Move, ResidencyError
 from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import ChunkError, Mover
 from nemo_offload_rl.offload.types import Cell, ShardFacts, Target
@@ -50,7 +50,10 @@ def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> li
 
 def param_tenants(model: Sequence[torch.nn.Module], device: torch.device) -> list[Tenant]:
     """The same with every tensor that looks into them."""
-    storages = param_storages(model, device)
+    return _with_views(param_storages(model, device))
+
+
+def _with_views(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> list[Tenant]:
     views = tensors_by_storage(storage for _, storage in storages)
     return [Tenant(name, storage, views[storage.data_ptr()]) for name, storage in storages]
 
@@ -73,7 +76,51 @@ def grad_tenants(model: Sequence[torch.nn.Module]) -> list[Tenant]:
 
 
 class Params(Housed):
-    """The parameters and module buffers: on the GPU, or in the arena."""
+    """The parameters and module buffers: on the GPU, or in the arena.
+
+    Args:
+        model: whose they are.
+        housing: of this target.
+        mover: copies.
+        verify: see `Housed`.
+
+    Attributes:
+        is_lent: whether other weights are in their place, and they themselves in their host memory.
+    """
+
+    def __init__(
+        self, model: Sequence[torch.nn.Module], housing: Housing, mover: Mover, *, verify: bool = False
+    ) -> None:
+        super().__init__(housing, mover, verify=verify)
+        self.is_lent = False
+        self._model = model
+
+    def start(self, cell: Cell) -> Move:
+        """See `residency.Movable`."""
+        if self.is_lent:
+            raise ResidencyError(
+                f"{self.housing.owner} cannot move to {cell} while the reference weights are swapped in; leave "
+                "`swapped_in` before the next phase."
+            )
+        if cell is Cell.HOST:
+            self.house_new()
+        return super().start(cell)
+
+    def strays(self) -> list[tuple[str, torch.UntypedStorage]]:
+        """Parameters and buffers that have got memory of their own since they were housed, such as a changed dtype."""
+        housed = {home.range.tensor.data_ptr() for home in self.housing.homes}
+        storages = param_storages(self._model, self.housing.device)
+        return [(name, storage) for name, storage in storages if storage.data_ptr() not in housed]
+
+    def house_new(self) -> None:
+        """Bring strays into a range.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        if strays := self.strays():
+            self.housing.add_or_replace(_with_views(strays))
 
 
 def param_host_bytes(subject: Subject) -> int:
@@ -87,7 +134,7 @@ def make_params(site: Site, made: Mapping[Target, Movable]) -> Params:
     """House the params."""
     housing = site.housing(Target.PARAMS, with_host_side=_params_visit_host(site))
     housing.add(param_tenants(site.model, site.device))
-    return Params(housing, site.mover, verify=site.options.verify)
+    return Params(site.model, housing, site.mover, verify=site.options.verify)
 
 
 def _params_visit_host(subject: Subject) -> bool:

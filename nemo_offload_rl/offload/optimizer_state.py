@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,8 +23,8 @@ def estimate_bytes(facts: ShardFacts) -> int:
     return facts.num_optimizer_params * facts.optimizer_size
 
 
-def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The optimizers inside that hold state and step.
+def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers inside.
 
     Args:
         optimizer: one of torch's, or of megatron-core's: chained, distributed, mixed-precision or fp32.
@@ -32,8 +32,13 @@ def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part if isinstance(part, torch.optim.Optimizer) else part.optimizer
         if inner is not None:  # a rank without trainable parameters has a stub
-            # HybridDeviceOptimizer steps optimizers of its own, one for each device.
-            yield from getattr(inner, "sub_optimizers", [inner])
+            yield inner
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Those of them that hold state: HybridDeviceOptimizer has optimizers of its own, one for each device."""
+    for inner in stepped_optimizers(optimizer):
+        yield from getattr(inner, "sub_optimizers", [inner])
 
 
 def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
@@ -69,11 +74,11 @@ def has_scaled_moments(optimizer: Any) -> bool:
     )
 
 
-def state_tenants(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[Tenant]:
-    """The storages of an optimizer's tensors.
+def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[list[tuple[str, torch.Tensor]]]:
+    """An optimizer's tensors with their names, those of one storage together.
 
     Args:
-        optimizer: see `torch_optimizers`.
+        optimizer: see `stepped_optimizers`.
         device: where the optimizer steps.
         but_in: addresses of storages that belong to somebody else, or are housed already.
     """
@@ -82,19 +87,21 @@ def state_tenants(optimizer: Any, device: torch.device, but_in: Container[int]) 
         address = tensor.untyped_storage().data_ptr()
         if address and address not in but_in:
             found.setdefault(address, []).append((name, tensor))
-    tenants = []
-    for named in found.values():
-        storage = named[0][1].untyped_storage()
-        # torch.load and deepcopy may put many tensors into one storage, which would be a tenant of another size each
-        # time; nobody else looking into it, each can have its own.
-        if len(named) > 1 and torch._C._storage_Use_Count(storage._cdata) == len(named) + 1:
-            del storage
-            for name, tensor in named:
-                tensor.data = tensor.data.clone()
-                tenants.append(Tenant(name, tensor.untyped_storage(), [tensor]))
-        else:
-            tenants.append(Tenant(named[0][0], storage, [tensor for _, tensor in named]))
-    return tenants
+    return list(found.values())
+
+
+def _tenants(named: Sequence[tuple[str, torch.Tensor]]) -> list[Tenant]:
+    """The tenants of one storage's tensors.
+
+    torch.load and deepcopy may put many tensors into one storage, which would be a tenant of another size each time;
+    where nobody else looks into it, each gets its own.
+    """
+    storage = named[0][1].untyped_storage()
+    if len(named) == 1 or torch._C._storage_Use_Count(storage._cdata) > len(named) + 1:
+        return [Tenant(named[0][0], storage, [tensor for _, tensor in named])]
+    for _, tensor in named:
+        tensor.data = tensor.data.clone()
+    return [Tenant(name, tensor.untyped_storage(), [tensor]) for name, tensor in named]
 
 
 def release_main_grads(optimizer: Any | None) -> None:
@@ -111,7 +118,8 @@ def host_bytes(subject: Subject) -> int:
     """What the optimizer state will take of the arena."""
     if subject.optimizer is None or not _lives_in_ranges(subject):
         return 0
-    return housed_bytes(state_tenants(subject.optimizer, subject.device, _model_storages(subject)))
+    groups = _by_storage(subject.optimizer, subject.device, _model_storages(subject))
+    return housed_bytes(Tenant(named[0][0], named[0][1].untyped_storage(), []) for named in groups)
 
 
 def make(site: Site, made: Mapping[Target, Movable]) -> "OptimizerState | PageableOptimizerState | None":
@@ -180,7 +188,8 @@ class OptimizerState(Housed):
             torch.OutOfMemoryError: the GPU has none.
         """
         housed = {home.range.tensor.data_ptr() for home in self.housing.homes}
-        tenants = state_tenants(self._optimizer, self.housing.device, housed | self._model_storages())
+        groups = _by_storage(self._optimizer, self.housing.device, housed | self._model_storages())
+        tenants = [tenant for named in groups for tenant in _tenants(named)]
         self.housing.add_or_replace(tenants)
         if tenants:
             logger.debug("%s: %d more tensors moved into a range", self.housing.owner, len(tenants))
@@ -191,8 +200,8 @@ class OptimizerState(Housed):
             self.house_new()
             return super()._leave()
         gate = Gate()
-        move = self._mover.out(self.housing.homes, gate)
         try:
+            move = self._mover.out(self.housing.homes, gate)
             # While the copies run: it takes 10 ms to look through ten thousand tensors.
             if not self.house_new():
                 gate.open()
@@ -239,17 +248,20 @@ class PageableOptimizerState:
     def start(self, cell: Cell) -> Move:
         """See `residency.Movable`; returns when the move has ended."""
         begin = time.perf_counter()
-        if cell is Cell.HOST:
-            self._moved = self._tensors()
-            for tensor in self._moved:
-                tensor.data = tensor.data.to("cpu", copy=True)
-            if self._device.type == "cuda":
-                torch.cuda.empty_cache()
-        else:
-            for tensor in self._moved:
-                tensor.data = tensor.data.to(self._device, copy=True)
-        nbytes = sum(tensor.nbytes for tensor in self._moved)
-        return _Done(nbytes, time.perf_counter() - begin)
+        tensors = self._tensors() if cell is Cell.HOST else self._moved
+        source = self._device if cell is Cell.HOST else torch.device("cpu")
+        goal = torch.device("cpu") if cell is Cell.HOST else self._device
+        for number, tensor in enumerate(tensors):
+            try:
+                tensor.data = tensor.data.to(goal, copy=True)
+            except torch.OutOfMemoryError:
+                for moved in tensors[:number]:
+                    moved.data = moved.data.to(source)
+                raise
+        self._moved = tensors if cell is Cell.HOST else []
+        if cell is Cell.HOST and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return _Done(sum(tensor.nbytes for tensor in tensors), time.perf_counter() - begin)
 
     def first_name(self, error: Exception) -> str:
         """Torch's own message says how much could not be had."""
@@ -277,6 +289,7 @@ class _Done:
     nbytes: int
     seconds: float
     is_queued = True
+    has_failed = False
 
     def wait(self) -> None:
         pass

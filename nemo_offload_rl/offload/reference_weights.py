@@ -1,7 +1,7 @@
 """The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
 
 import contextlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import NoReturn
 
 import torch
@@ -9,7 +9,7 @@ import torch
 from nemo_offload_rl.offload.measurements import Meter, Started
 from nemo_offload_rl.offload.model_buffers import Params, estimate_param_bytes, param_host_bytes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.residency import Movable
+from nemo_offload_rl.offload.residency import Movable, ResidencyError
 from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import Home, Mover
 from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Target
@@ -31,7 +31,7 @@ def make(site: Site, made: Mapping[Target, Movable]) -> "ReferenceWeights | None
         return None
     params = made[Target.PARAMS]
     assert isinstance(params, Params)
-    return ReferenceWeights(params, site.mover, site.arena, site.meter)
+    return ReferenceWeights(params, site.mover, site.arena, site.meter, lambda: site.require(Target.PARAMS))
 
 
 class ReferenceWeights:
@@ -45,6 +45,7 @@ class ReferenceWeights:
         mover: copies.
         arena: gives the host memory.
         meter: learns what swaps take.
+        require_params: waits for the params, or says that they are elsewhere; see `Residency.require`.
     """
 
     cells = frozenset({Cell.HOST})
@@ -52,7 +53,10 @@ class ReferenceWeights:
     is_computed_when_read = False
     mapped_bytes = 0
 
-    def __init__(self, params: Params, mover: Mover, arena: PinnedArena, meter: Meter) -> None:
+    def __init__(
+        self, params: Params, mover: Mover, arena: PinnedArena, meter: Meter, require_params: Callable[[], None]
+    ) -> None:
+        self._require_params = require_params
         self._params = params
         self._mover = mover
         self._arena = arena
@@ -71,7 +75,18 @@ class ReferenceWeights:
     @contextlib.contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """Compute with the reference weights; the policy's own come back at the end, whatever happens."""
+        """Compute with the reference weights; the policy's own come back at the end, whatever happens.
+
+        Raises:
+            ResidencyError: the parameters are not on the GPU, or some of them have no reference.
+        """
+        self._require_params()
+        if strays := self._params.strays():
+            raise ResidencyError(
+                f"{strays[0][0]} and {len(strays) - 1} others have got memory of their own since the reference weights "
+                "were kept (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
+            )
+        self._params.is_lent = True
         swap = self._mover.exchange(self._params.housing.homes, self._homes)
         swap.hold_current_stream()
         self._meter.record_start(Started(Phase.LOGPROB, Target.REFERENCE_WEIGHTS, Cell.HOST, Cell.GPU, swap))
@@ -80,6 +95,7 @@ class ReferenceWeights:
         finally:
             back = self._mover.restore(self._params.housing.homes)
             back.hold_current_stream()
+            self._params.is_lent = False
             self._meter.record_start(Started(Phase.LOGPROB, Target.PARAMS, Cell.HOST, Cell.GPU, back))
 
     def start(self, cell: Cell) -> NoReturn:

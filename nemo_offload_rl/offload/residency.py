@@ -52,6 +52,11 @@ class Move(Protocol):
         """Whether `wait` would return at once."""
         ...
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+        ...
+
 
 class Movable(Protocol):
     """A target's mechanism."""
@@ -182,8 +187,9 @@ class Residency:
         for target in coming:
             free = self._meter.memory().gpu_free
             if free is None or free - reserve_bytes >= self._targets[target].nbytes:
-                self._start(target, Cell.GPU, phase)
-                self._prefetched.add(target)
+                with contextlib.suppress(NoRoomError):
+                    self._start(target, Cell.GPU, phase)
+                    self._prefetched.add(target)
 
     def require(self, target: Target) -> None:
         """What the current stream is given from now on finds a target in place.
@@ -229,7 +235,11 @@ class Residency:
 
     def _start(self, target: Target, cell: Cell, phase: Phase) -> None:
         # What leaves again before anybody used it has to have arrived first: hence `hold`.
-        self._wait(target, hold=self._where[target] is Cell.GPU, retry=False)
+        try:
+            self._wait(target, hold=self._where[target] is Cell.GPU, retry=False)
+        except NoRoomError:
+            if self._where[target] is not cell:
+                raise
         source = self._where[target]
         if source is cell:
             return

@@ -1,6 +1,6 @@
 """What targets are made of: a model and an optimizer, where they are, and what the engine works with."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,12 +68,14 @@ class Site(Subject):
         mover: copies.
         meter: takes the measurements.
         ranges: makes the ranges.
+        require: `Residency.require`, once all targets are made.
     """
 
     arena: PinnedArena
     mover: Mover
     meter: Meter
     ranges: RangeMaker
+    require: Callable[[Target], None]
 
     def housing(self, target: Target, *, with_host_side: bool) -> Housing:
         """A housing for a target, empty."""

@@ -103,6 +103,11 @@ class Transfer:
         """Whether the helper thread is through; copies back may still run."""
         return self._helper.done()
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the helper thread is through and found no memory."""
+        return self._helper.done() and self._helper.exception() is not None
+
     def wait(self) -> None:
         """The caller waits until the helper thread is through: for a move out, until its memory is given back.
 
@@ -127,9 +132,9 @@ class Transfer:
             if self._asked is None:
                 self._asked = mark_current_stream(self._device)
             span.end.hold_current_stream()
-        act, self.on_arrival = self.on_arrival, None
-        if act is not None:
-            act()
+        if self.on_arrival is not None:
+            self.on_arrival()
+            self.on_arrival = None
 
     def copy_seconds(self) -> float:
         """Seconds from the first byte on the link to the last; waits for the copies."""

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.rank_log import RankLog, Record
 from nemo_offload_rl.worker.wire import WireBatch
 
 
@@ -17,6 +18,8 @@ class WorkerActor:
 
     def __init__(self) -> None:
         self._worker: Any = None
+        self._log = RankLog()
+        self._log.listen()
 
     def process(self) -> tuple[str, int]:
         """This node's address and the process id there."""
@@ -44,6 +47,10 @@ class WorkerActor:
         worker_class = getattr(importlib.import_module(module), name)
         self._worker = worker_class(**arguments, master_addr=address, master_port=port)
         return self._worker.parallel_ranks()
+
+    def take_log(self) -> list[Record]:
+        """What this rank has logged since the last call."""
+        return self._log.take()
 
     def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:
         """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch.

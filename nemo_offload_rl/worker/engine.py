@@ -1,6 +1,8 @@
 """Puts the residency engine on one rank: its NUMA node, then the host's budget, then pinned memory, then the engine."""
 
+import dataclasses
 import logging
+from collections.abc import Sequence
 
 import torch
 
@@ -10,7 +12,7 @@ from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.site import Options
 from nemo_offload_rl.offload.types import Target
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
-from nemo_offload_rl.placement.machine import host_facts
+from nemo_offload_rl.placement.machine import HostFacts, host_facts
 from nemo_offload_rl.placement.numa import Binding, bind_process
 from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
@@ -18,19 +20,18 @@ from nemo_offload_rl.plan.plan import OffloadPlan
 logger = logging.getLogger(__name__)
 
 
-def bind_to_gpu(numa: str | int, *, rank: int, local_rank: int) -> Binding:
+def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
     """Put this process near its GPU; before it allocates what should be near, too.
 
     Args:
         numa: "auto", "none" or the number of a node.
-        rank: for the log.
         local_rank: the GPU, as torch numbers them.
 
     Raises:
         ValueError: there is no such node.
     """
     binding = bind_process(numa, torch_pci_bus_id(local_rank) if torch.cuda.is_available() else None)
-    logger.info("rank %d: %s", rank, binding.note)
+    logger.info("%s", binding.note)
     return binding
 
 
@@ -48,7 +49,9 @@ def make_engine(state: TrainingState, plan: OffloadPlan, *, node: int | None, ke
         ValueError: see `attach`.
     """
     options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, keep_reference=keep_reference)
-    need = needed_host_bytes(state.model, state.optimizer, table=plan.table, options=options)
+    # Tensor by tensor it is pageable memory, of the same size.
+    counted = dataclasses.replace(options, pinned_optimizer_state=True)
+    need = needed_host_bytes(state.model, state.optimizer, table=plan.table, options=counted)
     _require_host_memory(need, plan.host_memory_limit_bytes)
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
@@ -57,9 +60,24 @@ def make_engine(state: TrainingState, plan: OffloadPlan, *, node: int | None, ke
 def _require_host_memory(need: dict[Target, int], limit_bytes: int | None) -> None:
     """Every rank learns what all ranks need and what their hosts have, and comes to the same answer."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    facts = host_facts()
-    everybody = [(RankNeed(rank, facts.hostname, need), facts)] * world_size
+    everybody = [(need, host_facts())] * world_size
     torch.distributed.all_gather_object(everybody, everybody[rank])
+    check_ranks(everybody, limit_bytes)
+
+
+def check_ranks(ranks: Sequence[tuple[dict[Target, int], HostFacts]], limit_bytes: int | None) -> None:
+    """Refuse ranks whose hosts cannot hold what they need.
+
+    Args:
+        ranks: of each rank, the bytes that its targets need, and what it knows of its host.
+        limit_bytes: the recipe's limit for one rank; None for none.
+
+    Raises:
+        HostBudgetError: see `check_host_budget`.
+    """
+    # Copies of an image share a hostname, containers of one machine its boot.
+    machines = [f"{facts.hostname} {facts.boot_id}" for _, facts in ranks]
+    needs = [RankNeed(rank, machines[rank], need) for rank, (need, _) in enumerate(ranks)]
     # The least that any rank of a host sees: containers of one host may have limits of their own.
-    hosts = {facts.hostname: facts for _, facts in sorted(everybody, key=lambda pair: -usable_bytes(pair[1]))}
-    check_host_budget([need for need, _ in everybody], hosts, limit_bytes)
+    most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][1]))
+    check_host_budget(needs, {machines[rank]: ranks[rank][1] for rank in most_first}, limit_bytes)

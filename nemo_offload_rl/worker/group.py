@@ -18,6 +18,7 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
 from nemo_offload_rl.worker.actor import WorkerActor, worker_environment
+from nemo_offload_rl.worker.rank_log import relay
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
 from nemo_offload_rl.worker.wire import WireBatch
@@ -208,7 +209,9 @@ class PolicyWorkerGroup:
 
         The names are those of `offload.measurements.Meter.take_metrics`.
         """
-        return worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
+        metrics = worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
+        relay(self._actors)
+        return metrics
 
     # ---- life
 
@@ -313,10 +316,12 @@ class PolicyWorkerGroup:
             raise RuntimeError("This policy's workers have been shut down.")
         if self._layout is None:
             self._layout = _Layout(self._collect("its construction", self._build_refs))
+            relay(self._actors)
         return self._layout
 
     def _kill(self) -> None:
         actors, self._actors = self._actors, []
+        relay(actors)
         self._cluster.stop(actors, self._process_refs)
 
 

@@ -73,7 +73,7 @@ class MegatronPolicyWorker:
         self._config = config
         self._rank = rank
         plan = settings(config)
-        binding = bind_to_gpu(plan.numa, rank=rank, local_rank=local_rank)
+        binding = bind_to_gpu(plan.numa, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
         self.device = parallel.initialize(
             self._sizes,
@@ -97,6 +97,8 @@ class MegatronPolicyWorker:
         self._num_skipped = 0
         self._peaks: dict[str, float] = {}
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
+        self._peak_mapped_bytes = 0  # since the last verb began
+        self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
         self._enable_param_gather(False)
 
     def _sampling_temperature(self) -> float:
@@ -257,8 +259,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
-        self._prefetch_for_training()
-        return BatchedData(logprobs=self._logprobs(data, mbs))
+        return BatchedData(logprobs=self._logprobs(data, mbs, prefetch=self._prefetches))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
@@ -273,10 +274,17 @@ class MegatronPolicyWorker:
         with reference.swapped_in():
             return BatchedData(reference_logprobs=self._logprobs(data, mbs))
 
-    def _logprobs(self, data: BatchedData, mbs: int) -> torch.Tensor:
+    def _logprobs(self, data: BatchedData, mbs: int, *, prefetch: bool = False) -> torch.Tensor:
         batches, bins = self._microbatches(data, mbs, self._row_tokens("logprob_mb_tokens"))
+        tokens = batches[0].tokens.numel()
+        if prefetch and self._logprob_gib_per_token:  # known from the first pass on
+            # Optimizer state comes back beside the pass, if there is room for both.
+            reserve = 1.1 * self._logprob_gib_per_token * tokens
+            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
         with step.eval_mode(self._state.model), self._measuring("logprobs"):
             outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
+        taken = self._taken.get("logprobs", 0.0)  # nothing is measured without a GPU
+        self._logprob_gib_per_token = max(self._logprob_gib_per_token, taken / tokens)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         values = [value for output in outputs for value in output]  # padded batches may end in filler rows
@@ -284,11 +292,6 @@ class MegatronPolicyWorker:
             width = min(out.shape[1], value.shape[0])
             out[row, :width] = value[:width]
         return out
-
-    def _prefetch_for_training(self) -> None:
-        """Bring optimizer state back beside the log-prob pass, once it is known what such a pass takes of memory."""
-        if self._prefetches and "logprobs" in self._taken:
-            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(1.1 * self._taken["logprobs"] * GIB))
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
@@ -354,12 +357,13 @@ class MegatronPolicyWorker:
         """
         self._engine.writable()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
+        self._engine.house_new()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
         """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
-        return memory_stats(self._engine.mapped_bytes) | self._peaks
+        return memory_stats(self._engine.mapped_bytes, self._peak_mapped_bytes) | self._peaks
 
     def residency_metrics(self) -> dict[str, float]:
         """What the moves that have ended since the last call took; see offload/measurements.py."""
@@ -373,14 +377,16 @@ class MegatronPolicyWorker:
         yield
         stats = memory_stats()
         if "gpu_peak_allocated_gib" in stats:
-            peak, mapped = stats["gpu_peak_allocated_gib"], max(mapped, self._engine.mapped_bytes)
-            self._peaks[f"gpu_peak_{verb}_gib"] = peak + mapped / GIB
+            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self._engine.mapped_bytes)
+            self._peaks[f"gpu_peak_{verb}_gib"] = peak + self._peak_mapped_bytes / GIB
             self._taken[verb] = peak - before["gpu_allocated_gib"]
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
-        self._engine.close()
-        parallel.destroy()
+        try:
+            self._engine.close()
+        finally:
+            parallel.destroy()
 
 
 def _mean(values: Any) -> float:

@@ -52,6 +52,12 @@ def test_an_override_of_a_field_that_the_model_lacks_is_refused():
         model_config.hf_config(policy)
 
 
+@pytest.mark.parametrize("fields", [{"model_type": "qwen99"}, {"hidden_size": 64}])
+def test_a_model_type_that_transformers_does_not_know_is_refused(fields):
+    with pytest.raises(ValueError, match=r"policy\.hf_config\.model_type is ('qwen99'|None), which"):
+        model_config.hf_config(tiny_policy() | {"hf_config": fields})
+
+
 def test_a_model_that_cannot_be_had_is_named(monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     policy = tiny_policy() | {"hf_config": None, "model_name": "./no/such/folder"}

@@ -169,9 +169,14 @@ def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     assert worker._engine.targets[Target.PARAMS].housing.homes[0].host is None  # so it takes no host memory
 
 
-def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker):
+@pytest.mark.parametrize("pinned", [True, False])
+def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker, pinned):
+    worker = make_worker(offloading(policy_of("bf16"), pinned=pinned))
+    sizes = worker._engine.nbytes()
+    worker.shutdown()
+    params_alone = (sizes[Target.PARAMS] + sizes[Target.OPTIMIZER_STATE] / 2) / 2**30
     with pytest.raises(HostBudgetError, match="host_memory_limit_gib"):
-        make_worker(offloading(policy_of("bf16"), host_memory_limit_gib=0.0001))
+        make_worker(offloading(policy_of("bf16"), pinned=pinned, host_memory_limit_gib=params_alone))
     assert PinnedArena.live_bytes() == 0
 
 

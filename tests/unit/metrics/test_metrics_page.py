@@ -11,6 +11,7 @@ class Ended:
 
     nbytes = 2_000_000_000
     is_queued = True
+    has_failed = False
 
     def copy_seconds(self):
         return 0.1

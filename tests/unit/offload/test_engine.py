@@ -1,20 +1,28 @@
 """The whole engine on plain torch models and optimizers, between two places of host memory."""
 
 import copy
-import gc
 import re
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 
 import psutil
 import pytest
 import torch
+from support.jobs import (
+    CPU,
+    WIDTH,
+    Job,
+    adamw,
+    amsgrad,
+    assert_equal,
+    enter_and_require,
+    make_job,
+    run_steps,
+    sgd,
+)
 from support.ranges import Trouble, small_chunks
-from torch import nn
 
 from nemo_offload_rl.offload.attach import Engine, attach
-from nemo_offload_rl.offload.gpu_range import TorchRange, make_range
+from nemo_offload_rl.offload.gpu_range import make_range
 from nemo_offload_rl.offload.housed import CorruptedTransferError, Housed
 from nemo_offload_rl.offload.housing import Housing, Tenant
 from nemo_offload_rl.offload.measurements import MemoryNow, Meter
@@ -25,114 +33,7 @@ from nemo_offload_rl.offload.site import Options
 from nemo_offload_rl.offload.transfer import Mover
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
 
-CPU = torch.device("cpu")
-CYCLE = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)
-WIDTH = 512  # a weight of 1 MiB: chunks of 2 MiB hold several tensors
-
-
-@dataclass
-class Job:
-    """A model in training."""
-
-    model: nn.Module
-    optimizer: torch.optim.Optimizer
-    masters: dict[str, torch.Tensor]
-    """fp32 copies of the model's parameters, by name; empty where the optimizer steps the parameters themselves."""
-
-    def step(self, seed: int) -> float:
-        """Forward, backward and step on a batch of its own; returns the loss."""
-        generator = torch.Generator().manual_seed(seed)
-        dtype = next(self.model.parameters()).dtype
-        data = torch.randn(8, WIDTH, generator=generator).to(dtype)
-        loss = self.model(data).float().pow(2).mean()
-        loss.backward()
-        for name, parameter in self.model.named_parameters():
-            if self.masters:
-                self.masters[name].grad = parameter.grad.float()
-        self.optimizer.step()
-        with torch.no_grad():
-            for name, parameter in self.model.named_parameters():
-                if self.masters:
-                    parameter.copy_(self.masters[name])
-                parameter.grad = None
-        return loss.item()
-
-    def everything(self) -> dict[str, torch.Tensor]:
-        """Copies of all that training has made, by name."""
-        tensors = dict(state_tensors(self.optimizer, CPU)) | self.model.state_dict()
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
-
-    def places(self) -> dict[str, tuple[int, int]]:
-        """Object and address of every tensor that may move."""
-        tensors = dict(state_tensors(self.optimizer, CPU)) | dict(self.model.named_parameters())
-        return {name: (id(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
-
-
-def sgd(parameters):
-    return torch.optim.SGD(parameters, lr=0.05, momentum=0.9)
-
-
-def adamw(parameters):
-    return torch.optim.AdamW(parameters, lr=1e-3)
-
-
-def amsgrad(parameters):
-    return torch.optim.Adam(parameters, lr=1e-3, amsgrad=True)
-
-
-def make_job(make_optimizer: Callable = adamw, dtype: torch.dtype = torch.float32, num_layers: int = 3) -> Job:
-    torch.manual_seed(0)
-    layers: list[nn.Module] = []
-    for _ in range(num_layers):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH), nn.GELU()]
-    model = nn.Sequential(*layers).to(dtype)
-    masters = {}
-    if dtype is not torch.float32:
-        masters = {name: parameter.detach().float() for name, parameter in model.named_parameters()}
-    return Job(model, make_optimizer(masters.values() if masters else model.parameters()), masters)
-
-
-@pytest.fixture(autouse=True)
-def no_leak() -> Iterator[None]:
-    assert PinnedArena.live_bytes() == 0
-    yield
-    gc.collect()
-    assert PinnedArena.live_bytes() == 0
-
-
-@pytest.fixture
-def engines() -> Iterator[Callable[..., Engine]]:
-    """Attaches engines to jobs; what was attached is closed with the test, and everything has been given back then."""
-    made: list[Engine] = []
-    torch.set_num_threads(1)
-    arena = PinnedArena()
-
-    def make(job: Job, ranges: Callable = small_chunks, **options: bool) -> Engine:
-        made.append(attach([job.model], job.optimizer, arena, options=Options(**options), ranges=ranges))
-        return made[-1]
-
-    yield make
-    for engine in made:
-        engine.close()
-        assert engine.mapped_bytes == 0
-    assert arena.allocated_bytes == 0
-    arena.close()
-
-
-def assert_equal(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    different = [name for name, tensor in wanted.items() if not torch.equal(found[name], tensor)]
-    assert not different, f"{len(different)} of {len(wanted)} differ: {different}"
-
-
-def run_steps(job: Job, num_steps: int, engine: Engine | None = None) -> list[float]:
-    losses = []
-    for step in range(num_steps):
-        losses.append(job.step(step))
-        if engine is not None:
-            for phase in CYCLE:
-                engine.residency.enter(phase)
-    return losses
+pytestmark = pytest.mark.usefixtures("no_leak")
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_masters"])
@@ -326,11 +227,6 @@ def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_la
     assert_equal(job.everything(), plain.everything())
 
 
-def enter_and_require(engine: Engine) -> None:
-    engine.residency.enter(Phase.TRAIN)
-    engine.residency.require(Target.OPTIMIZER_STATE)
-
-
 @pytest.mark.parametrize("target", [Target.PARAMS, Target.OPTIMIZER_STATE])
 def test_verify_finds_a_flipped_bit(engines, target):
     job = make_job()
@@ -510,36 +406,3 @@ def test_what_leaves_again_has_arrived_before():
     mover.close()
     housing.close()
     arena.close()
-
-
-def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
-    """copy.deepcopy, like torch.load, puts what shared a storage into one: state saved while it lives in a range."""
-    job = make_job()
-    engine = engines(job, ranges=small_chunks)
-    run_steps(job, 2, engine)
-    engine.writable()
-    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
-    job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
-    engine.residency.enter(Phase.GENERATE)
-    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
-
-
-def test_ranges_whose_addresses_change_work_alike(engines):
-    """As where the driver has no virtual memory management; the optimizer steps the parameters themselves."""
-    plain = run_steps(make_job(), 3)
-    job = make_job()
-    engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
-    assert run_steps(job, 3, engine) == plain
-
-
-def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
-    """megatron-core computes fp32 ones of them where they are said to be: on the GPU."""
-    job = make_job()
-    engine = engines(job)
-    run_steps(job, 1, engine)
-    engine.residency.enter(Phase.GENERATE)
-    assert not engine.targets[Target.OPTIMIZER_STATE].is_computed_when_read
-    state = next(iter(job.optimizer.state.values()))
-    state["exp_avg_sq"] = state["exp_avg_sq"].half()
-    engine.reader()
-    assert engine.residency.where(Target.OPTIMIZER_STATE) is Cell.GPU

@@ -11,6 +11,7 @@ class Arrived:
 
     nbytes = 10
     is_queued = True
+    has_failed = False
 
     def __init__(self, log, target):
         self.log, self.target = log, target

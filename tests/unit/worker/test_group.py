@@ -205,6 +205,13 @@ def fresh_group(ray_cluster, group, tensor_parallel_group):
         each.shutdown()
 
 
+def test_what_ranks_log_is_logged_here(group, caplog):
+    group.residency_metrics()
+    found = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
+    for rank in range(2):
+        assert ("nemo_offload_rl.toy", "WARNING", f"rank {rank}: page-locking failed for params") in found
+
+
 def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group):
     group = fresh_group()
     group.wait_until_ready()

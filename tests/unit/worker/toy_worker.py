@@ -1,5 +1,6 @@
 """A worker as the group expects one, small enough to see through: it reports what it was given."""
 
+import logging
 import os
 import signal
 import sys
@@ -72,6 +73,7 @@ class ToyWorker:
 
     def residency_metrics(self):
         seconds = 1.0 + self.rank
+        logging.getLogger("nemo_offload_rl.toy").warning("page-locking failed for %s", "params")
         return {"train/optimizer_state/copy_s": seconds, "train/optimizer_state/gb_per_s": 6.0 / seconds}
 
     # What goes wrong is chosen by the folder's name, as this verb takes a string.

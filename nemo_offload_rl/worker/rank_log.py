@@ -1,0 +1,59 @@
+"""Brings what ranks log to the driver: its log file and console are what a user reads."""
+
+import logging
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+PACKAGE = "nemo_offload_rl"
+_MOST_RECORDS = 1000  # kept by a rank until they are taken; older ones are forgotten
+_TIMEOUT_S = 2.0
+
+Record = tuple[int, str, str]
+"""Level, name of the logger, message."""
+
+
+class RankLog(logging.Handler):
+    """Keeps what this package logs in a rank's process until somebody takes it."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.INFO)
+        self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
+
+    def listen(self) -> None:
+        """From now on, keep what is logged."""
+        log = logging.getLogger(PACKAGE)
+        log.setLevel(logging.INFO)
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Keep a record."""
+        self._records.append((record.levelno, record.name, record.getMessage()))
+
+    def take(self) -> list[Record]:
+        """What has been logged since the last call."""
+        taken = list(self._records)
+        self._records.clear()
+        return taken
+
+
+def relay(actors: Sequence[Any]) -> None:
+    """Log here what ranks have logged since the last time; a rank that is busy or dead is left out.
+
+    Args:
+        actors: handles of `WorkerActor`, one a rank.
+    """
+    if not actors:
+        return
+    rank_of = {actor.take_log.remote(): rank for rank, actor in enumerate(actors)}
+    answered, _ = ray.wait(list(rank_of), num_returns=len(rank_of), timeout=_TIMEOUT_S)
+    for ref in sorted(answered, key=lambda ref: rank_of[ref]):
+        try:
+            records: list[Record] = ray.get(ref)
+        except RayError:  # its death is reported by whoever asked it for something
+            continue
+        for level, name, message in records:
+            logging.getLogger(name).log(level, "rank %d: %s", rank_of[ref], message)

@@ -1,0 +1,29 @@
+"""Which ranks' needs are added up before anything is page-locked."""
+
+import pytest
+
+from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.worker.engine import check_ranks
+
+NEED = {Target.OPTIMIZER_STATE: 60 * GIB}
+
+
+def host(boot_id, available=100):
+    return HostFacts("node", boot_id, 200 * GIB, available * GIB, None, None)
+
+
+def test_ranks_of_one_machine_are_added_up_and_machines_of_one_name_are_not():
+    check_ranks([(NEED, host("a")), (NEED, host("b"))], None)
+    with pytest.raises(HostBudgetError, match=r"^The 2 ranks of node need 120\.00 GiB"):
+        check_ranks([(NEED, host("a")), (NEED, host("b")), (NEED, host("a"))], None)
+
+
+def test_the_least_that_a_rank_sees_of_its_machine_counts():
+    half = {Target.OPTIMIZER_STATE: 30 * GIB}
+    check_ranks([(half, host("a", 80)), (half, host("a", 100))], None)
+    for seen in ((50, 100), (100, 50)):
+        with pytest.raises(HostBudgetError, match=r"but 47\.50 GiB can be had"):
+            check_ranks([(half, host("a", available)) for available in seen], None)
