@@ -8,10 +8,12 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from megatron.core.transformer.moe.router import TopKRouter
 from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.build import _settle_dtypes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.residency import ResidencyError
 from nemo_offload_rl.offload.types import Cell, Phase, Target
@@ -210,3 +212,15 @@ def test_a_killed_worker_leaves_nothing_behind(when):
     psutil.wait_procs(children, timeout=10)
     assert not [child for child in children if child.is_running()]
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared_memory  # and anonymous memory goes with it
+
+
+def test_routers_take_their_expert_bias_back_to_fp32_before_it_is_housed(make_worker):
+    """They do so in every forward pass, in memory of its own, and the reference weights would not have it."""
+    worker = make_worker(policy_of("bf16 moe"))
+    routers = [module for module in worker._state.model[0].modules() if isinstance(module, TopKRouter)]
+    for router in routers:
+        del router.expert_bias
+        router.register_buffer("expert_bias", torch.ones(4, dtype=torch.bfloat16))  # as Float16Module leaves it
+    _settle_dtypes(worker._state.model)
+    assert routers
+    assert all(router.expert_bias.dtype is torch.float32 for router in routers)
