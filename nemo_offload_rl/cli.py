@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("recipe", type=Path, metavar="RECIPE", help="the YAML file")
     plan.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for validate")
     plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node, instead of cluster.gpus_per_node")
-    plan.add_argument("--link", type=float, metavar="GB/S", help="speed of copies, instead of an assumed 55 GB/s")
+    plan.add_argument("--link", type=float, metavar="GB/S", help="speed of the link, instead of an assumed 55 GB/s")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
 
@@ -148,16 +148,24 @@ def _plan(options: argparse.Namespace) -> None:
 
     from nemo_offload_rl.mcore.model_config import hf_config
     from nemo_offload_rl.placement.machine import host_facts
-    from nemo_offload_rl.plan.planner import plan_run
-    from nemo_offload_rl.plan.report import print_plan
+    from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+    from nemo_offload_rl.plan.planner import keeps_reference, make_plan, plan_run
+    from nemo_offload_rl.plan.report import print_plan, print_residency
 
-    run = plan_run(
-        validated.config,
-        hf_config(validated.config["policy"]).to_dict(),
-        algorithm=validated.algorithm,
-        link_bytes_per_s=None if options.link is None else options.link * 1e9,
-    )
-    print_plan(run, written_at=lambda key: str(validated.recipe.origin(key)), here=host_facts(), as_json=options.json)
+    config, link = validated.config, None if options.link is None else options.link * 1e9
+
+    def written_at(key: str) -> str:
+        return str(validated.recipe.origin(key))
+
+    model = hf_config(config["policy"]).to_dict()
+    try:
+        run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
+    except UnknownArchitectureError:
+        without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
+        keeps = keeps_reference(config)
+        print_residency(without_sizes, keeps_reference=keeps, written_at=written_at, as_json=options.json)
+        raise
+    print_plan(run, written_at=written_at, here=host_facts(), as_json=options.json)
 
 
 def _doctor(options: argparse.Namespace) -> None:

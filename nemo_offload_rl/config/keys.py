@@ -131,6 +131,19 @@ def is_valid_key(path: str) -> bool:
     return any(find_key(root, path) for root in ALGORITHMS.values())
 
 
+def short_section(root: type, path: str, longest: int = 4) -> list[str]:
+    """The keys of a section that has no others; empty for one with many keys, and where the user chooses names.
+
+    Args:
+        root: the algorithm's schema.
+        path: the section.
+        longest: most keys that it may have.
+    """
+    pattern = _with_any_name(root, path)
+    names = [key.name for key in schema_keys(root).values() if key.path.rpartition(".")[0] == pattern]
+    return names if path not in SECTIONS and ANY_NAME not in names and len(names) <= longest else []
+
+
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
     """The valid key that an unknown one most likely means, as a full path.
 

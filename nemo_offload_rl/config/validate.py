@@ -8,7 +8,7 @@ from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 
-from nemo_offload_rl.config.keys import find_key, nearest_key
+from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_choices, show_file
@@ -175,8 +175,17 @@ def _unknown_keys(schema: type, path: str, value: Any) -> Iterator[tuple[str, st
     if path in OTHER_ALGORITHMS:
         yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
         return
-    suggestion = nearest_key(schema, path, upstream)
-    yield path, "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
+    yield path, _unknown_key(schema, path)
+
+
+def _unknown_key(schema: type, path: str) -> str:
+    """What is said of it; of a short section, all of its keys, unless one of them is spelt nearly so."""
+    section = path.rpartition(".")[0]
+    suggestion = nearest_key(schema, path, upstream_paths())
+    message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
+    names = short_section(schema, section)
+    is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
+    return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
 
 
 _EXPECTED = {
@@ -250,8 +259,7 @@ def _megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[s
             path = f"{section}.{name}"
             key = find_key(schema, path)
             if key is None and name not in fields:
-                suggestion = nearest_key(schema, path, upstream_paths())
-                yield path, "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
+                yield path, _unknown_key(schema, path)
                 continue
             refusal = refuse(section, name, value)
             wrong_type = check_field(section, name, value) if key is None else None

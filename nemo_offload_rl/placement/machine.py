@@ -41,6 +41,7 @@ class HostFacts:
 
     Attributes:
         hostname: This machine's name.
+        boot_id: What the kernel drew when it started, which no other machine has; "" where it does not say.
         total_bytes: MemTotal.
         available_bytes: MemAvailable: what can be had without swapping.
         cgroup_free_bytes: What the tightest of its cgroups still allows, page cache that the kernel gives up first
@@ -49,6 +50,7 @@ class HostFacts:
     """
 
     hostname: str
+    boot_id: str
     total_bytes: int
     available_bytes: int
     cgroup_free_bytes: int | None
@@ -139,6 +141,7 @@ def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFa
     memlock, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     return HostFacts(
         hostname=platform.node(),
+        boot_id=read_text(proc / "sys/kernel/random/boot_id") or "",
         total_bytes=kib["MemTotal"] * 1024,
         available_bytes=kib["MemAvailable"] * 1024,
         cgroup_free_bytes=min(_cgroups_free_bytes(proc, sysfs), default=None),

@@ -6,8 +6,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from nemo_offload_rl.offload.types import Target
-
-GIB = 1 << 30
+from nemo_offload_rl.plan.units import GIB, show_gib
 
 # Left to everybody else on the host: for what Ray, generation and the page cache still take after this was asked.
 MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
@@ -16,11 +15,19 @@ LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
 _PARAMS_STAY = "+policy.residency.table.generate.params=keep"
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
-_MORE_RANKS = "more ranks, by cluster.num_nodes: the distributed optimizer shards its state over them"
+_MORE_RANKS = (
+    "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
+    "optimizer state over them"
+)
 
 
 class HostMemory(Protocol):
     """What is asked of a host's facts (placement.machine.HostFacts has it)."""
+
+    @property
+    def hostname(self) -> str:
+        """What its user calls it."""
+        ...
 
     @property
     def available_bytes(self) -> int:
@@ -40,7 +47,13 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True)
 class RankNeed:
-    """The host memory that a rank will take, for each target in bytes."""
+    """The host memory that a rank will take, for each target in bytes.
+
+    Attributes:
+        rank: of the worker group.
+        host: what tells the machine from all others; hostnames may not.
+        target_bytes: page-locked or not.
+    """
 
     rank: int
     host: str
@@ -74,59 +87,44 @@ def check_host_budget(
     needs: Sequence[RankNeed],
     hosts: Mapping[str, HostMemory],
     limit_bytes: int | None,
-    *,
-    memlock_binds: bool = False,
 ) -> None:
     """Refuse what does not fit.
 
     Args:
         needs: of every rank of the hosts.
-        hosts: the facts of each host that a need names, taken before any of it was allocated.
+        hosts: the facts of each host that a need names, taken before any of it was allocated; only the
+            recipe's limit counts for a host that is not there.
         limit_bytes: the recipe's limit for one rank; None for none.
-        memlock_binds: whether RLIMIT_MEMLOCK counts for the way in which memory is page-locked.
 
     Raises:
         HostBudgetError: one sentence, then a table of what is needed and what there is, then the keys that would help;
-            for the first thing that does not fit: a rank's limit, a process's memlock, a host's memory.
+            for the first thing that does not fit: a rank's limit, a host's memory.
     """
     for need in needs:
         if limit_bytes is not None and need.total_bytes > limit_bytes:
             raise _over_limit(need, limit_bytes)
     for name, host in hosts.items():
         here = [need for need in needs if need.host == name]
-        locked = [need for need in here if host.memlock_bytes is not None and need.total_bytes > host.memlock_bytes]
-        if memlock_binds and locked:
-            raise _over_memlock(locked[0], host)
         if sum(need.total_bytes for need in here) > usable_bytes(host):
-            raise _over_memory(name, here, host)
+            raise _over_memory(here, host)
 
 
 def _over_limit(need: RankNeed, limit_bytes: int) -> HostBudgetError:
     enough = math.ceil(need.total_bytes / GIB)
     sentence = (
-        f"Rank {need.rank} needs {_gib(need.total_bytes)} GiB of host memory for what leaves its GPU, but {LIMIT_KEY} "
-        f"is {limit_bytes / GIB:g}."
+        f"Rank {need.rank} needs {show_gib(need.total_bytes)} GiB of host memory for what leaves its GPU, but "
+        f"{LIMIT_KEY} is {limit_bytes / GIB:g}."
     )
     raising = f"{LIMIT_KEY}={enough}, or null for what the host has"
     return _error(sentence, [need], [], need.total_bytes - limit_bytes, raising)
 
 
-def _over_memlock(need: RankNeed, host: HostMemory) -> HostBudgetError:
-    assert host.memlock_bytes is not None
-    sentence = (
-        f"Rank {need.rank} needs {_gib(need.total_bytes)} GiB of page-locked host memory for what leaves its GPU, but "
-        f"a process on {need.host} may lock {_gib(host.memlock_bytes)} GiB (RLIMIT_MEMLOCK)."
-    )
-    raising = "ulimit -l unlimited, before the run starts"
-    return _error(sentence, [need], list(_sources(host)), need.total_bytes - host.memlock_bytes, raising)
-
-
-def _over_memory(name: str, needs: Sequence[RankNeed], host: HostMemory) -> HostBudgetError:
+def _over_memory(needs: Sequence[RankNeed], host: HostMemory) -> HostBudgetError:
     total, usable = sum(need.total_bytes for need in needs), usable_bytes(host)
-    ranks = f"{len(needs)} ranks of {name} need" if len(needs) > 1 else f"rank of {name} needs"
+    ranks = f"{len(needs)} ranks of {host.hostname} need" if len(needs) > 1 else f"rank of {host.hostname} needs"
     sentence = (
-        f"The {ranks} {_gib(total)} GiB of host memory for what leaves the GPU, but {_gib(usable)} GiB can be had; "
-        "nothing was page-locked."
+        f"The {ranks} {show_gib(total)} GiB of host memory for what leaves the GPU, but {show_gib(usable)} GiB can be "
+        "had; nothing was page-locked."
     )
     return _error(sentence, needs, list(_sources(host)), total - usable, None)
 
@@ -137,7 +135,7 @@ def _error(
     lines = [sentence, "", *_table(needs)]
     if sources:
         lines += ["", "  there is (GiB)", *(f"    {source}" for source in sources)]
-    lines += ["", f"  {_gib(missing_bytes)} GiB are missing; any of these helps"]
+    lines += ["", f"  {show_gib(missing_bytes)} GiB are missing; any of these helps"]
     lines += [f"    {remedy}" for remedy in ([first_remedy] if first_remedy else [])]
     lines += [f"    {remedy}" for remedy in _remedies(needs, missing_bytes)]
     return HostBudgetError("\n".join(lines))
@@ -155,8 +153,8 @@ def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
 
 
 def _row(label: str, sizes: Sequence[int], widths: Sequence[int]) -> str:
-    cells = [f"{_gib(size):>{width}}" for size, width in zip(sizes, widths, strict=True)]
-    return "  " + "  ".join([f"{label:<14}", *cells, f"{_gib(sum(sizes)):>8}"])
+    cells = [f"{show_gib(size):>{width}}" for size, width in zip(sizes, widths, strict=True)]
+    return "  " + "  ".join([f"{label:<14}", *cells, f"{show_gib(sum(sizes)):>8}"])
 
 
 def _bytes_of(need: RankNeed, target: Target) -> int:
@@ -165,11 +163,11 @@ def _bytes_of(need: RankNeed, target: Target) -> int:
 
 def _sources(host: HostMemory) -> Iterator[str]:
     cgroup, memlock = host.cgroup_free_bytes, host.memlock_bytes
-    yield f"{_gib(host.available_bytes):>10}  MemAvailable"
-    yield f"{'no limit' if cgroup is None else _gib(cgroup):>10}  free under the cgroup's limit"
-    yield f"{'no limit' if memlock is None else _gib(memlock):>10}  memlock of each process"
-    yield f"{'-' + _gib(margin_bytes(host)):>10}  margin"
-    yield f"{_gib(usable_bytes(host)):>10}  can be had"
+    yield f"{show_gib(host.available_bytes):>10}  MemAvailable"
+    yield f"{'no limit' if cgroup is None else show_gib(cgroup):>10}  free under the cgroup's limit"
+    yield f"{'no limit' if memlock is None else show_gib(memlock):>10}  memlock of each process"
+    yield f"{'-' + show_gib(margin_bytes(host)):>10}  margin"
+    yield f"{show_gib(usable_bytes(host)):>10}  can be had"
 
 
 def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
@@ -186,10 +184,6 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     for remedy, size in sorted(freed.items(), key=lambda item: -item[1]):
         if size:
             enough = "enough" if size >= missing_bytes else "not enough alone"
-            yield f"frees {_gib(size)} GiB, {enough}: {remedy}"
+            yield f"frees {show_gib(size)} GiB, {enough}: {remedy}"
     if optimizer:
         yield _MORE_RANKS
-
-
-def _gib(nbytes: int) -> str:
-    return f"{nbytes / GIB:.2f}"

@@ -6,8 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, ShardFacts, Table, Target
-
-GIB = 1 << 30
+from nemo_offload_rl.plan.units import GIB
 
 # Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
 # H200 (64 GB/s less the protocol's overhead); and copies of single tensors from and to pageable memory.
@@ -67,12 +66,13 @@ class OffloadPlan:
     Attributes:
         table: where each target lives in each phase.
         sources: the key that wrote each cell, for those that a recipe's key wrote.
-        pinned: copies go through page-locked memory and address ranges; else tensor by tensor, pageable.
+        pinned: optimizer state goes through page-locked memory and address ranges, as all else does; if not, tensor by
+            tensor and pageable.
         verify: checksums of everything that moves are compared.
         huge_pages: host buffers are of huge pages.
         host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
         numa: "auto", "none" or the number of a node.
-        link_bytes_per_s: speed of copies in one direction that times are computed with.
+        link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
         ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
     """
 
@@ -85,6 +85,12 @@ class OffloadPlan:
     numa: str | int
     link_bytes_per_s: float
     ranks: tuple[RankPlan, ...] = ()
+
+    def bytes_per_s(self, target: Target) -> float:
+        """Speed of a target's copies in one direction."""
+        if target is Target.OPTIMIZER_STATE and not self.pinned:
+            return min(PAGEABLE_BYTES_PER_S, self.link_bytes_per_s)
+        return self.link_bytes_per_s
 
     @property
     def largest_rank(self) -> RankPlan:
@@ -107,16 +113,12 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
         huge_pages=section is None or section["huge_pages"],
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         numa=policy["numa"] if "numa" in policy else "auto",
-        link_bytes_per_s=PCIE5_X16_BYTES_PER_S if pinned else PAGEABLE_BYTES_PER_S,
+        link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
     )
 
 
-def residency_table(policy: Mapping[str, Any]) -> Table:
-    """The residency table of a validated policy section: the default, the flags' cells, and single cells over both."""
-    return _table_and_sources(policy)[0]
-
-
 def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
+    """The default, the flags' cells, and single cells over both; and the keys that wrote them."""
     table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
     for flag, phases in FLAG_PHASES.items():

@@ -29,12 +29,14 @@ def make_plan(
         policy: the recipe's section.
         facts: what one rank of each pipeline stage holds; without, the plan has no sizes.
         cycle: the phases of a step in their order.
-        link_bytes_per_s: speed of copies in one direction; None for the assumption that fits the recipe.
+        link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
     """
     plan = settings(policy)
-    speed = plan.link_bytes_per_s if link_bytes_per_s is None else link_bytes_per_s
-    ranks = tuple(_rank_plan(plan.table, stage, shard, cycle, speed) for stage, shard in enumerate(facts))
-    return dataclasses.replace(plan, link_bytes_per_s=speed, ranks=ranks)
+    if link_bytes_per_s is not None:
+        plan = dataclasses.replace(plan, link_bytes_per_s=link_bytes_per_s)
+    return dataclasses.replace(
+        plan, ranks=tuple(_rank_plan(plan, stage, shard, cycle) for stage, shard in enumerate(facts))
+    )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,7 +64,8 @@ def plan_run(
         link_bytes_per_s: as `make_plan`.
 
     Raises:
-        ValueError: the model cannot be split as the recipe says, or its sizes are not known.
+        UnknownArchitectureError: the model's sizes are not known.
+        ValueError: the model cannot be split as the recipe says.
         HostBudgetError: a rank needs more host memory than the recipe's limit.
     """
     policy, cluster = config["policy"], config["cluster"]
@@ -70,12 +73,17 @@ def plan_run(
         hf_config,
         policy,
         world_size=cluster["gpus_per_node"] * cluster["num_nodes"],
-        keeps_reference="loss_fn" in config and config["loss_fn"]["reference_policy_kl_penalty"] != 0,
+        keeps_reference=keeps_reference(config),
     )
     plan = make_plan(policy, facts, cycle=CYCLES[algorithm], link_bytes_per_s=link_bytes_per_s)
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs)
+
+
+def keeps_reference(config: Mapping[str, Any]) -> bool:
+    """Whether a validated recipe keeps reference weights for a KL penalty."""
+    return "loss_fn" in config and bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0)
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:
@@ -92,11 +100,11 @@ def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> lis
     ]
 
 
-def _rank_plan(table: Table, stage: int, facts: ShardFacts, cycle: Sequence[Phase], speed: float) -> RankPlan:
+def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence[Phase]) -> RankPlan:
     from nemo_offload_rl.offload.targets import TARGETS  # imports torch
 
     sizes = {target: TARGETS[target].estimate_bytes(facts) for target in Target}
-    steps = list(_steady_cycle(table, cycle))
+    steps = list(_steady_cycle(plan.table, cycle))
     return RankPlan(
         stage=stage,
         facts=facts,
@@ -105,9 +113,9 @@ def _rank_plan(table: Table, stage: int, facts: ShardFacts, cycle: Sequence[Phas
             phase: {target: sizes[target] if cell is Cell.GPU else 0 for target, cell in cells.items()}
             for _, phase, _, cells in steps
         },
-        host_bytes={target: sizes[target] if _needs_host(table, target, facts) else 0 for target in Target},
+        host_bytes={target: sizes[target] if _needs_host(plan.table, target, facts) else 0 for target in Target},
         transitions=tuple(
-            Transition(source, phase, tuple(_traffic(phase, before, cells, sizes, speed)))
+            Transition(source, phase, tuple(_traffic(plan, phase, before, cells, sizes)))
             for source, phase, before, cells in steps
             if source is not phase
         ),
@@ -137,7 +145,7 @@ def _steady_cycle(table: Table, cycle: Sequence[Phase]) -> Iterator[tuple[Phase,
 
 
 def _traffic(
-    phase: Phase, before: _Cells, after: _Cells, sizes: Mapping[Target, int], speed: float
+    plan: OffloadPlan, phase: Phase, before: _Cells, after: _Cells, sizes: Mapping[Target, int]
 ) -> Iterator[Traffic]:
     for target in Target:
         out, back = 0, 0
@@ -150,4 +158,4 @@ def _traffic(
         elif (before[target], after[target]) == (Cell.HOST, Cell.GPU):
             back = sizes[target]
         if out or back:
-            yield Traffic(target, out, back, (out + back) / speed)
+            yield Traffic(target, out, back, (out + back) / plan.bytes_per_s(target))

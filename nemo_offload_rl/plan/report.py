@@ -11,8 +11,9 @@ from rich.text import Text
 
 from nemo_offload_rl.offload.types import Phase, Target
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
-from nemo_offload_rl.plan.plan import GIB, OffloadPlan, RankPlan
+from nemo_offload_rl.plan.plan import OffloadPlan, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
+from nemo_offload_rl.plan.units import show_gib
 
 GB = 1e9
 # rich takes 80 columns where there is no terminal; the tables need more.
@@ -36,37 +37,77 @@ def print_plan(
         as_json: print JSON instead of tables.
         console: where to; None for the standard output.
     """
+    if as_json:
+        _print_json(plan_json(run, here), console)
+    else:
+        _print_tables(plan_tables(run, written_at, here), console)
+
+
+def print_residency(
+    plan: OffloadPlan,
+    *,
+    keeps_reference: bool,
+    written_at: Callable[[str], str],
+    as_json: bool,
+    console: Console | None = None,
+) -> None:
+    """Print what is known of a plan without sizes: where everything lives, and who says so.
+
+    Args:
+        plan: its ranks are not looked at.
+        keeps_reference: whether reference weights are swapped in.
+        written_at: as `print_plan`.
+        as_json: as `print_plan`.
+        console: as `print_plan`.
+    """
+    if as_json:
+        _print_json(_settings_json(plan), console)
+    else:
+        _print_tables(_residency_and_sources(plan, keeps_reference, written_at), console)
+
+
+def _print_json(values: Mapping[str, Any], console: Console | None) -> None:
+    stream = sys.stdout if console is None else console.file
+    stream.write(json.dumps(values, indent=2) + "\n")
+
+
+def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> None:
     if console is None:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
-    if as_json:
-        console.file.write(json.dumps(plan_json(run, here), indent=2) + "\n")
-    else:
-        console.print(Group(*plan_tables(run, written_at, here)))
+    console.print(Group(*tables))
 
 
 def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMemory) -> Iterator[RenderableType]:
     """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
     plan, rank = run.plan, run.plan.largest_rank
-    yield _residency(plan)
-    for key, cells in _written_cells(plan).items():
-        yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
+    yield from _residency_and_sources(plan, rank.facts.keeps_reference, written_at)
     yield ""
     yield _memory(rank, of_several=len(plan.ranks) > 1)
     for other in plan.ranks:
         if other is not rank:
-            size = f"holds {_gib(sum(other.target_bytes.values()))} GiB, {_gib(_host_total(other))} GiB on the host"
-            yield Text(f"  a rank of pipeline stage {other.stage} {size}", style="dim")
+            size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(_host_total(other))
+            holds = f"holds {size} GiB, {on_host} GiB on the host"
+            yield Text(f"  a rank of pipeline stage {other.stage} {holds}", style="dim")
     yield ""
     yield _transitions(rank, plan)
-    if not plan.pinned:
-        yield Text("  policy.use_pinned_optimizer_offload=true moves it many times faster", style="dim")
+    if _moves_optimizer_state(rank) and plan.bytes_per_s(Target.OPTIMIZER_STATE) < plan.link_bytes_per_s:
+        remedy = "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link, too"
+        yield Text(f"  {remedy}", style="dim")
     yield ""
     yield from _hosts(run.needs, here)
 
 
 def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
     """The same as plain values; sizes in bytes, speeds in bytes a second."""
-    plan, needs = run.plan, run.needs
+    needs = run.needs
+    return _settings_json(run.plan) | {
+        "stages": [_stage_json(rank) for rank in run.plan.ranks],
+        "host_bytes_per_host": _per_host(needs),
+        "this_machine": {"usable_bytes": usable_bytes(here), "fits": _most_needed(needs) <= usable_bytes(here)},
+    }
+
+
+def _settings_json(plan: OffloadPlan) -> dict[str, Any]:
     return {
         "table": plan.table,
         "written_by": plan.sources,
@@ -76,9 +117,7 @@ def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
         "numa": plan.numa,
         "host_memory_limit_bytes": plan.host_memory_limit_bytes,
         "link_bytes_per_s": plan.link_bytes_per_s,
-        "stages": [_stage_json(rank) for rank in plan.ranks],
-        "host_bytes_per_host": _per_host(needs),
-        "this_machine": {"usable_bytes": usable_bytes(here), "fits": _most_needed(needs) <= usable_bytes(here)},
+        "bytes_per_s": {target: plan.bytes_per_s(target) for target in Target},
     }
 
 
@@ -101,21 +140,21 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
     }
 
 
-def _residency(plan: OffloadPlan) -> RichTable:
+def _residency_and_sources(
+    plan: OffloadPlan, keeps_reference: bool, written_at: Callable[[str], str]
+) -> Iterator[RenderableType]:
     table = _new_table("Where each target lives", "target", *Phase)
     for target in Target:
-        table.add_row(target, *(_cell(plan, phase, target) for phase in Phase))
-    return table
+        table.add_row(target, *(_cell(plan, phase, target, keeps_reference) for phase in Phase))
+    yield table
+    for key, cells in _written_cells(plan).items():
+        yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
 
 
-def _cell(plan: OffloadPlan, phase: Phase, target: Target) -> Text:
-    swapped = target is Target.REFERENCE_WEIGHTS and phase is Phase.LOGPROB and _keeps_reference(plan)
+def _cell(plan: OffloadPlan, phase: Phase, target: Target, keeps_reference: bool) -> Text:
+    swapped = target is Target.REFERENCE_WEIGHTS and phase is Phase.LOGPROB and keeps_reference
     word = "swapped in" if swapped else str(plan.table[phase][target])
     return Text(word, style="bold" if target in plan.sources[phase] else "")
-
-
-def _keeps_reference(plan: OffloadPlan) -> bool:
-    return plan.largest_rank.facts.keeps_reference
 
 
 def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
@@ -135,41 +174,49 @@ def _memory(rank: RankPlan, of_several: bool) -> RichTable:
     table = _new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
-        table.add_row(target, *map(_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
+        table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
     table.add_section()
     totals = [sum(cells.values()) for cells in rank.gpu_bytes.values()]
-    table.add_row("all", _gib(sum(rank.target_bytes.values())), *map(_gib, totals), _gib(_host_total(rank)))
+    table.add_row("all", show_gib(sum(rank.target_bytes.values())), *map(show_gib, totals), show_gib(_host_total(rank)))
     return table
 
 
 def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
-    way = "page-locked" if plan.pinned else "pageable"
-    title = f"What crosses the link in a step, at {plan.link_bytes_per_s / GB:g} GB/s ({way})"
+    title = f"What crosses the link in a step, at {plan.link_bytes_per_s / GB:g} GB/s (page-locked)"
+    if not plan.pinned:
+        speed = plan.bytes_per_s(Target.OPTIMIZER_STATE)
+        title += f",\n{Target.OPTIMIZER_STATE} at {speed / GB:g} GB/s (pageable)"
     table = _new_table(title, "change", "target", "out GiB", "back GiB", "seconds")
     for transition in rank.transitions:
         label = f"{transition.source} to {transition.phase}"
         if not transition.traffic:
-            table.add_row(label, "", _gib(0), _gib(0), _seconds(0))
+            table.add_row(label, "", show_gib(0), show_gib(0), _seconds(0))
         for traffic in transition.traffic:
             seconds = _seconds(traffic.seconds)
-            table.add_row(label, traffic.target, _gib(traffic.d2h_bytes), _gib(traffic.h2d_bytes), seconds)
+            table.add_row(label, traffic.target, show_gib(traffic.d2h_bytes), show_gib(traffic.h2d_bytes), seconds)
             label = ""
     traffics = [traffic for transition in rank.transitions for traffic in transition.traffic]
     out, back = sum(traffic.d2h_bytes for traffic in traffics), sum(traffic.h2d_bytes for traffic in traffics)
     table.add_section()
-    table.add_row("a step", "", _gib(out), _gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
+    table.add_row("a step", "", show_gib(out), show_gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
     return table
+
+
+def _moves_optimizer_state(rank: RankPlan) -> bool:
+    return any(
+        traffic.target is Target.OPTIMIZER_STATE for transition in rank.transitions for traffic in transition.traffic
+    )
 
 
 def _hosts(needs: Sequence[RankNeed], here: HostMemory) -> Iterator[Text]:
     most, usable = _most_needed(needs), usable_bytes(here)
     num_ranks = len([need for need in needs if need.host == needs[0].host])
     ranks = "rank" if num_ranks == 1 else f"{num_ranks} ranks"
-    yield Text(f"Host memory: {_gib(most)} GiB for the {ranks} of a host.")
+    yield Text(f"Host memory: {show_gib(most)} GiB for the {ranks} of a host.")
     verdict = "it would fit" if most <= usable else "it would not fit"
     yield Text(
-        f"This machine can give {_gib(usable)} GiB (of MemAvailable and the cgroup's limit the smaller, less a margin "
-        f"of {_gib(margin_bytes(here))} GiB): {verdict} here."
+        f"This machine can give {show_gib(usable)} GiB (of MemAvailable and the cgroup's limit the smaller, less a "
+        f"margin of {show_gib(margin_bytes(here))} GiB): {verdict} here."
     )
 
 
@@ -194,11 +241,6 @@ def _new_table(title: str, first: str, *columns: str) -> RichTable:
     for column in columns:
         table.add_column(column, justify="right")
     return table
-
-
-def _gib(nbytes: int) -> str:
-    size = nbytes / GIB
-    return f"{size:.2f}" if size >= 1 else f"{size:.3g}"
 
 
 def _seconds(seconds: float) -> str:

@@ -26,6 +26,15 @@ def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> 
     )
 
 
+@note("policy.residency.verify", "policy.use_pinned_optimizer_offload?")
+def tensor_by_tensor_is_not_verified(verify: bool, pinned: bool | None) -> Verdict:
+    """Checksums are of ranges, in which optimizer state then is not."""
+    if not verify or pinned:
+        return None
+    key = "policy.use_pinned_optimizer_offload"
+    return f"compares no optimizer state, which moves tensor by tensor; with {key}: true it does"
+
+
 @note(
     "checkpointing.save_period",
     "checkpointing.enabled",

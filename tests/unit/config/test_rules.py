@@ -285,11 +285,27 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             ["policy.train_global_batch_size=256", "loss_fn.force_on_policy_ratio=false"],
             "256 makes 2 optimizer steps of a GRPO step's 512 samples",
         ),
+        (
+            ["policy.residency.verify=true", "policy.use_pinned_optimizer_offload=false"],
+            "policy.residency.verify compares no optimizer state",
+        ),
+        (["policy.residency.verify=true", "~policy.use_pinned_optimizer_offload"], "compares no optimizer state"),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],
 )
 def test_what_is_worth_saying_of_a_valid_recipe(overrides, note):
     assert note in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["policy.residency.verify=true", "policy.use_pinned_optimizer_offload=true"],
+        ["policy.residency.verify=false", "policy.use_pinned_optimizer_offload=false"],
+    ],
+)
+def test_checksums_are_only_missed_where_they_are_asked_for(overrides):
+    assert "compares no optimizer state" not in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
 
 
 def test_metrics_are_those_that_the_algorithms_measure():

@@ -101,6 +101,19 @@ MEGATRON = "policy.megatron_cfg"
             "residency.table.generat: unknown key; nearest valid key: policy.residency.table.generate\n",
         ),
         (
+            "policy.residency.table={inference: {params: keep}}",
+            "table.inference: unknown key; policy.residency.table has train, logprob, refit, generate\n",
+        ),
+        (
+            "+policy.residency.table.refit.weights=gpu",
+            "unknown key; policy.residency.table.refit has params, grads, optimizer_state, reference_weights\n",
+        ),
+        (
+            "+policy.residency.numa=auto",
+            "unknown key; nearest valid key: policy.numa; policy.residency has verify, huge_pages, "
+            "host_memory_limit_gib, table\n",
+        ),
+        (
             "+policy.residency.table.refit.optimiser_state=gpu",
             "optimiser_state: unknown key; nearest valid key: policy.residency.table.refit.optimizer_state\n",
         ),

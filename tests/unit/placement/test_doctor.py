@@ -33,7 +33,7 @@ TWO_NODES = {
     1: NumaNode(1, frozenset(range(8, 16)), {0: 21, 1: 10}),
 }
 GOOD = MachineFacts(
-    host=HostFacts("box", 2048 * GIB, 2000 * GIB, None, None),
+    host=HostFacts("box", "d3b0", 2048 * GIB, 2000 * GIB, None, None),
     gpus=(GPU,),
     visible_gpus=(ADDRESS,),
     links={ADDRESS: SPEED},

@@ -62,6 +62,14 @@ def test_memory_is_that_of_meminfo(tmp_path):
     assert facts.hostname == platform.node()
 
 
+def test_a_boot_is_told_from_others_where_the_kernel_says_which_it_is(tmp_path):
+    host = Host(tmp_path, "v2")
+    assert host.facts().boot_id == ""
+    (host.proc / "sys/kernel/random").mkdir(parents=True)
+    (host.proc / "sys/kernel/random/boot_id").write_text("5e1f-a0\n")
+    assert host.facts().boot_id == "5e1f-a0"
+
+
 def test_without_cgroup_files_there_is_no_limit(tmp_path):
     host = Host(tmp_path, "v2", path="/user.slice")
     assert host.free() is None

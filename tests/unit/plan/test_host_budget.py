@@ -7,18 +7,18 @@ import pytest
 from nemo_offload_rl.offload.types import Target
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import (
-    GIB,
     HostBudgetError,
     RankNeed,
     check_host_budget,
     margin_bytes,
     usable_bytes,
 )
+from nemo_offload_rl.plan.units import GIB
 
 
 def host(available=100, cgroup=None, memlock=None):
     limits = [None if gib is None else int(gib * GIB) for gib in (cgroup, memlock)]
-    return HostFacts("node-a", 200 * GIB, int(available * GIB), *limits)
+    return HostFacts("node-a", "d3b0", 200 * GIB, int(available * GIB), *limits)
 
 
 def need(rank=0, params=0.0, optimizer=0.0, reference=0.0, name="node-a"):
@@ -26,10 +26,10 @@ def need(rank=0, params=0.0, optimizer=0.0, reference=0.0, name="node-a"):
     return RankNeed(rank, name, {target: int(size * GIB) for target, size in sizes.items()})
 
 
-def error_of(needs, facts=None, limit=None, **arguments):
+def error_of(needs, facts=None, limit=None):
     hosts = {} if facts is None else {"node-a": facts}
     with pytest.raises(HostBudgetError) as caught:
-        check_host_budget(needs, hosts, None if limit is None else int(limit * GIB), **arguments)
+        check_host_budget(needs, hosts, None if limit is None else int(limit * GIB))
     return str(caught.value)
 
 
@@ -63,15 +63,15 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         "",
         "  needed (GiB)      params     grads  optimizer_state  reference_weights     total",
         *[
-            f"  rank {rank}              3.00      0.00            17.25               3.00     23.25"
+            f"  rank {rank}              3.00         0            17.25               3.00     23.25"
             for rank in range(8)
         ],
-        "  all                24.00      0.00           138.00              24.00    186.00",
+        "  all                24.00         0           138.00              24.00    186.00",
         "",
         "  there is (GiB)",
         "        126.00  MemAvailable",
         "        100.00  free under the cgroup's limit",
-        "          0.06  memlock of each process",
+        "        0.0625  memlock of each process",
         "         -5.00  margin",
         "         95.00  can be had",
         "",
@@ -81,7 +81,8 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         "    frees 48.00 GiB, not enough alone: +policy.residency.table.generate.params=keep "
         "loss_fn.reference_policy_kl_penalty=0 (they stay on the GPU)",
         "    frees 24.00 GiB, not enough alone: loss_fn.reference_policy_kl_penalty=0 (no reference weights are kept)",
-        "    more ranks, by cluster.num_nodes: the distributed optimizer shards its state over them",
+        "    policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it "
+        "shards optimizer state over them",
     ]
 
 
@@ -109,13 +110,16 @@ def test_a_rank_may_not_exceed_the_recipes_limit_on_any_host():
     assert "there is" not in error
 
 
-def test_memlock_counts_only_where_it_binds():
-    facts = host(memlock=0.0625)
-    check_host_budget([need(optimizer=8)], {"node-a": facts}, None)
-    error = error_of([need(optimizer=8)], facts, memlock_binds=True)
-    assert "a process on node-a may lock 0.06 GiB (RLIMIT_MEMLOCK)" in error
-    assert "    ulimit -l unlimited, before the run starts" in error
-    check_host_budget([need(optimizer=8)], {"node-a": host(memlock=None)}, None, memlock_binds=True)
+def test_small_sizes_have_digits():
+    error = error_of([need(optimizer=0.00125)], limit=0.001)
+    assert error.startswith("Rank 0 needs 0.00125 GiB of host memory")
+    assert "  0.00025 GiB are missing; any of these helps" in error
+    assert "    frees 0.00125 GiB, enough: policy.offload_optimizer_for_refit=false" in error
+    assert "0.00 " not in error
+
+
+def test_memlock_does_not_count():
+    check_host_budget([need(optimizer=8)], {"node-a": host(memlock=0.0625)}, None)
 
 
 def test_the_error_survives_the_way_to_the_driver():

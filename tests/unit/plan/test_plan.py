@@ -7,7 +7,8 @@ from nemo_offload_rl.config.keys import schema_keys
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
-from nemo_offload_rl.plan.plan import GIB, residency_table, settings
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.units import GIB
 from tests.unit.config.conftest import CONFIGS
 
 
@@ -16,8 +17,8 @@ def policy_with(*overrides):
 
 
 def test_a_recipe_that_says_nothing_gets_the_default_table():
-    assert residency_table({}) == DEFAULT_TABLE
     plan = settings({})
+    assert plan.table == DEFAULT_TABLE
     assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
         (False, False, True, None, "auto")
     )
@@ -32,7 +33,7 @@ def test_the_exemplars_flags_write_what_the_default_table_has():
 
 
 def test_flags_write_cells_of_optimizer_state_and_nothing_else():
-    table = residency_table({"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True})
+    table = settings({"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True}).table
     changed = {
         (phase, target): table[phase][target]
         for phase in Phase

@@ -104,10 +104,26 @@ def test_grads_that_are_kept_stay_through_the_step():
 
 
 def test_seconds_follow_from_the_bytes_and_the_link():
-    slow, fast = make_plan({}), make_plan({"use_pinned_optimizer_offload": True})
-    assert (slow.link_bytes_per_s, fast.link_bytes_per_s) == (PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S)
+    pinned = {"use_pinned_optimizer_offload": True}
+    assert make_plan(pinned).link_bytes_per_s == make_plan({}).link_bytes_per_s == PCIE5_X16_BYTES_PER_S
     seconds = {transition.phase: transition.seconds for transition in rank_of({}, link_bytes_per_s=1e3).transitions}
     assert seconds == {LOGPROB: 2.0, TRAIN: 6.0, REFIT: 6.0, GENERATE: 2.0}
+
+
+def test_only_optimizer_state_is_slower_where_it_is_not_page_locked():
+    rank = rank_of({"use_pinned_optimizer_offload": False}, WITH_REFERENCE)
+    seconds = {
+        (transition.phase, traffic.target): traffic.seconds
+        for transition in rank.transitions
+        for traffic in transition.traffic
+    }
+    assert seconds == {
+        (LOGPROB, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
+        (LOGPROB, REFERENCE): 6000 / PCIE5_X16_BYTES_PER_S,
+        (TRAIN, OPTIMIZER): 6000 / PAGEABLE_BYTES_PER_S,
+        (REFIT, OPTIMIZER): 6000 / PAGEABLE_BYTES_PER_S,
+        (GENERATE, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
+    }
 
 
 def test_sft_sends_nothing_over_the_link():

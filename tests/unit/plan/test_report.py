@@ -45,9 +45,23 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
 
 def test_the_baseline_says_what_is_faster(capsys):
     text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "4")
-    assert "at 4 GB/s (pageable)" in text
-    assert "policy.use_pinned_optimizer_offload=true moves it many times faster" in text
-    assert row(text, "logprob to train")[-1] == "3.859"  # 15.4 GB
+    assert "What crosses the link in a step, at 4 GB/s (page-locked)," in text
+    assert "optimizer_state at 2 GB/s (pageable)" in text
+    assert "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link" in text
+    assert row(text, "logprob to train")[-1] == "7.719"  # 15.4 GB
+    assert row(text, "refit to generate")[-1] == "0.772"  # 3.1 GB of params
+
+
+def test_a_link_that_is_no_faster_than_pageable_copies_makes_no_difference(capsys):
+    text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "1")
+    assert "optimizer_state at 1 GB/s (pageable)" in text
+    assert "policy.use_pinned_optimizer_offload=true" not in text
+
+
+def test_sft_needs_no_host_memory_and_no_faster_way(capsys):
+    text = printed(capsys, str(CONFIGS / "sft_tiny_cpu.yaml"))
+    assert "Host memory: 0 GiB for the rank of a host." in text
+    assert "policy.use_pinned_optimizer_offload=true" not in text
 
 
 def test_json_has_every_stage_and_host(capsys):
@@ -90,6 +104,20 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
 def test_what_cannot_be_planned_is_one_error(capsys, arguments, message):
     assert main(["plan", BENCHMARK, *arguments]) == 2
     assert message in capsys.readouterr().err
+
+
+def test_a_model_of_unknown_sizes_still_has_a_table(capsys):
+    unknown = "policy.hf_config.model_type=opt"
+    assert main(["plan", BENCHMARK, unknown]) == 2
+    written = capsys.readouterr()
+    assert row(written.out, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
+    assert "optimizer_state in logprob: written by policy.offload_optimizer_for_logprob (" in written.out
+    assert "GiB" not in written.out
+    assert written.err.endswith("before it page-locks anything.\n")
+    assert main(["plan", BENCHMARK, unknown, "--json", "loss_fn.reference_policy_kl_penalty=0.0"]) == 2
+    plan = json.loads(capsys.readouterr().out)
+    assert plan["table"] == DEFAULT_TABLE
+    assert "stages" not in plan
 
 
 def test_a_model_folder_is_read(tmp_path, capsys):
