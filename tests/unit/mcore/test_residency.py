@@ -63,7 +63,7 @@ def test_the_pageable_way_changes_no_number_either(make_worker):
 def test_a_missing_wait_would_show(make_worker, monkeypatch):
     """The test above can fail: without the wait before the optimizer's step, the numbers differ."""
     plain = run_steps(make_worker(policy_of("bf16")), 2, visit_phases=False)
-    delay_moves(monkeypatch, seconds=0.5)
+    delay_moves(monkeypatch, seconds=1.5)
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
     for remove in worker._engine.hooks:
         remove()
