@@ -32,6 +32,10 @@ class Tenant:
     storage: torch.UntypedStorage
     tensors: Sequence[torch.Tensor]
 
+    def num_unknown_views(self) -> int:
+        """How many more tensors or graphs use the storage, which would go on doing so."""
+        return torch._C._storage_Use_Count(self.storage._cdata) - len(self.tensors) - 1  # one count is ours
+
 
 @dataclass(frozen=True)
 class Slot:

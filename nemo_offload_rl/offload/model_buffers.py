@@ -4,6 +4,7 @@ DistributedDataParallel of megatron-core keeps both in flat buffers; frozen para
 and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
 """
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -16,6 +17,8 @@ from nemo_offload_rl.offload.residency import Movable, Move, ResidencyError
 from nemo_offload_rl.offload.site import Site, Subject
 from nemo_offload_rl.offload.transfer import ChunkError, Mover
 from nemo_offload_rl.offload.types import Cell, ShardFacts, Target
+
+logger = logging.getLogger(__name__)
 
 
 def estimate_param_bytes(facts: ShardFacts) -> int:
@@ -119,8 +122,13 @@ class Params(Housed):
             MemoryError: the host has no room.
             torch.OutOfMemoryError: the GPU has none.
         """
-        if strays := self.strays():
-            self.housing.add_or_replace(_with_views(strays))
+        strays = self.strays()
+        if not strays:
+            return
+        # What something unknown looks into, such as a graph that is still alive, stays where it is.
+        tenants = [tenant for tenant in _with_views(strays) if not tenant.num_unknown_views()]
+        logger.info("%s: %d of %d tensors with new memory move along", self.housing.owner, len(tenants), len(strays))
+        self.housing.add_or_replace(tenants)
 
 
 def param_host_bytes(subject: Subject) -> int:

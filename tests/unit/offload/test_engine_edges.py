@@ -89,6 +89,21 @@ def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(en
     assert not engine.targets[Target.PARAMS].strays()
 
 
+def test_a_buffer_that_something_unknown_uses_stays(engines):
+    job = make_job()
+    job.model.register_buffer("scale", torch.ones(100))
+    engine = engines(job)
+    job.model.scale.data = torch.full((100,), 3.0)
+    inputs = torch.ones(2, 10, requires_grad=True)
+    product = nn.functional.linear(
+        inputs, job.model.scale.view(10, 10), torch.ones(10)
+    )  # keeps a view of its own making
+    engine.residency.enter(Phase.GENERATE)
+    assert job.model.scale.eq(3).all()
+    assert [name for name, _ in engine.targets[Target.PARAMS].strays()] == ["0..scale"]
+    product.sum().backward()
+
+
 def test_what_a_load_replaced_is_housed_when_asked(engines):
     job = make_job()
     engine = engines(job, ranges=small_chunks)
