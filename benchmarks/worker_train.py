@@ -15,22 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from model_shapes import QWEN2_1_5B
 from result_file import print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-
-QWEN2_1_5B = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-}
 
 
 def policy(seq_length: int) -> dict[str, Any]:

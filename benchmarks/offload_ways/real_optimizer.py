@@ -7,17 +7,8 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from model_shapes import QWEN2_1_5B
 
-QWEN2_1_5B: Mapping[str, Any] = {
-    "model_type": "qwen2",
-    "hidden_size": 1536,
-    "num_hidden_layers": 28,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 2,
-    "intermediate_size": 8960,
-    "tie_word_embeddings": True,
-    "vocab_size": 151936,
-}
 RECIPE = "examples/configs/grpo_math_1B_megatron.yaml"
 OVERRIDES = [
     "policy.max_total_sequence_length=512",

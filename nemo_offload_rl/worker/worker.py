@@ -283,8 +283,8 @@ class MegatronPolicyWorker:
             self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
         with step.eval_mode(self._state.model), self._measuring("logprobs"):
             outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
-        taken = self._taken.get("logprobs", 0.0)  # nothing is measured without a GPU
-        self._logprob_gib_per_token = max(self._logprob_gib_per_token, taken / tokens)
+        if "logprobs" in self._taken:  # nothing is measured without a GPU
+            self._logprob_gib_per_token = max(self._logprob_gib_per_token, self._taken["logprobs"] / tokens)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         values = [value for output in outputs for value in output]  # padded batches may end in filler rows

@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.offload.gpu_range import HostRange
 from nemo_offload_rl.offload.lanes import Lane
-from nemo_offload_rl.offload.types import Phase
+from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 from support.tiny import random_batch
 
@@ -64,6 +64,33 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
 
     monkeypatch.setattr(HostRange, "map", late_map)
     monkeypatch.setattr(Lane, "copy", late_copy)
+
+
+def saved_between_steps(
+    worker: MegatronPolicyWorker, folder: Path, *, offload: bool
+) -> tuple[dict[str, bytes], list[dict[str, Any]]]:
+    """Two steps, a checkpoint, two more: what the checkpoint holds, and what the later steps report.
+
+    Args:
+        worker: on one rank.
+        folder: of the checkpoint.
+        offload: visit the phases between the steps, and save while params and optimizer state are on the host, where
+            they have to be afterwards, too.
+    """
+    run_steps(worker, 2, visit_phases=offload)
+    if offload:
+        worker.offload_after_refit()
+    # megatron-core pads shards with uninitialised memory, which is filled in this mode.
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    try:
+        worker.save_checkpoint(str(folder), save_optimizer=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    if offload:
+        assert worker.residency.where(Target.PARAMS) is Cell.HOST
+        assert worker._engine.mapped_bytes == 0  # nothing came back for it
+    after = run_steps(worker, 2, visit_phases=offload)
+    return checkpoint_entries(folder), after
 
 
 def checkpoint_entries(folder: Path) -> dict[str, bytes]:

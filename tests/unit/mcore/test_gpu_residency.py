@@ -5,7 +5,7 @@ import os
 import megatron.core.optimizer
 import pytest
 import torch
-from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
+from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -122,19 +122,7 @@ def test_reference_weights_are_swapped_in_and_out(make_worker, monkeypatch):
 def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, monkeypatch, tmp_path, kind):
     def saved(name, offload):
         worker = make_worker(offloading(policy_of(kind, monkeypatch)))
-        run_steps(worker, 2, visit_phases=offload)
-        if offload:
-            worker.offload_after_refit()
-        torch.utils.deterministic.fill_uninitialized_memory = True
-        torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads with uninitialised memory
-        try:
-            worker.save_checkpoint(str(tmp_path / name), save_optimizer=True)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        if offload:
-            assert worker._engine.mapped_bytes == 0  # nothing came back for it
-        after = run_steps(worker, 2, visit_phases=offload)
-        return checkpoint_entries(tmp_path / name), after
+        return saved_between_steps(worker, tmp_path / name, offload=offload)
 
     plain, plain_after = saved("plain", offload=False)
     offloaded, offloaded_after = saved("offloaded", offload=True)

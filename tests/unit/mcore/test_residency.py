@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
-from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
+from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -105,20 +105,7 @@ def test_objects_and_addresses_stay(make_worker):
 def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, tmp_path, kind):
     def saved(name, offload):
         worker = make_worker(offloading(policy_of(kind)))
-        run_steps(worker, 2, visit_phases=offload)
-        if offload:
-            worker.offload_after_refit()
-        # megatron-core pads shards with uninitialised memory, which is filled in this mode.
-        torch.use_deterministic_algorithms(True)
-        try:
-            worker.save_checkpoint(str(tmp_path / name), save_optimizer=True)
-        finally:
-            torch.use_deterministic_algorithms(False)
-        if offload:
-            assert worker.residency.where(Target.PARAMS) is Cell.HOST  # it came back for nothing
-            assert worker._engine.mapped_bytes == 0
-        after = run_steps(worker, 2, visit_phases=offload)
-        return checkpoint_entries(tmp_path / name), after
+        return saved_between_steps(worker, tmp_path / name, offload=offload)
 
     plain, plain_after = saved("plain", offload=False)
     offloaded, offloaded_after = saved("offloaded", offload=True)
