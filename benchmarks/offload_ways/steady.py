@@ -120,8 +120,16 @@ class Queue:
         self._length = max(1, round(duration_s / self.one_s))
 
     def run(self, beside: Callable[[], None]) -> float:
-        """Seconds that the queue takes on the GPU while the caller does something else."""
+        """Seconds that the queue takes on the GPU while the caller does something else.
+
+        The same kernels run as long before, or clocks and temperature would tell what the GPU did last: a queue of
+        matrix products that followed an idle time was 4% faster than one that followed another queue.
+        """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        with torch.cuda.stream(self._stream):
+            for _ in range(self._length):
+                self._kernel()
         torch.cuda.synchronize()
         with torch.cuda.stream(self._stream):
             begin.record()

@@ -26,23 +26,26 @@ def checksums(worker: MegatronPolicyWorker) -> list[int]:
 def run_steps(
     worker: MegatronPolicyWorker, num_steps: int, *, visit_phases: bool, rows: int = 8
 ) -> list[dict[str, Any]]:
-    """What each step reports, with parameter checksums and the log-probs after it.
+    """What each step reports, with this rank's parameter checksums and log-probs after it.
 
     Args:
-        worker: on one rank.
+        worker: of this rank; call it on every rank.
         num_steps: optimizer steps.
         visit_phases: go through REFIT and GENERATE after each step, as a GRPO step does, before the log-probs.
-        rows: of a batch.
+        rows: of a batch, on each data-parallel rank.
     """
     reports = []
-    for seed in range(num_steps):
-        report = worker.train(random_batch(rows, seed=seed), NLLLoss(), gbs=rows, mbs=2)
+    ranks = worker.parallel_ranks()
+    dp_size = ranks["dp_size"]
+    for step in range(num_steps):
+        seed = step * dp_size + ranks["dp_rank"]
+        report = worker.train(random_batch(rows, seed=seed), NLLLoss(), gbs=rows * dp_size, mbs=2)
         report["checksums"] = checksums(worker)
         if visit_phases:
             worker.offload_before_refit()
             worker.offload_after_refit()
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
-        if visit_phases and seed % 3 == 2:
+        if visit_phases and step % 3 == 2:
             worker.residency.prefetch(Phase.TRAIN)
         reports.append(report)
     return reports

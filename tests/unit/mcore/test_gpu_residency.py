@@ -152,15 +152,16 @@ def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
 
 
 def test_a_worker_gives_all_its_memory_back(make_worker, monkeypatch):
-    make_worker(offloading(policy_of("fused_adam", monkeypatch))).shutdown()
-    torch.cuda.empty_cache()
-    before = torch.cuda.mem_get_info()[0]
-    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)
-    run_steps(worker, 1, visit_phases=True)
-    worker.residency.enter(Phase.GENERATE)
-    worker.shutdown()
-    assert PinnedArena.live_bytes() == 0
-    del worker
-    torch.cuda.empty_cache()
-    assert abs(torch.cuda.mem_get_info()[0] - before) < 256 * MIB
+    def free_after_a_life() -> int:
+        worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)
+        run_steps(worker, 1, visit_phases=True)
+        worker.residency.enter(Phase.GENERATE)
+        worker.shutdown()
+        assert PinnedArena.live_bytes() == 0
+        torch.cuda.empty_cache()
+        return torch.cuda.mem_get_info()[0]
+
+    # The first life loads kernels and takes workspaces, which stay with the process.
+    first = free_after_a_life()
+    assert first - free_after_a_life() < 64 * MIB
     make_worker()

@@ -1,0 +1,86 @@
+"""The residency engine on two GPUs, over NCCL: numbers compare exactly in every layout."""
+
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
+
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs"),
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {"distributed_data_parallel_config": OVERLAP},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "moe_ep2": {"expert_model_parallel_size": 2},
+}
+
+
+def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> list[dict[str, Any]]:
+    """What five steps report on this rank, with or without all phases between them and everything that moves late."""
+    from support.phases import delay_moves, run_steps
+
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+    hf_config = (TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3) | shape
+    overrides = dict(LAYOUTS[layout])
+    policy = tiny_policy(hf_config, "bfloat16")
+    ddp_config = policy["megatron_cfg"]["distributed_data_parallel_config"]
+    ddp_config.update(overrides.pop("distributed_data_parallel_config", {}))
+    policy["megatron_cfg"].update(overrides)
+    policy["use_pinned_optimizer_offload"] = offload
+    policy["residency"] = {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    worker = MegatronPolicyWorker(
+        policy,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=3,
+        init_reference_model=False,
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        if offload:
+            delay_moves(patch)
+        reports = run_steps(worker, 5, visit_phases=offload)
+    worker.shutdown()
+    return reports
+
+
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
+    free = iter(ports)
+    return {
+        layout: (
+            run(layout, rank, world_size, next(free), offload=False),
+            run(layout, rank, world_size, next(free), offload=True),
+        )
+        for layout in LAYOUTS
+    }
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, tuple[Any, Any]]]:
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=480)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_phases_between_steps_change_no_number(both, layout):
+    for rank, layouts in enumerate(both):
+        plain, offloaded = layouts[layout]
+        assert len(plain) == 5
+        assert offloaded == plain, f"rank {rank}"
