@@ -6,6 +6,7 @@ from typing import Any
 
 _TE = "needs Transformer Engine on a GPU"
 _GPU = "needs a GPU"
+_GRAPHS = "needs CUDA graphs of Transformer Engine"
 
 # Key below policy.megatron_cfg: the value that leaves it off, and why it cannot be on.
 OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
@@ -24,6 +25,9 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "use_fused_weighted_squared_relu": (False, _GPU),
     "use_te_activation_func": (False, _TE),
     "use_transformer_engine_op_fuser": (False, _TE),
+    "fine_grained_activation_offloading": (False, _TE),
+    "delay_offload_until_cuda_graph": (False, _GRAPHS),
+    "cuda_graph_impl": ("none", _GRAPHS),
     "optimizer.use_precision_aware_optimizer": (False, _TE),
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),

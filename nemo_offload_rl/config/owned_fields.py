@@ -20,10 +20,29 @@ _PRECISION = "follows from policy.precision; set that"
 _ITSELF = "is set by this package for the device it runs on; delete it"
 _FP8 = "fp8 is not supported here yet; leave it off"
 _FP4 = "fp4 is not supported here yet; leave it off"
-_GRAPHS = "CUDA graphs are not supported here yet; leave them off"
+_OTHER_GRAPHS = (
+    "only graphs of Transformer Engine are captured here: local ones are captured outside the training step, and a "
+    "full_iteration fixes the number of micro-batches; use transformer_engine or none"
+)
+_OLD_GRAPH_SWITCH = (
+    "is megatron-core's old name; set policy.megatron_cfg.cuda_graph_impl to transformer_engine, and delete it"
+)
+_OLD_GRAPH_SCOPE = "is megatron-core's old name; list them in policy.megatron_cfg.cuda_graph_modules, and delete it"
+_INFERENCE_GRAPHS = (
+    "generation captures no graphs here; leave it at null (policy.megatron_cfg.cuda_graph_modules is of training)"
+)
+_OPTIMIZER_GRAPHS = (
+    "the optimizer's step is not captured here; leave it off (policy.megatron_cfg.cuda_graph_modules has what is)"
+)
 _CP = "context parallelism is not supported here yet; leave it at 1 and off"
-_CPU_OFFLOADING = "megatron-core's layer-wise cpu_offloading is not supported here; leave it off"
-_ACTIVATIONS = "activation offloading is not supported here yet; leave it off"
+_CPU_OFFLOADING = (
+    "megatron-core's layer-wise cpu_offloading is not supported here; leave it off, and use "
+    "policy.megatron_cfg.fine_grained_activation_offloading"
+)
+_PAGED_STASH = (
+    "megatron-core's paged stash is not supported here; leave it off, and name expert_fc1 and moe_act in "
+    "policy.megatron_cfg.offload_modules"
+)
 _MTP = "multi-token prediction is not supported here; leave it off"
 _FSDP = "Megatron-FSDP is not supported here; leave it off"
 _CPU_OPTIMIZER = "the CPU optimizer is not supported here yet; leave it off"
@@ -88,10 +107,10 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "quant_recipe": Owned((None,), _FP8),
         "use_kitchen": Owned(OFF, _FP8),
         # CUDA graphs.
-        "cuda_graph_impl": Owned(("none",), _GRAPHS),
-        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), Owned(OFF, _GRAPHS)),
-        "cuda_graph_scope": Owned((None,), _GRAPHS),
-        "inference_cuda_graph_scope": Owned((None, "none"), _GRAPHS),
+        "cuda_graph_impl": Owned(("none", "transformer_engine"), _OTHER_GRAPHS),
+        **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), Owned(OFF, _OLD_GRAPH_SWITCH)),
+        "cuda_graph_scope": Owned((None,), _OLD_GRAPH_SCOPE),
+        "inference_cuda_graph_scope": Owned((None, "none"), _INFERENCE_GRAPHS),
         # Parallelism.
         "context_parallel_size": Owned((1,), _CP),
         "hierarchical_context_parallel_sizes": Owned((None,), _CP),
@@ -107,11 +126,9 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
             Owned(OFF, _NOT_HERE),
         ),
         # Offloading.
-        "fine_grained_activation_offloading": Owned((False,), _ACTIVATIONS),
-        "delay_offload_until_cuda_graph": Owned(OFF, _ACTIVATIONS),
         "cpu_offloading": Owned(OFF, _CPU_OFFLOADING),
         "cpu_offloading_num_layers": Owned((0,), _CPU_OFFLOADING),
-        "moe_paged_stash": Owned(OFF, _ACTIVATIONS),
+        "moe_paged_stash": Owned(OFF, _PAGED_STASH),
         # Features of other kinds.
         "mtp_num_layers": Owned((0, None), _MTP),
         "mtp_enabled": Owned(OFF, _MTP),
@@ -129,7 +146,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "optimizer_cpu_offload": Owned((False,), _CPU_OPTIMIZER),
         "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
         "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
-        "optimizer_cuda_graph": Owned(OFF, _GRAPHS),
+        "optimizer_cuda_graph": Owned(OFF, _OPTIMIZER_GRAPHS),
         "overlap_param_gather": Owned(
             (), "is set in policy.megatron_cfg.distributed_data_parallel_config; delete it here"
         ),

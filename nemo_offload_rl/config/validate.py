@@ -67,8 +67,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
         found.add(path, message)
     for path, message in _megatron_problems(screened.config, schema):
         found.add(path, message)
-    for path, message in _broken(RULES, screened.config, found):
-        found.add(path, message)
+    found.add_broken(_broken(RULES, screened.config, found))
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
@@ -78,7 +77,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
 
 
 class _Findings:
-    """The problems of a recipe so far; one a key, the first."""
+    """The problems of a recipe so far."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -95,11 +94,22 @@ class _Findings:
         ]
 
     def add(self, path: str, message: str) -> None:
+        """A problem of a key that had none yet."""
         if path not in self._paths:
-            self._paths.add(path)
-            written = self._recipe.written.get(path)
-            source = f" (from {written!r})" if written and "found" in message else ""
-            self.problems.append(Problem(path, self._recipe.origin(path), message + source))
+            self._append(path, message)
+
+    def add_broken(self, broken: list[tuple[str, str]]) -> None:
+        """What the rules say, also several of one key; nothing of a key that had a problem before."""
+        with_problem = frozenset(self._paths)
+        for path, message in dict.fromkeys(broken):
+            if path not in with_problem:
+                self._append(path, message)
+
+    def _append(self, path: str, message: str) -> None:
+        self._paths.add(path)
+        written = self._recipe.written.get(path)
+        source = f" (from {written!r})" if written and "found" in message else ""
+        self.problems.append(Problem(path, self._recipe.origin(path), message + source))
 
     def written_at(self, path: str) -> Origin:
         """Where a key was written."""
@@ -225,6 +235,8 @@ def _describe(schema: type, path: str, value: Any, error: dict[str, Any]) -> str
     if kind not in _EXPECTED:
         return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
     hint = "; write it without quotes" if _is_quoted(kind, value) else ""
+    if kind == "list_type" and isinstance(value, str):
+        hint = f"; write [{value}]"
     return f"must be {_EXPECTED[kind]}; {found}{hint}"
 
 
@@ -269,7 +281,7 @@ def _megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[s
                 yield path, f"{refusal}; found {show(value)}"
 
 
-def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> Iterator[tuple[str, str]]:
+def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> list[tuple[str, str]]:
     """What the rules say, of those whose keys are there and without problems."""
     broken: list[tuple[str, str]] = []
     for rule in rules:
@@ -289,7 +301,7 @@ def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> 
                 broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
             elif verdict is not None:
                 broken.append(verdict)
-    yield from broken
+    return broken
 
 
 _ABSENT = object()

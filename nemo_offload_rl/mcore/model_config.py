@@ -178,6 +178,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "autocast_dtype": dtype,
         "pipeline_dtype": dtype,
         "mtp_num_layers": cfg.get("mtp_num_layers") or None,
+        "use_te_rng_tracker": cfg["cuda_graph_impl"] != "none",
         "seq_length": policy["max_total_sequence_length"],
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
     }

@@ -89,7 +89,8 @@ def initialize(
         expert_model_parallel_size=sizes.expert,
         expert_tensor_parallel_size=sizes.expert_tensor,
     )
-    model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker)
+    # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
     # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
     init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
     return device

@@ -75,6 +75,8 @@ class Architecture:
     linear_bias: bool
     qk_norm: bool
     num_experts: int | None
+    experts_per_token: int | None
+    """That a token is routed to."""
 
 
 def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
@@ -135,4 +137,5 @@ def _read(family: Family, kind: str, hf_config: Mapping[str, Any], megatron_cfg:
         linear_bias=overridden("add_bias_linear", linear_bias),
         qk_norm=overridden("qk_layernorm", family.qk_norm),
         num_experts=optional("num_local_experts", None) or field("num_experts") if family.experts else None,
+        experts_per_token=overridden("moe_router_topk", field("num_experts_per_tok")) if family.experts else None,
     )

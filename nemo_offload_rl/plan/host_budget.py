@@ -15,6 +15,10 @@ LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
 _PARAMS_STAY = "+policy.residency.table.generate.params=keep"
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
+_LESS_ACTIVATIONS = (
+    "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules (so much at "
+    "most; activations that do not fit stay on the GPU)"
+)
 _MORE_RANKS = (
     "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
     "optimizer state over them"
@@ -53,16 +57,18 @@ class RankNeed:
         rank: of the worker group.
         host: what tells the machine from all others; hostnames may not.
         target_bytes: page-locked or not.
+        activation_bytes: for activations between forward and backward pass.
     """
 
     rank: int
     host: str
     target_bytes: Mapping[Target, int]
+    activation_bytes: int = 0
 
     @property
     def total_bytes(self) -> int:
         """All of it."""
-        return sum(self.target_bytes.values())
+        return sum(self.target_bytes.values()) + self.activation_bytes
 
 
 class HostBudgetError(ValueError):
@@ -142,14 +148,20 @@ def _error(
 
 
 def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
-    """What each rank needs of each target, in GiB."""
-    widths = [max(len(target), 8) for target in Target]
-    names = [f"{target:>{width}}" for target, width in zip(Target, widths, strict=True)]
+    """What each rank needs of each target, and of activations where any rank does, in GiB."""
+    with_activations = any(need.activation_bytes for need in needs)
+    columns = [*Target, "activations"] if with_activations else list(Target)
+    widths = [max(len(column), 8) for column in columns]
+    names = [f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)]
     yield "  " + "  ".join([f"{'needed (GiB)':<14}", *names, f"{'total':>8}"])
-    for need in needs:
-        yield _row(f"rank {need.rank}", [_bytes_of(need, target) for target in Target], widths)
+    rows = [
+        [_bytes_of(need, target) for target in Target] + ([need.activation_bytes] if with_activations else [])
+        for need in needs
+    ]
+    for need, row in zip(needs, rows, strict=True):
+        yield _row(f"rank {need.rank}", row, widths)
     if len(needs) > 1:
-        yield _row("all", [sum(_bytes_of(need, target) for need in needs) for target in Target], widths)
+        yield _row("all", [sum(sizes) for sizes in zip(*rows, strict=True)], widths)
 
 
 def _row(label: str, sizes: Sequence[int], widths: Sequence[int]) -> str:
@@ -178,6 +190,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     )
     freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU)": optimizer}
     freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
+    freed[_LESS_ACTIVATIONS] = sum(need.activation_bytes for need in needs)
     # Params have host memory for the swap with reference weights, too.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0

@@ -163,15 +163,16 @@ def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architect
             raise ValueError(f"{key} is {ranks}, which does not divide the {size} rows of the model's {name}.")
 
 
-def _num_layers(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> int:
-    """As megatron-core's `get_num_layers_to_build`, over all virtual stages."""
+def num_layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> int:
+    """Layers of a pipeline stage, over all its virtual stages; as megatron-core's `get_num_layers_to_build`."""
+    num_stages = cfg["pipeline_model_parallel_size"]
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
     if stage == 0 and first is not None:
         return int(first)
-    if stage == sizes.pipeline - 1 and last is not None:
+    if stage == num_stages - 1 and last is not None:
         return int(last)
     rest = architecture.num_layers - (first or 0) - (last or 0)
-    return rest // (sizes.pipeline - (first is not None) - (last is not None))
+    return int(rest // (num_stages - (first is not None) - (last is not None)))
 
 
 def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> Iterator[_Weight]:
@@ -181,7 +182,7 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, 
     is_first, is_last = stage == 0, stage == sizes.pipeline - 1
     if is_first:
         yield embedding
-    for _ in range(_num_layers(architecture, sizes, cfg, stage)):
+    for _ in range(num_layers_of_stage(architecture, cfg, stage)):
         yield from _layer_weights(architecture, sizes)
     if is_last:
         yield _Weight(hidden)  # the last norm

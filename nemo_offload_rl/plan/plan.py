@@ -6,12 +6,17 @@ from typing import Any
 
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
 from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, ShardFacts, Table, Target
+from nemo_offload_rl.plan.activations import ActivationSettings, ModuleBytes
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.plan.units import GIB
 
 # Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
 # H200 (64 GB/s less the protocol's overhead); and copies of single tensors from and to pageable memory.
 PCIE5_X16_BYTES_PER_S = 55e9
 PAGEABLE_BYTES_PER_S = 2e9
+
+# What megatron-core's TransformerConfig has where a recipe says nothing.
+_ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
 
 @dataclass(frozen=True)
@@ -39,6 +44,23 @@ class Transition:
 
 
 @dataclass(frozen=True)
+class RankActivations:
+    """The activations that leave one rank of a pipeline stage in a training step.
+
+    Attributes:
+        facts: what the rest follows from.
+        modules: what leaves of each, in the order of a forward pass.
+        needed_bytes: host memory for all that is in flight at the worst time.
+        slab_bytes: host memory that is taken: the same, or the recipe's limit.
+    """
+
+    facts: ActivationFacts
+    modules: Mapping[str, ModuleBytes]
+    needed_bytes: int
+    slab_bytes: int
+
+
+@dataclass(frozen=True)
 class RankPlan:
     """What one rank of a pipeline stage holds, in bytes.
 
@@ -49,6 +71,7 @@ class RankPlan:
         gpu_bytes: for each phase of the step's cycle, what of each target is on the GPU.
         host_bytes: host memory that each target needs.
         transitions: the changes of phase, in the order of a step.
+        activations: None where they stay on the GPU.
     """
 
     stage: int
@@ -57,6 +80,17 @@ class RankPlan:
     gpu_bytes: Mapping[Phase, Mapping[Target, int]]
     host_bytes: Mapping[Target, int]
     transitions: tuple[Transition, ...]
+    activations: RankActivations | None = None
+
+    @property
+    def activation_bytes(self) -> int:
+        """Host memory for activations."""
+        return 0 if self.activations is None else self.activations.slab_bytes
+
+    @property
+    def total_host_bytes(self) -> int:
+        """All host memory that the rank needs."""
+        return sum(self.host_bytes.values()) + self.activation_bytes
 
 
 @dataclass(frozen=True)
@@ -73,6 +107,7 @@ class OffloadPlan:
         host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
         numa: "auto", "none" or the number of a node.
         link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
+        activations: what activation offloading is to do; None where it is off.
         ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
     """
 
@@ -84,6 +119,7 @@ class OffloadPlan:
     host_memory_limit_bytes: int | None
     numa: str | int
     link_bytes_per_s: float
+    activations: ActivationSettings | None = None
     ranks: tuple[RankPlan, ...] = ()
 
     def bytes_per_s(self, target: Target) -> float:
@@ -96,7 +132,7 @@ class OffloadPlan:
     def largest_rank(self) -> RankPlan:
         """The rank that needs most host memory; of those that need the same, the one that holds most."""
         assert self.ranks, "the plan was made without the model's sizes"
-        return max(self.ranks, key=lambda rank: (sum(rank.host_bytes.values()), sum(rank.target_bytes.values())))
+        return max(self.ranks, key=lambda rank: (rank.total_host_bytes, sum(rank.target_bytes.values())))
 
 
 def settings(policy: Mapping[str, Any]) -> OffloadPlan:
@@ -114,6 +150,23 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         numa=policy["numa"] if "numa" in policy else "auto",
         link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
+        activations=_activation_settings(policy),
+    )
+
+
+def _activation_settings(policy: Mapping[str, Any]) -> ActivationSettings | None:
+    cfg = policy["megatron_cfg"] if "megatron_cfg" in policy else {}
+    if "fine_grained_activation_offloading" not in cfg or not cfg["fine_grained_activation_offloading"]:
+        return None
+    section = policy["activation_offload"] if "activation_offload" in policy else {}
+    limit = section["host_memory_limit_gib"] if "host_memory_limit_gib" in section else None
+    fraction, smallest = "activation_offload_fraction", "min_offloaded_tensor_size"
+    return ActivationSettings(
+        modules=tuple(cfg["offload_modules"]),
+        fraction=cfg[fraction] if fraction in cfg else _ALL_GROUPS,
+        min_elements=cfg[smallest] if smallest in cfg else _MIN_OFFLOADED_ELEMENTS,
+        host_memory_limit_bytes=None if limit is None else int(limit * GIB),
+        strict="strict" in section and section["strict"],
     )
 
 

@@ -5,9 +5,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Table, Target
+from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.activations import ActivationSettings, module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
-from nemo_offload_rl.plan.plan import OffloadPlan, RankPlan, Traffic, Transition, settings
+from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
 # The phases of an algorithm's step, in their order.
 CYCLES: Mapping[str, tuple[Phase, ...]] = {
@@ -20,6 +23,7 @@ def make_plan(
     policy: Mapping[str, Any],
     facts: Sequence[ShardFacts] = (),
     *,
+    activations: Sequence[ActivationFacts] = (),
     cycle: Sequence[Phase] = CYCLES["grpo"],
     link_bytes_per_s: float | None = None,
 ) -> OffloadPlan:
@@ -28,14 +32,29 @@ def make_plan(
     Args:
         policy: the recipe's section.
         facts: what one rank of each pipeline stage holds; without, the plan has no sizes.
+        activations: what one rank of each pipeline stage computes on; read where activations are offloaded.
         cycle: the phases of a step in their order.
         link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
     """
     plan = settings(policy)
     if link_bytes_per_s is not None:
         plan = dataclasses.replace(plan, link_bytes_per_s=link_bytes_per_s)
-    return dataclasses.replace(
-        plan, ranks=tuple(_rank_plan(plan, stage, shard, cycle) for stage, shard in enumerate(facts))
+    ranks = tuple(_rank_plan(plan, stage, shard, cycle) for stage, shard in enumerate(facts))
+    if plan.activations is not None and ranks:
+        ranks = tuple(
+            dataclasses.replace(rank, activations=rank_activations(shard, plan.activations))
+            for rank, shard in zip(ranks, activations, strict=True)
+        )
+    return dataclasses.replace(plan, ranks=ranks)
+
+
+def rank_activations(facts: ActivationFacts, settings: ActivationSettings) -> RankActivations:
+    """The activations that leave one rank, and their host memory."""
+    return RankActivations(
+        facts=facts,
+        modules=module_bytes(facts, settings),
+        needed_bytes=needed_slab_bytes(facts, settings),
+        slab_bytes=slab_bytes(facts, settings),
     )
 
 
@@ -69,13 +88,14 @@ def plan_run(
         HostBudgetError: a rank needs more host memory than the recipe's limit.
     """
     policy, cluster = config["policy"], config["cluster"]
-    facts = shard_facts(
-        hf_config,
+    world_size = cluster["gpus_per_node"] * cluster["num_nodes"]
+    plan = make_plan(
         policy,
-        world_size=cluster["gpus_per_node"] * cluster["num_nodes"],
-        keeps_reference=keeps_reference(config),
+        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=keeps_reference(config)),
+        activations=activation_facts(hf_config, policy, world_size=world_size),
+        cycle=CYCLES[algorithm],
+        link_bytes_per_s=link_bytes_per_s,
     )
-    plan = make_plan(policy, facts, cycle=CYCLES[algorithm], link_bytes_per_s=link_bytes_per_s)
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs)
@@ -94,9 +114,10 @@ def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> lis
     world_size = ranks_per_host * num_hosts
     assert world_size % len(plan.ranks) == 0, "the plan is of another world size"
     ranks_per_stage = world_size // len(plan.ranks)
+    stages = [plan.ranks[rank // ranks_per_stage] for rank in range(world_size)]
     return [
-        RankNeed(rank, f"host {rank // ranks_per_host}", plan.ranks[rank // ranks_per_stage].host_bytes)
-        for rank in range(world_size)
+        RankNeed(rank, f"host {rank // ranks_per_host}", stage.host_bytes, stage.activation_bytes)
+        for rank, stage in enumerate(stages)
     ]
 
 

@@ -1,5 +1,6 @@
 """What `nemo-offload-rl plan` prints of an `OffloadPlan`: tables, or the same as JSON."""
 
+import dataclasses
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,10 +11,11 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nemo_offload_rl.offload.types import Phase, Target
+from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
-from nemo_offload_rl.plan.plan import OffloadPlan, RankPlan
+from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
-from nemo_offload_rl.plan.units import show_gib
+from nemo_offload_rl.plan.units import MIB, show_gib
 
 GB = 1e9
 # rich takes 80 columns where there is no terminal; the tables need more.
@@ -85,7 +87,7 @@ def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMem
     yield _memory(rank, of_several=len(plan.ranks) > 1)
     for other in plan.ranks:
         if other is not rank:
-            size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(_host_total(other))
+            size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(other.total_host_bytes)
             holds = f"holds {size} GiB, {on_host} GiB on the host"
             yield Text(f"  a rank of pipeline stage {other.stage} {holds}", style="dim")
     yield ""
@@ -94,6 +96,9 @@ def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMem
         remedy = "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link, too"
         yield Text(f"  {remedy}", style="dim")
     yield ""
+    if rank.activations is not None:
+        yield from _activations(rank.activations, plan)
+        yield ""
     yield from _hosts(run.needs, here)
 
 
@@ -117,6 +122,7 @@ def _settings_json(plan: OffloadPlan) -> dict[str, Any]:
         "numa": plan.numa,
         "host_memory_limit_bytes": plan.host_memory_limit_bytes,
         "link_bytes_per_s": plan.link_bytes_per_s,
+        "activations": None if plan.activations is None else vars(plan.activations),
         "bytes_per_s": {target: plan.bytes_per_s(target) for target in Target},
     }
 
@@ -137,6 +143,7 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
             }
             for transition in rank.transitions
         ],
+        "activations": None if rank.activations is None else dataclasses.asdict(rank.activations),
     }
 
 
@@ -175,9 +182,13 @@ def _memory(rank: RankPlan, of_several: bool) -> RichTable:
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
+    if rank.activations is not None:
+        table.add_row("activations", "", *("" for _ in rank.gpu_bytes), show_gib(rank.activation_bytes))
     table.add_section()
     totals = [sum(cells.values()) for cells in rank.gpu_bytes.values()]
-    table.add_row("all", show_gib(sum(rank.target_bytes.values())), *map(show_gib, totals), show_gib(_host_total(rank)))
+    table.add_row(
+        "all", show_gib(sum(rank.target_bytes.values())), *map(show_gib, totals), show_gib(rank.total_host_bytes)
+    )
     return table
 
 
@@ -200,6 +211,53 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
     table.add_section()
     table.add_row("a step", "", show_gib(out), show_gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
     return table
+
+
+def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[RenderableType]:
+    """Bytes alone: whether the link is fast enough depends on the time of a forward pass, which is not known here."""
+    facts, modules = activations.facts, activations.modules
+    speed = f"{plan.link_bytes_per_s / GB:g} GB/s"
+    title = f"Activations that leave one rank: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
+    in_flight = f"{facts.num_chunks_in_flight / facts.num_model_chunks:g} of them in flight"
+    table = _new_table(
+        f"{title}\n{in_flight}",
+        "module",
+        "MiB a layer",
+        "in flight GiB",
+        "host memory GiB",
+        f"seconds a micro-batch each way at {speed}",
+    )
+    for name, module in modules.items():
+        seconds = _seconds(module.micro_batch / plan.link_bytes_per_s)
+        table.add_row(name, f"{module.distinct / MIB:.1f}", show_gib(module.in_flight), "", seconds)
+    table.add_section()
+    total = {field: sum(getattr(module, field) for module in modules.values()) for field in ("distinct", "in_flight")}
+    table.add_row(
+        "all",
+        f"{total['distinct'] / MIB:.1f}",
+        show_gib(total["in_flight"]),
+        show_gib(activations.slab_bytes),
+        _seconds(sum(module.micro_batch for module in modules.values()) / plan.link_bytes_per_s),
+    )
+    yield table
+    for line in _remarks(activations):
+        yield Text(f"  {line}", style="dim")
+
+
+def _remarks(activations: RankActivations) -> Iterator[str]:
+    for name, module in activations.modules.items():
+        if not module.saved:
+            yield f"{name} keeps nothing of its own on this model, or only tensors below min_offloaded_tensor_size"
+        if module.held:
+            yield f"{module.held / MIB:.1f} MiB a layer of {name} stay on the GPU, too, unless attn_proj is offloaded"
+    if activations.slab_bytes < activations.needed_bytes:
+        needed = show_gib(activations.needed_bytes)
+        yield (
+            f"policy.activation_offload.host_memory_limit_gib is below the {needed} GiB that all in flight may take: "
+            "what does not fit stays on the GPU"
+        )
+    elif activations.facts.is_moe:
+        yield f"host memory is for {EXPERT_LOAD_FACTOR:g} times the average load of experts"
 
 
 def _moves_optimizer_state(rank: RankPlan) -> bool:
@@ -229,10 +287,6 @@ def _per_host(needs: Sequence[RankNeed]) -> dict[str, int]:
 
 def _most_needed(needs: Sequence[RankNeed]) -> int:
     return max(_per_host(needs).values())
-
-
-def _host_total(rank: RankPlan) -> int:
-    return sum(rank.host_bytes.values())
 
 
 def _new_table(title: str, first: str, *columns: str) -> RichTable:

@@ -1,6 +1,6 @@
 """Sizes of memory as people read them."""
 
-GIB = 1 << 30
+MIB, GIB = 1 << 20, 1 << 30
 
 
 def show_gib(nbytes: int) -> str:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 
 from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.offload.attach import Engine, attach, needed_host_bytes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.site import Options
@@ -35,7 +36,9 @@ def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
     return binding
 
 
-def make_engine(state: TrainingState, plan: OffloadPlan, *, node: int | None, keep_reference: bool) -> Engine:
+def make_engine(
+    state: TrainingState, plan: OffloadPlan, *, node: int | None, keep_reference: bool, activation_bytes: int
+) -> Engine:
     """Attach the engine to a rank's model and optimizer; collective over all ranks.
 
     Args:
@@ -43,6 +46,7 @@ def make_engine(state: TrainingState, plan: OffloadPlan, *, node: int | None, ke
         plan: what the recipe asks for.
         node: the NUMA node whose memory is preferred.
         keep_reference: whether the weights of now are kept as the reference policy.
+        activation_bytes: host memory that the activations will take; it counts against the budget.
 
     Raises:
         HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
@@ -52,32 +56,50 @@ def make_engine(state: TrainingState, plan: OffloadPlan, *, node: int | None, ke
     # Tensor by tensor it is pageable memory, of the same size.
     counted = dataclasses.replace(options, pinned_optimizer_state=True)
     need = needed_host_bytes(state.model, state.optimizer, table=plan.table, options=counted)
-    _require_host_memory(need, plan.host_memory_limit_bytes)
+    _require_host_memory(need, activation_bytes, plan.host_memory_limit_bytes)
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
 
 
-def _require_host_memory(need: dict[Target, int], limit_bytes: int | None) -> None:
+def make_graphs(state: TrainingState, engine: Engine) -> StepGraphs:
+    """The CUDA graphs that the model was built for, to be captured when nothing moves."""
+    if state.config.cuda_graph_impl == "none" or state.optimizer is None:
+        return NoCudaGraphs()
+
+    def settle() -> None:
+        engine.writable()
+        engine.residency.wait_until_released()
+
+    return CudaGraphs(
+        state.model,
+        state.config,
+        state.optimizer,
+        warmup_steps=state.config.cuda_graph_warmup_steps,
+        settle=settle,
+    )
+
+
+def _require_host_memory(need: dict[Target, int], activation_bytes: int, limit_bytes: int | None) -> None:
     """Every rank learns what all ranks need and what their hosts have, and comes to the same answer."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everybody = [(need, host_facts())] * world_size
+    everybody = [(need, activation_bytes, host_facts())] * world_size
     torch.distributed.all_gather_object(everybody, everybody[rank])
     check_ranks(everybody, limit_bytes)
 
 
-def check_ranks(ranks: Sequence[tuple[dict[Target, int], HostFacts]], limit_bytes: int | None) -> None:
+def check_ranks(ranks: Sequence[tuple[dict[Target, int], int, HostFacts]], limit_bytes: int | None) -> None:
     """Refuse ranks whose hosts cannot hold what they need.
 
     Args:
-        ranks: of each rank, the bytes that its targets need, and what it knows of its host.
+        ranks: of each rank, the bytes that its targets and its activations need, and what it knows of its host.
         limit_bytes: the recipe's limit for one rank; None for none.
 
     Raises:
         HostBudgetError: see `check_host_budget`.
     """
     # Copies of an image share a hostname, containers of one machine its boot.
-    machines = [f"{facts.hostname} {facts.boot_id}" for _, facts in ranks]
-    needs = [RankNeed(rank, machines[rank], need) for rank, (need, _) in enumerate(ranks)]
+    machines = [f"{facts.hostname} {facts.boot_id}" for _, _, facts in ranks]
+    needs = [RankNeed(rank, machines[rank], need, nbytes) for rank, (need, nbytes, _) in enumerate(ranks)]
     # The least that any rank of a host sees: containers of one host may have limits of their own.
-    most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][1]))
-    check_host_budget(needs, {machines[rank]: ranks[rank][1] for rank in most_first}, limit_bytes)
+    most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][2]))
+    check_host_budget(needs, {machines[rank]: ranks[rank][2] for rank in most_first}, limit_bytes)

@@ -13,20 +13,14 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
-from nemo_offload_rl.mcore.microbatches import (
-    MicroBatch,
-    pack_bins,
-    packed_microbatches,
-    padded_length,
-    padded_microbatches,
-    with_length,
-)
-from nemo_offload_rl.mcore.model_config import packs, parallel_sizes
+from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
-from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine
+from nemo_offload_rl.worker.activations import Activations, activation_bytes
+from nemo_offload_rl.worker.batching import MicroBatcher
+from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
 
 logger = logging.getLogger(__name__)
 
@@ -85,13 +79,20 @@ class MegatronPolicyWorker:
             seed=seed,
             te_rng_tracker=config["megatron_cfg"]["cuda_graph_impl"] != "none",
         )
-        try:
+        with contextlib.ExitStack() as undo:
+            undo.callback(parallel.destroy)
             self._state = build(config, seed=seed, init_optimizer=init_optimizer)
-            self._engine = make_engine(self._state, plan, node=binding.node, keep_reference=init_reference_model)
-        except BaseException:
-            parallel.destroy()
-            raise
+            nbytes = activation_bytes(config, plan, world_size=world_size)
+            self._engine = make_engine(
+                self._state, plan, node=binding.node, keep_reference=init_reference_model, activation_bytes=nbytes
+            )
+            undo.callback(self._engine.close)
+            self.activations = Activations(self._state, plan, self._engine, nbytes)
+            undo.callback(self.activations.close)
+            self.graphs = make_graphs(self._state, self._engine)
+            undo.pop_all()
         self.residency = self._engine.residency
+        self._batcher = MicroBatcher(config, self.device)
         self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Cell.KEEP
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
@@ -134,36 +135,6 @@ class MegatronPolicyWorker:
             "pp_rank": mpu.get_pipeline_model_parallel_rank(),
             "pp_size": mpu.get_pipeline_model_parallel_world_size(),
         }
-
-    # --- batches ----------------------------------------------------------------------------------------------------
-
-    def _common(self, value: int) -> int:
-        """The largest of the data-parallel ranks' values: they pad, and count micro-batches, alike."""
-        held = torch.tensor([value], device=self.device)
-        torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
-        return int(held.item())
-
-    def _microbatches(
-        self, data: BatchedData, mbs: int, row_tokens: int | None
-    ) -> tuple[list[MicroBatch], list[list[int]] | None]:
-        """Micro-batches of this rank's rows, and for packed ones the rows in each."""
-        divisible_by = self._config["make_sequence_length_divisible_by"]
-        longest = int(data["input_lengths"].max())
-        length = padded_length(self._common(longest), divisible_by, self._config["max_total_sequence_length"])
-        data = with_length(data, length)
-        if row_tokens is None:
-            return padded_microbatches(data.to(self.device), mbs), None  # one copy of each field, not of each cut
-        lengths = [padded_length(n, divisible_by, length) for n in data["input_lengths"].tolist()]
-        bins = pack_bins(lengths, row_tokens)
-        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)))
-        packing = self._config["sequence_packing"]
-        batches = packed_microbatches(
-            data, bins, divisible_by=divisible_by, row_divisible_by=packing["sequence_length_round"]
-        )
-        return batches, bins
-
-    def _row_tokens(self, key: str) -> int | None:
-        return self._config["sequence_packing"][key] if packs(self._config) else None  # type: ignore[literal-required]
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -214,10 +185,13 @@ class MegatronPolicyWorker:
         try:
             for chunk in data.chunks(local):
                 counts = step.global_counts(chunk, self.device)
-                batches, _ = self._microbatches(chunk, mbs, self._row_tokens("train_mb_tokens"))
-                result = step.train_step(
-                    self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
-                )
+                batches, _ = self._batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
+                with self.graphs.step(batches), self.activations.step():
+                    result = step.train_step(
+                        self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+                    )
+                if self.graphs.fixed_shapes:
+                    result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
                 self._count_skipped(result)
                 results.append(result)
                 num_microbatches += len(batches)
@@ -247,7 +221,7 @@ class MegatronPolicyWorker:
         """Loss and metrics over this data-parallel rank's rows, forward only; equal on every rank."""
         self.prepare_for_lp_inference()
         counts = step.global_counts(data, self.device)
-        batches, _ = self._microbatches(data, mbs, self._row_tokens("train_mb_tokens"))
+        batches, _ = self._batcher.cut(data, mbs, "train_mb_tokens")
         with step.eval_mode(self._state.model):
             result = step.evaluate(
                 self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
@@ -275,7 +249,7 @@ class MegatronPolicyWorker:
             return BatchedData(reference_logprobs=self._logprobs(data, mbs))
 
     def _logprobs(self, data: BatchedData, mbs: int, *, prefetch: bool = False) -> torch.Tensor:
-        batches, bins = self._microbatches(data, mbs, self._row_tokens("logprob_mb_tokens"))
+        batches, bins = self._batcher.cut(data, mbs, "logprob_mb_tokens")
         tokens = batches[0].tokens.numel()
         if prefetch and self._logprob_gib_per_token:  # known from the first pass on
             # Optimizer state comes back beside the pass, if there is room for both.
@@ -355,6 +329,7 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
         """
+        self.graphs.delete()
         self._engine.writable()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
         self._engine.house_new()
@@ -367,7 +342,7 @@ class MegatronPolicyWorker:
 
     def residency_metrics(self) -> dict[str, float]:
         """What the moves that have ended since the last call took; see offload/measurements.py."""
-        return self._engine.meter.take_metrics()
+        return self._engine.meter.take_metrics() | self.activations.metrics()
 
     @contextlib.contextmanager
     def _measuring(self, verb: str) -> Iterator[None]:
@@ -383,10 +358,9 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
-        try:
-            self._engine.close()
-        finally:
-            parallel.destroy()
+        with contextlib.ExitStack() as stack:  # from the last to the first, whatever the others say
+            for give_back in (parallel.destroy, self._engine.close, self.activations.close, self.graphs.delete):
+                stack.callback(give_back)
 
 
 def _mean(values: Any) -> float:

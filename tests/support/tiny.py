@@ -102,3 +102,18 @@ def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:
         token_mask=(real & (columns >= longest // 3)).float(),
         sample_mask=torch.ones(rows),
     )
+
+
+def offloading_activations(
+    policy: dict[str, Any], modules: list[str], *, mbs: int = 2, gbs: int = 12, **megatron: Any
+) -> dict[str, Any]:
+    """The policy with activation offloading of these modules, small tensors too; `megatron` overrides megatron_cfg."""
+    policy["megatron_cfg"] |= {
+        "fine_grained_activation_offloading": True,
+        "offload_modules": modules,
+        "min_offloaded_tensor_size": 0,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+    } | megatron
+    off = {"enabled": False, "train_mb_tokens": 0, "logprob_mb_tokens": 0, "sequence_length_round": 1}
+    return {"sequence_packing": off, "train_micro_batch_size": mbs, "train_global_batch_size": gbs} | policy

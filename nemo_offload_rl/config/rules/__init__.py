@@ -3,14 +3,28 @@
 A rule gets the values of the keys that it reads. It is asked only where all of these are in the recipe and well-typed.
 """
 
-from nemo_offload_rl.config.rules import batches, grpo, memory, notes, optimizer, outcome, parallel, residency, tasks
+from nemo_offload_rl.config.rules import (
+    activations,
+    batches,
+    graphs,
+    grpo,
+    memory,
+    notes,
+    optimizer,
+    outcome,
+    parallel,
+    residency,
+    tasks,
+)
 from nemo_offload_rl.config.rules.base import NOTES, RULES, Rule
 
 __all__ = [
     "NOTES",
     "RULES",
     "Rule",
+    "activations",
     "batches",
+    "graphs",
     "grpo",
     "memory",
     "notes",

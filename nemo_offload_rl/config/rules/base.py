@@ -13,6 +13,8 @@ OPTIMIZER = f"{MEGATRON}.optimizer"
 SCHEDULER = f"{MEGATRON}.scheduler"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
+# The arguments of config.model_kind.model_kind.
+MODEL = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?", f"{MEGATRON}.moe_layer_freq?")
 
 
 @dataclass(frozen=True)

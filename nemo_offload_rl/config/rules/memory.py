@@ -1,16 +1,29 @@
-"""Recomputation, offloading, checkpoint formats."""
+"""Recomputation and checkpoint formats."""
 
 from nemo_offload_rl.config.problems import show_choices
 from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, rule
 
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
-
-
-@rule(
+RECOMPUTATION = (
     f"{MEGATRON}.activation_checkpointing",
     f"{MEGATRON}.recompute_granularity",
     f"{MEGATRON}.recompute_modules",
 )
+
+
+def recomputes_layers(enabled: bool, granularity: str | None) -> bool:
+    """Whether whole layers are computed again; nothing counts without activation_checkpointing."""
+    return enabled and granularity == "full"
+
+
+def recomputed_modules(enabled: bool, granularity: str | None, modules: list[str] | None) -> list[str]:
+    """The modules that are computed again; null is megatron-core's default."""
+    if not enabled or granularity != "selective":
+        return []
+    return ["core_attn"] if modules is None else modules
+
+
+@rule(*RECOMPUTATION)
 def recomputation_says_what(enabled: bool, granularity: str | None, modules: list[str] | None) -> Verdict:
     """Activation checkpointing names what it recomputes."""
     if not enabled:

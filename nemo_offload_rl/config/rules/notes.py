@@ -35,6 +35,19 @@ def tensor_by_tensor_is_not_verified(verify: bool, pinned: bool | None) -> Verdi
     return f"compares no optimizer state, which moves tensor by tensor; with {key}: true it does"
 
 
+@note(f"{MEGATRON}.offload_modules", f"{MEGATRON}.fine_grained_activation_offloading")
+def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bool) -> Verdict:
+    """The list alone moves nothing."""
+    switch = f"{MEGATRON}.fine_grained_activation_offloading"
+    return f"has no effect, since {switch} is false" if modules and not enabled else None
+
+
+@note(f"{MEGATRON}.cuda_graph_modules", f"{MEGATRON}.cuda_graph_impl")
+def graph_modules_count_with_graphs(modules: list[str], impl: str) -> Verdict:
+    """The list alone captures nothing."""
+    return f"has no effect, since {MEGATRON}.cuda_graph_impl is none" if modules and impl == "none" else None
+
+
 @note(
     "checkpointing.save_period",
     "checkpointing.enabled",

@@ -2,9 +2,8 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.model_kind import NUM_EXPERTS_KEYS
 from nemo_offload_rl.config.rules.base import CP, EP, ETP, GPUS, MEGATRON, NODES, PP, TP, Verdict, rule
-
-_NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 
 @rule(TP, PP, CP, GPUS, NODES)
@@ -79,7 +78,7 @@ def expert_parallel_needs_experts(ep: int, hf_config: dict[str, Any] | None) -> 
     """A dense model has no experts to deal out."""
     if ep == 1 or not hf_config:
         return None
-    experts = next((hf_config[key] for key in _NUM_EXPERTS_KEYS if key in hf_config), None)
+    experts = next((hf_config[key] for key in NUM_EXPERTS_KEYS if key in hf_config), None)
     if experts is None:
         return f"is {ep}, but policy.hf_config is a dense model; set it to 1"
     return None if experts % ep == 0 else f"is {ep}, which does not divide the model's {experts} experts"

@@ -156,15 +156,39 @@ class MegatronConfig(TypedDict):
     # Modules recomputed with selective granularity: core_attn, moe_act, layernorm, mla_up_proj, mlp, moe,
     # shared_experts; null for megatron-core's default, core_attn.
     recompute_modules: list[str] | None
-    # Move chosen activations to the host between forward and backward. Only false: not supported here yet.
+    # Move the activations of offload_modules to page-locked host memory between their forward and backward pass; not
+    # in log-probs and validation. Needs Transformer Engine on a GPU, switched off on a CPU; not the CPU optimizer
+    # (optimizer_cpu_offload). Recommended: false while they fit.
     fine_grained_activation_offloading: bool
-    # Modules whose activations move with fine_grained_activation_offloading; null while that is false.
+    # Parts of a layer whose activations move, read only with fine_grained_activation_offloading: attn_norm, qkv_linear,
+    # core_attn, attn_proj (with core_attn), mlp_norm; of a mixture of experts also expert_fc1 and moe_act, or
+    # fused_group_mlp. Null while that is false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models,
+    # [moe_act, expert_fc1] for mixtures of experts.
     offload_modules: list[str] | None
-    # Which CUDA graphs are captured. Only none: not supported here yet.
+    # Share of the eligible groups (a module's activations in one layer and micro-batch) that move. 0 to 1; recommended
+    # 1.0, less where the link is the limit. Absent: 1.0.
+    activation_offload_fraction: NotRequired[Fraction]
+    # Smallest tensor that moves, in elements (not bytes). 0 or more; recommended 1048576, 0 for tiny models in tests.
+    # Absent: 1048576.
+    min_offloaded_tensor_size: NotRequired[NonNegativeInt]
+    # Bytes that each pipeline stage moves less than the one before it, which holds more micro-batches at a time. 0 or
+    # more; recommended 0. Absent: 0.
+    delta_offload_bytes_across_pp_ranks: NotRequired[NonNegativeInt]
+    # Hold copies to the host back until the next graph has been replayed, when the CPU is idle. Needs cuda_graph_impl
+    # transformer_engine. Recommended: false; true for mixtures of experts with moe_router graphs. Absent: false.
+    delay_offload_until_cuda_graph: NotRequired[bool]
+    # Most copies to the host of one module that are under way before computation waits for the oldest: 0 waits for
+    # each, null for none. 0 or more; recommended null. Absent: as null.
+    fine_grained_offloading_max_inflight_offloads: NotRequired[NonNegativeInt | None]
+    # What captures parts of training's layers as CUDA graphs: none, or transformer_engine (local and full_iteration are
+    # refused). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none; transformer_engine where
+    # the CPU cannot launch kernels fast enough.
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
-    # Parts of a layer that are captured; read only with cuda_graph_impl other than none.
+    # Parts of a layer that are captured, read only with cuda_graph_impl other than none: attn and mlp (dense layers),
+    # which need padded batches, moe_router and moe_preprocess (with moe_router). Recommended: [] while off, then [attn]
+    # for dense models, [moe_router, moe_preprocess] for mixtures of experts.
     cuda_graph_modules: list[str]
-    # Steps before the capture; read only with cuda_graph_impl other than none. 0 or more; recommended 3.
+    # Training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there; recommended 3.
     cuda_graph_warmup_steps: NonNegativeInt
     # When unused GPU memory goes back to CUDA: 0 never, 1 after each optimizer step, 2 also before it.
     # Recommended: 1 where generation shares the GPU.

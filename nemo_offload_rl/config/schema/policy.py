@@ -4,6 +4,7 @@ from typing import Any, Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
+from nemo_offload_rl.config.schema.activation_offload import ActivationOffloadConfig
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.residency import ResidencyConfig
@@ -103,6 +104,9 @@ class PolicyConfig(TypedDict):
     # Where training state lives in each phase, and its host memory. Absent: what the flags above say, no limit, no
     # checksums, huge pages.
     residency: NotRequired[ResidencyConfig]
+    # How strict activation offloading (megatron_cfg.fine_grained_activation_offloading) is, and its host memory.
+    # Absent: not strict, as much host memory as the plan says.
+    activation_offload: NotRequired[ActivationOffloadConfig]
     # The NUMA node that a rank's CPU threads and host memory are bound to: auto (that of its GPU), none, or the number
     # of a node. Recommended: auto. Absent: auto.
     numa: NotRequired[NumaSetting]

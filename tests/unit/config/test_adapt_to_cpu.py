@@ -45,6 +45,29 @@ def test_fields_of_megatron_are_switched_off_where_a_recipe_sets_them():
     assert lines == ["policy.megatron_cfg.masked_softmax_fusion is off on this machine: it needs a GPU"]
 
 
+def test_activation_offloading_and_graphs_are_switched_off():
+    overrides = [
+        "policy.sequence_packing.enabled=false",
+        "policy.megatron_cfg.fine_grained_activation_offloading=true",
+        "policy.megatron_cfg.offload_modules=[qkv_linear]",
+        "policy.megatron_cfg.delay_offload_until_cuda_graph=true",
+        "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
+        "policy.megatron_cfg.cuda_graph_modules=[attn]",
+    ]
+    adapted, lines = adapt_to_cpu(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config)
+    megatron = adapted["policy"]["megatron_cfg"]
+    assert megatron["fine_grained_activation_offloading"] is False
+    assert megatron["delay_offload_until_cuda_graph"] is False
+    assert megatron["cuda_graph_impl"] == "none"
+    assert lines == [
+        "policy.megatron_cfg.fine_grained_activation_offloading is off on this machine: it needs Transformer Engine on "
+        "a GPU",
+        "policy.megatron_cfg.delay_offload_until_cuda_graph is off on this machine: it needs CUDA graphs of "
+        "Transformer Engine",
+        "policy.megatron_cfg.cuda_graph_impl is off on this machine: it needs CUDA graphs of Transformer Engine",
+    ]
+
+
 def test_the_table_names_keys_that_exist():
     for path in OFF_ON_CPU:
         assert is_valid_key(f"policy.megatron_cfg.{path}"), path

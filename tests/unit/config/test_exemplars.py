@@ -25,6 +25,16 @@ OFFLOAD_KEYS = (
     "policy.numa",
     "policy.megatron_cfg.fine_grained_activation_offloading",
     "policy.megatron_cfg.offload_modules",
+    "policy.megatron_cfg.activation_offload_fraction",
+    "policy.megatron_cfg.min_offloaded_tensor_size",
+    "policy.megatron_cfg.delta_offload_bytes_across_pp_ranks",
+    "policy.megatron_cfg.delay_offload_until_cuda_graph",
+    "policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads",
+    "policy.megatron_cfg.cuda_graph_impl",
+    "policy.megatron_cfg.cuda_graph_modules",
+    "policy.megatron_cfg.cuda_graph_warmup_steps",
+    "policy.activation_offload.strict",
+    "policy.activation_offload.host_memory_limit_gib",
     "policy.megatron_cfg.optimizer.optimizer_cpu_offload",
     "policy.megatron_cfg.optimizer.optimizer_offload_fraction",
     "policy.megatron_cfg.optimizer.overlap_cpu_optimizer_d2h_h2d",
@@ -49,6 +59,15 @@ def test_an_exemplar_shows_each_offload_key(path, key):
     for name in key.split("."):
         assert name in node, key
         node = node[name]
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_an_exemplar_neither_offloads_activations_nor_captures_graphs(path):
+    megatron = load(path).config["policy"]["megatron_cfg"]
+    assert megatron["fine_grained_activation_offloading"] is False
+    assert megatron["offload_modules"] is None
+    assert megatron["delay_offload_until_cuda_graph"] is False
+    assert megatron["cuda_graph_impl"] == "none"
 
 
 def test_the_recipe_for_gpus_moves_optimizer_state_at_link_speed():

@@ -10,7 +10,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES
+from nemo_offload_rl.config.rules import NOTES, RULES, activations, graphs
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.config.schema import ALGORITHMS
 from tests.unit.config.conftest import CONFIGS
@@ -206,7 +206,13 @@ BROKEN = {
 }
 
 
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.check.__name__)
+# Those of activations and of graphs have test files of their own.
+ELSEWHERE = (activations.__name__, graphs.__name__)
+
+
+@pytest.mark.parametrize(
+    "rule", [rule for rule in RULES if rule.check.__module__ not in ELSEWHERE], ids=lambda rule: rule.check.__name__
+)
 def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     overrides, message = BROKEN[rule.check.__name__]
     is_sft = any(read.startswith("sft.") for read in rule.reads)
@@ -290,6 +296,14 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             "policy.residency.verify compares no optimizer state",
         ),
         (["policy.residency.verify=true", "~policy.use_pinned_optimizer_offload"], "compares no optimizer state"),
+        (
+            [f"{MEGATRON}.offload_modules=[core_attn]"],
+            "offload_modules has no effect, since policy.megatron_cfg.fine_grained_activation_offloading is false",
+        ),
+        (
+            [f"{MEGATRON}.cuda_graph_modules=[attn]"],
+            "cuda_graph_modules has no effect, since policy.megatron_cfg.cuda_graph_impl is none",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],
 )

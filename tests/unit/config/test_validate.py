@@ -41,7 +41,7 @@ MEGATRON = "policy.megatron_cfg"
         ("grpo.normalize_rewards='true'", "must be true or false; found 'true'; write it without quotes"),
         ("policy.model_name=3", "policy.model_name: must be text; found 3"),
         ("policy.model_name=''", "must be text that is not empty; found ''"),
-        (f"{MEGATRON}.offload_modules=core_attn", "must be a list; found 'core_attn'"),
+        (f"{MEGATRON}.offload_modules=core_attn", "must be a list; found 'core_attn'; write [core_attn]"),
         (f"{MEGATRON}.recompute_modules=[1]", "recompute_modules.0: must be text; found 1"),
         ("policy.tokenizer=arithmetic", "policy.tokenizer: must be a section (a mapping); found 'arithmetic'"),
         ("loss_fn.ratio_clip_max=inf", "must be a finite number; found inf"),
@@ -83,18 +83,43 @@ MEGATRON = "policy.megatron_cfg"
         ("+dpo.seed=1", "dpo: DPO is not supported here; delete the section"),
         ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo' or 'sft', found grpo and sft; delete one"),
         # Fields that this package owns or does not support yet.
-        (f"{MEGATRON}.fine_grained_activation_offloading=true", "activation offloading is not supported here yet"),
+        (f"+{MEGATRON}.moe_paged_stash=true", "name expert_fc1 and moe_act in policy.megatron_cfg.offload_modules"),
         (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
-        (f"{MEGATRON}.cuda_graph_impl=local", "CUDA graphs are not supported here yet"),
-        (f"+{MEGATRON}.enable_cuda_graph=true", "CUDA graphs are not supported here yet"),
+        (f"{MEGATRON}.cuda_graph_impl=local", "use transformer_engine or none; found 'local'"),
+        (f"{MEGATRON}.cuda_graph_impl=full_iteration", "a full_iteration fixes the number of micro-batches; use"),
+        (f"+{MEGATRON}.enable_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
+        (f"+{MEGATRON}.external_cuda_graph=true", "set policy.megatron_cfg.cuda_graph_impl to transformer_engine"),
+        (f"+{MEGATRON}.cuda_graph_scope=[attn]", "old name; list them in policy.megatron_cfg.cuda_graph_modules"),
+        (f"+{MEGATRON}.inference_cuda_graph_scope=block", "generation captures no graphs here; leave it at null"),
+        (f"+{MEGATRON}.optimizer.optimizer_cuda_graph=true", "the optimizer's step is not captured here"),
         (f"+{MEGATRON}.fp8=e4m3", "fp8 is not supported here yet"),
         (f"+{MEGATRON}.fp4=e2m1", "fp4 is not supported here yet"),
-        (f"+{MEGATRON}.cpu_offloading=true", "layer-wise cpu_offloading is not supported here"),
+        (
+            f"+{MEGATRON}.cpu_offloading=true",
+            "layer-wise cpu_offloading is not supported here; leave it off, and use "
+            "policy.megatron_cfg.fine_grained_activation_offloading",
+        ),
         (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
         (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that; found 'bfloat16'"),
         (f"{MEGATRON}.optimizer.optimizer_cpu_offload=true", "the CPU optimizer is not supported here yet"),
         (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
         (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),
+        # Activation offloading and graphs, as far as single values tell.
+        (f"{MEGATRON}.activation_offload_fraction=1.5", "must be at most 1.0; found 1.5"),
+        (f"{MEGATRON}.activation_offload_fraction=-0.1", "must be at least 0.0; found -0.1"),
+        (f"{MEGATRON}.min_offloaded_tensor_size=-1", "must be at least 0; found -1"),
+        (f"{MEGATRON}.min_offloaded_tensor_size=1.5", "must be an integer; found 1.5"),
+        (f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=-1", "must be at least 0; found -1"),
+        (f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads=-1", "must be at least 0; found -1"),
+        (f"{MEGATRON}.cuda_graph_warmup_steps=-1", "must be at least 0; found -1"),
+        (f"{MEGATRON}.offload_modules=[1]", "offload_modules.0: must be text; found 1"),
+        (f"{MEGATRON}.cuda_graph_modules=attn", "must be a list; found 'attn'; write [attn]"),
+        ("policy.activation_offload.strict=1", "policy.activation_offload.strict: must be true or false; found 1"),
+        ("policy.activation_offload.host_memory_limit_gib=0", "must be above 0.0; found 0"),
+        (
+            "+policy.activation_offload.modules=[core_attn]",
+            "unknown key; policy.activation_offload has strict, host_memory_limit_gib\n",
+        ),
         # Residency.
         (
             "policy.residency.table={generat: {params: keep}}",
@@ -164,6 +189,17 @@ def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):
         "~loss_fn.ratio_clip_min",
     )
     assert ": 11 problems\n" in error
+
+
+def test_every_rule_that_a_key_breaks_is_reported(error_of):
+    error = error_of(
+        f"{MEGATRON}.fine_grained_activation_offloading=true",
+        f"{MEGATRON}.offload_modules=[attn_proj, attn_proj, moe_act]",
+    )
+    assert "names 'attn_proj' more than once" in error
+    assert "has attn_proj without core_attn" in error
+    assert "names 'moe_act', which only a mixture-of-experts model has" in error
+    assert ": 3 problems\n" in error
 
 
 def test_a_consequence_of_a_mistake_is_not_reported_beside_it(error_of):

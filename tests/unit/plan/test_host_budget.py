@@ -94,6 +94,23 @@ def test_only_what_would_free_something_is_advised():
     assert "kl_penalty" not in error
 
 
+def test_activations_count_and_have_a_remedy_of_their_own():
+    ranks = [RankNeed(rank, "node-a", {Target.PARAMS: 40 * GIB}, 10 * GIB * rank) for rank in range(2)]
+    check_host_budget(ranks, {"node-a": host()}, 50 * GIB)
+    assert error_of(ranks, limit=49).startswith("Rank 1 needs 50.00 GiB of host memory for what leaves its GPU")
+    error = error_of(ranks, host(90)).splitlines()
+    assert error[2:6] == [
+        "  needed (GiB)      params     grads  optimizer_state  reference_weights  activations     total",
+        "  rank 0             40.00         0                0                  0            0     40.00",
+        "  rank 1             40.00         0                0                  0        10.00     50.00",
+        "  all                80.00         0                0                  0        10.00     90.00",
+    ]
+    assert error[-1] == (
+        "    frees 10.00 GiB, enough: a lower policy.activation_offload.host_memory_limit_gib or fewer "
+        "policy.megatron_cfg.offload_modules (so much at most; activations that do not fit stay on the GPU)"
+    )
+
+
 def test_no_limit_is_called_so():
     error = error_of([need(params=200)], host())
     assert "  no limit  free under the cgroup's limit" in error

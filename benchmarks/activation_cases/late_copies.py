@@ -1,0 +1,43 @@
+"""Copies that begin late, so that a wait that is missing shows in the numbers."""
+
+import contextlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.offload.lanes import Lane
+
+_CYCLES_PER_MS = 1_500_000  # an H200's clock is 1.98 GHz at most, lower under load
+
+
+@dataclass
+class Delays:
+    """What was delayed.
+
+    Attributes:
+        num_copies: copies before which a kernel spins.
+    """
+
+    num_copies: int = 0
+
+
+@contextlib.contextmanager
+def late_copies(milliseconds: float) -> Iterator[Delays]:
+    """Before every copy of the offload engine, in either direction, its stream spins; nothing at 0."""
+    delays = Delays()
+    copy = Lane.copy
+
+    def late_copy(self: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
+        if self.stream is not None:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
+            delays.num_copies += 1
+        copy(self, destination, source)
+
+    if milliseconds:
+        Lane.copy = late_copy  # type: ignore[method-assign]
+    try:
+        yield delays
+    finally:
+        Lane.copy = copy  # type: ignore[method-assign]

@@ -1,0 +1,94 @@
+"""Step times of several ways taken in turn, peaks of memory, the forward pass alone."""
+
+import statistics
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from gpu_watch import GIB, GpuWatch
+
+from activation_cases.worker import MIB, release_memory
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+NUM_WARMUPS = 3
+
+
+def in_turn(ways: Mapping[str, Callable[[], object]], num_steps: int) -> dict[str, list[float]]:
+    """Seconds of each way's steps, after warm-ups; each goes first every other time."""
+    taken: dict[str, list[float]] = {name: [] for name in ways}
+    for step in range(NUM_WARMUPS + num_steps):
+        for name, way in list(ways.items())[:: 1 if step % 2 else -1]:
+            torch.cuda.synchronize()
+            start = time.perf_counter()
+            way()
+            torch.cuda.synchronize()
+            if step >= NUM_WARMUPS:
+                taken[name].append(time.perf_counter() - start)
+    return taken
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """Of GPU memory, in bytes.
+
+    Attributes:
+        allocated: by torch's allocator, ranges of the residency engine not included.
+        reserved: by torch's allocator, pools of graphs included.
+        driver: all that the driver has given out, by its own count.
+    """
+
+    allocated: int
+    reserved: int
+    driver: int
+
+    def cells(self) -> dict[str, int]:
+        """Fields of a row; the peak without a name of its own is the driver's."""
+        return {
+            "peak_mib": round(self.driver / MIB),
+            "allocated_peak_mib": round(self.allocated / MIB),
+            "reserved_peak_mib": round(self.reserved / MIB),
+            "driver_peak_mib": round(self.driver / MIB),
+        }
+
+
+def peaks_of(step: Callable[[], object]) -> Peaks:
+    """Over two steps that nobody times, from an empty cache on; the driver is asked every 10 ms."""
+    release_memory()
+    torch.cuda.reset_peak_memory_stats()
+    free, total = torch.cuda.mem_get_info()
+    grown_gib: dict[str, float] = {}
+    with GpuWatch() as watch, watch.peak("steps", grown_gib):
+        step()
+        step()
+        torch.cuda.synchronize()
+    return Peaks(
+        torch.cuda.max_memory_allocated(),
+        torch.cuda.max_memory_reserved(),
+        total - free + int(grown_gib["steps"] * GIB),
+    )
+
+
+def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) -> float:
+    """Median time on the GPU from the begin to the end of a micro-batch's forward pass, over two steps."""
+    begins: list[torch.cuda.Event] = []
+    ends: list[torch.cuda.Event] = []
+
+    def note(events: list[torch.cuda.Event]) -> None:
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        events.append(event)
+
+    [chunk] = worker._state.model
+    hooks = [
+        chunk.register_forward_pre_hook(lambda *_: note(begins)),
+        chunk.register_forward_hook(lambda *_: note(ends)),
+    ]
+    try:
+        step()
+        step()
+    finally:
+        for hook in hooks:
+            hook.remove()
+    torch.cuda.synchronize()
+    return statistics.median(begin.elapsed_time(end) / 1e3 for begin, end in zip(begins, ends, strict=True))

@@ -1,0 +1,129 @@
+"""The result file, which grows row by row, in as many runs as it takes."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from result_file import Cell, commit, machine, write_result
+
+Row = dict[str, Cell]
+
+# What every row has, null where it does not apply.
+FIELDS = (
+    "table",
+    "part",
+    "way",
+    "model",
+    "modules",
+    "fraction",
+    "graphs",
+    "delay",
+    "micro_batch",
+    "parallel",
+    "step_ms",
+    "tokens_per_s",
+    "peak_mib",
+    "allocated_peak_mib",
+    "reserved_peak_mib",
+    "driver_peak_mib",
+    "moved_mib",
+    "distinct_mib",
+    "r",
+    "overhead_percent",
+    "bit_equal",
+    "steps",
+)
+FAILED = "failed"
+"""The way of a row that has nothing but an error."""
+KEY = ("table", "part", "way", "micro_batch")
+"""A new row takes the place of an old one that agrees in these."""
+
+
+class ResultFile:
+    """Rows on disk after each `add`; a run that is stopped loses none of them.
+
+    Args:
+        path: of the JSON file; rows that it holds stay.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
+
+    def add(self, table: str, part: str, way: str, fields: Mapping[str, Cell]) -> Row:
+        """Add a row, or replace the one with the same key.
+
+        Args:
+            table: parity, cost, soak or longest_sequence.
+            part: what was measured; see `--list`.
+            way: which run of the part.
+            fields: the others of `FIELDS`, and more. Each row says on what machine and at which commit it was measured.
+
+        Returns:
+            The whole row.
+        """
+        where = {"machine": machine(), "commit": commit()}
+        given = {"table": table, "part": part, "way": way, **fields}
+        row = dict.fromkeys(FIELDS, None) | given | where
+        self.rows = merged(self.rows, row)
+        beside = self.path.with_name(f".{self.path.name}.new")
+        write_result(beside, self.rows)
+        os.replace(beside, self.path)
+        return row
+
+    def has(self, table: str, part: str, late: bool) -> bool:
+        """Whether some row of the part is there, failed or not; `late` asks for one with late copies."""
+        rows = [row for row in self.rows if row["table"] == table and row["part"] == part]
+        return any((row["way"] == "late copies") == late for row in rows)
+
+
+def merged(rows: list[Row], row: Row) -> list[Row]:
+    """The rows with a new one, in the place of the one with the same key if there is one.
+
+    A row of the same part that says it failed goes.
+    """
+    part = (row["table"], row["part"])
+    if row["way"] != FAILED:
+        rows = [old for old in rows if (old["table"], old["part"]) != part or old["way"] != FAILED]
+    keys = [tuple(old[name] for name in KEY) for old in rows]
+    key = tuple(row[name] for name in KEY)
+    if key in keys:
+        at = keys.index(key)
+        return [*rows[:at], row, *rows[at + 1 :]]
+    return [*rows, row]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every table is given.
+
+    Attributes:
+        file: takes the rows.
+        steps: instead of a table's own number of steps.
+        micro_batches: instead of a table's own sizes.
+        late_ms: every copy between GPU and host comes so late; 0 for as they are.
+        deadline: nothing new is begun after it, in `time.monotonic()`'s seconds.
+    """
+
+    file: ResultFile
+    steps: int | None = None
+    micro_batches: tuple[int, ...] = ()
+    late_ms: float = 0.0
+    deadline: float = math.inf
+
+    def num_steps(self, usual: int) -> int:
+        """How many steps to take."""
+        return usual if self.steps is None else self.steps
+
+    def time_is_up(self) -> bool:
+        """Whether to begin nothing new."""
+        return time.monotonic() > self.deadline
+
+
+def as_list(names: tuple[str, ...]) -> str:
+    """Names in a cell."""
+    return ", ".join(names) if names else "none"

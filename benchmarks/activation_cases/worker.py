@@ -1,0 +1,173 @@
+"""Workers of the recipes beside this module, and what a step of theirs took."""
+
+import contextlib
+import gc
+import socket
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from activation_cases import batches
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.cpu import adapt_to_cpu
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+RECIPES = Path(__file__).parent / "recipes"
+MIB = 2**20
+STATE_STAYS = ("policy.offload_optimizer_for_refit=false", "policy.residency.table.generate.params=keep")
+"""Overrides for a worker that enters no phase but training: no host memory is set aside for its state."""
+
+
+def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
+    """The policy section of a recipe beside this module; without a GPU what needs one is off.
+
+    Raises:
+        RecipeError: validation refuses it.
+    """
+    config: Any = load(RECIPES / f"{recipe}.yaml", list(overrides)).config
+    if not torch.cuda.is_available():
+        config, _ = adapt_to_cpu(config)
+    return dict(config["policy"])
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+@contextlib.contextmanager
+def running(
+    section: dict[str, Any], *, rank: int = 0, world_size: int = 1, port: int | None = None
+) -> Iterator[MegatronPolicyWorker]:
+    """A worker that has given everything back when the block ends; one at a time in a process."""
+    release_memory()
+    worker = MegatronPolicyWorker(
+        section,  # type: ignore[arg-type]
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=free_port() if port is None else port,
+        seed=3,
+        init_reference_model=False,
+    )
+    try:
+        yield worker
+    finally:
+        worker.shutdown()
+        release_memory()
+
+
+def release_memory() -> None:
+    """Give the GPU what torch caches."""
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+@dataclass(frozen=True)
+class Feed:
+    """The batches of a worker's training steps.
+
+    Args:
+        worker: whose they are.
+        section: its policy.
+        kind: number of micro-batches of a step; see `batches.num_micro_batches`.
+        rows: of a padded micro-batch.
+        full: every row is as long as can be.
+    """
+
+    worker: MegatronPolicyWorker
+    section: dict[str, Any]
+    kind: str
+    rows: int
+    full: bool = False
+
+    def batch(self, step: int) -> BatchedData:
+        """This rank's rows of a step."""
+        ranks = self.worker.parallel_ranks()
+        seed = step * ranks["dp_size"] + ranks["dp_rank"]
+        number, longest = batches.num_micro_batches(self.kind, step), self.section["max_total_sequence_length"]
+        packing = self.section["sequence_packing"]
+        if packing["enabled"]:
+            divisible_by = self.section["make_sequence_length_divisible_by"]
+            lengths = batches.packed_lengths(number, packing["train_mb_tokens"], longest, seed, divisible_by)
+        elif self.full:
+            lengths = [longest] * (number * self.rows)
+        else:
+            lengths = batches.padded_lengths(number * self.rows, longest, seed)
+        return batches.batch(lengths, self.section["hf_config"]["vocab_size"], seed)
+
+    def train(self, data: BatchedData) -> dict[str, Any]:
+        """One optimizer step; collective."""
+        whole = data.size * self.worker.parallel_ranks()["dp_size"]
+        return self.worker.train(data, NLLLoss(), gbs=whole, mbs=self.rows)
+
+
+@dataclass(frozen=True)
+class Moved:
+    """What activation offloading did in one step on one rank, in bytes; see `offload/activation_report.py`.
+
+    Attributes:
+        distinct: of storages that were large enough, each counted once.
+        kept: of these, left on the GPU by choice.
+        refused: of these, left there since host memory was full.
+        moved: copied out.
+        duplicate: saved a second time, and not copied again.
+        freed: seen gone between their copies.
+        late: copied back only when needed.
+        num_micro_batches: forward passes through model chunks that took part.
+        host: page-locked for activations.
+    """
+
+    distinct: int = 0
+    kept: int = 0
+    refused: int = 0
+    moved: int = 0
+    duplicate: int = 0
+    freed: int = 0
+    late: int = 0
+    num_micro_batches: int = 0
+    host: int = 0
+
+    @property
+    def should_leave(self) -> int:
+        """Distinct bytes that are to leave: all but those kept by choice."""
+        return self.distinct - self.kept
+
+    def cells(self) -> dict[str, Any]:
+        """Fields of a row, of a whole step."""
+        names = ("moved", "distinct", "kept", "refused", "duplicate", "freed", "late")
+        return {f"{name}_mib": round(getattr(self, name) / MIB, 3) for name in names}
+
+
+def offloader(worker: MegatronPolicyWorker) -> ActivationOffloader | None:
+    """What offloads the worker's activations, if the recipe asks for it."""
+    return worker.activations.offloader
+
+
+def moved_by(worker: MegatronPolicyWorker) -> Moved:
+    """What the worker's last training step moved; nothing if it does not offload."""
+    active = offloader(worker)
+    if active is None:
+        return Moved()
+    report = active.report
+    total = report.total()
+    return Moved(
+        distinct=total.distinct_bytes,
+        kept=total.kept_bytes,
+        refused=total.refused_bytes,
+        moved=total.moved_bytes,
+        duplicate=total.duplicate_bytes,
+        freed=total.freed_bytes,
+        late=total.late_bytes,
+        num_micro_batches=report.num_micro_batches,
+        host=report.host_bytes,
+    )

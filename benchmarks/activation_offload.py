@@ -1,0 +1,114 @@
+"""Does activation offloading leave every number as it is, and what does it cost and save?
+
+    export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
+    python benchmarks/activation_offload.py --list
+    python benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json
+    python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
+
+Each row is in the file as soon as it is known, and takes the place of an older one of the same part, so that several
+short runs make one result. What a row means is said in activation_cases/, in the module of its table. A part that fails
+is a row with its error, and the next one goes on; the exit status tells.
+"""
+
+import argparse
+import fnmatch
+import importlib
+import logging
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+# Transformer Engine reads it when it is imported.
+os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
+
+import torch
+from activation_cases.table import FAILED, ResultFile, Setting
+from offload_ways.report import WAY_FAILURES
+from result_file import print_rows
+
+TABLES: Mapping[str, str] = {"parity": "parity", "cost": "cost", "soak": "soak", "longest_sequence": "longest"}
+"""Name of a table, and the module that makes it."""
+DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+_SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")
+
+
+def main() -> None:
+    arguments, parser = _arguments()
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    tables = arguments.tables.split(",")
+    if unknown := set(tables) - set(TABLES):
+        parser.error(f"--tables: there is no {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
+    setting = Setting(
+        ResultFile(arguments.out),
+        steps=arguments.steps,
+        micro_batches=tuple(int(size) for size in arguments.micro_batches.split(",") if size),
+        late_ms=arguments.delay_copies,
+        deadline=time.monotonic() + arguments.seconds,
+    )
+    if arguments.delay_copies and tables != ["parity"]:
+        parser.error("--delay-copies goes with --tables parity alone, since it is no measure of time")
+    chosen = [
+        (table, part, run)
+        for table in tables
+        for part, run in importlib.import_module(f"activation_cases.{TABLES[table]}").parts(setting).items()
+        if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only.split(","))
+        and not (arguments.missing and setting.file.has(table, part, late=bool(setting.late_ms)))
+    ]
+    if arguments.list:
+        print("\n".join(f"{table} {part}" for table, part, _ in chosen))
+        return
+    if not torch.cuda.is_available():
+        parser.error("this needs a GPU; --list does not")
+    if os.environ.get(DETERMINISTIC) != "0":
+        parser.error(f"set {DETERMINISTIC}=0, or two runs of the same kind would differ")
+    failed = [f"{table} {part}" for table, part, run in chosen if not _run(setting, table, part, run)]
+    print_rows([{name: row.get(name) for name in _SHOWN} for row in setting.file.rows if row["table"] in tables])
+    if failed:
+        sys.exit(f"{len(failed)} parts failed: {'; '.join(failed)}")
+
+
+def _run(setting: Setting, table: str, part: str, run: Callable[[], None]) -> bool:
+    """Run a part, unless the time is up; False if it failed."""
+    if setting.time_is_up():
+        print(f"{table} {part}: not begun, the time is up", flush=True)
+        return True
+    start = time.perf_counter()
+    try:
+        run()
+    except WAY_FAILURES as error:
+        logging.getLogger(__name__).warning("%s %s: failed", table, part, exc_info=True)
+        way = "late copies" if setting.late_ms else FAILED
+        setting.file.add(table, part, way, {"error": f"{type(error).__name__}: {error}"[:2000]})
+        torch.cuda.synchronize()  # ends this process where the GPU is of no use to it any more
+        return False
+    finally:
+        print(f"{table} {part}: {time.perf_counter() - start:.1f} s", flush=True)
+    return True
+
+
+def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--tables", default=",".join(TABLES), help="some of them, with commas between")
+    parser.add_argument("--only", default="*", help="patterns of parts (with * and ?), with commas between")
+    parser.add_argument("--missing", action="store_true", help="leave out parts that the file has, failed or not")
+    parser.add_argument("--list", action="store_true", help="say which parts would run, and end")
+    parser.add_argument("--steps", type=int, help="instead of each table's own number of steps")
+    parser.add_argument("--micro-batches", default="", help="cost: only these sizes, with commas between")
+    parser.add_argument(
+        "--delay-copies",
+        type=float,
+        nargs="?",
+        const=1.0,
+        default=0.0,
+        metavar="MS",
+        help="parity: every copy begins so many milliseconds late (1 where no number is given)",
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
+    parser.add_argument("--out", type=Path, default=Path("build/activation_offload.json"), help="the result file")
+    return parser.parse_args(), parser
+
+
+if __name__ == "__main__":
+    main()

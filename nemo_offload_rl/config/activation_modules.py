@@ -1,0 +1,74 @@
+"""The parts of a transformer layer whose saved activations can move to the host between forward and backward."""
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from nemo_offload_rl.config.problems import show
+
+OFFLOAD_MODULES_KEY = "policy.megatron_cfg.offload_modules"
+
+
+@dataclass(frozen=True)
+class ActivationModule:
+    """One name of `policy.megatron_cfg.offload_modules`.
+
+    Attributes:
+        moves: what goes to the host.
+        of_experts: whether only the layers of a mixture-of-experts model have it.
+    """
+
+    moves: str
+    of_experts: bool = False
+
+
+ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
+    "attn_norm": ActivationModule(
+        "the input of the norm before attention; nothing where Transformer Engine fuses it into the next linear layer"
+    ),
+    "qkv_linear": ActivationModule("the input of the query, key and value projections"),
+    "core_attn": ActivationModule("queries, keys and values, and what the attention kernel keeps"),
+    "attn_proj": ActivationModule("the input of the output projection; needs core_attn, whose output it is"),
+    "mlp_norm": ActivationModule(
+        "the input of the norm before the MLP; nothing where Transformer Engine fuses it into the next linear layer"
+    ),
+    "expert_fc1": ActivationModule("the input of the experts' first linear layer", of_experts=True),
+    "moe_act": ActivationModule("the input of the experts' activation function", of_experts=True),
+    "fused_group_mlp": ActivationModule(
+        "the input and the intermediates of experts fused by Transformer Engine; instead of expert_fc1 and moe_act",
+        of_experts=True,
+    ),
+}
+
+
+def modules_without_layer(modules: Iterable[str], *, has_experts: bool) -> list[str]:
+    """Those of the modules that no layer of the model has."""
+    known = [name for name in modules if name in ACTIVATION_MODULES]
+    return [name for name in known if ACTIVATION_MODULES[name].of_experts and not has_experts]
+
+
+def dense_refusal(absent: Iterable[str], model: str) -> str:
+    """What a user is told of modules that a dense model lacks."""
+    dense = ", ".join(name for name, module in ACTIVATION_MODULES.items() if not module.of_experts)
+    return (
+        f"names {_listed(absent)}, which only a mixture-of-experts model has, but {model} is a dense model; "
+        f"a dense model has {dense}"
+    )
+
+
+def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
+    """Check modules against a model that has been built; the rules do so only where the recipe tells its kind.
+
+    Args:
+        modules: `policy.megatron_cfg.offload_modules`.
+        is_moe: whether some layer of the model is a mixture of experts.
+
+    Raises:
+        ValueError: a module that only experts have, and a model without.
+    """
+    absent = modules_without_layer(modules, has_experts=is_moe)
+    if absent:
+        raise ValueError(f"{OFFLOAD_MODULES_KEY}: {dense_refusal(absent, 'the model that was built')}")
+
+
+def _listed(names: Iterable[str]) -> str:
+    return " and ".join(show(name) for name in names)

@@ -1,0 +1,55 @@
+"""The parts of a transformer layer that CUDA graphs can capture."""
+
+from collections.abc import Iterable, Mapping
+
+from nemo_offload_rl.config.problems import show
+
+GRAPH_MODULES_KEY = "policy.megatron_cfg.cuda_graph_modules"
+
+# Name in policy.megatron_cfg.cuda_graph_modules: what is captured.
+GRAPH_MODULES: Mapping[str, str] = {
+    "attn": "the norm before attention, and attention",
+    "mlp": "the norm before the MLP, and the MLP, of dense layers",
+    "moe_router": "the norm before the experts, and the router, of mixture-of-experts layers",
+    "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
+}
+
+# Names that megatron-core has, too, and why they are refused.
+REFUSED_GRAPH_MODULES: Mapping[str, str] = {
+    "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router and moe_preprocess",
+    "mamba": "no model here has Mamba layers",
+    "full": "name the parts: attn and mlp are the whole of a dense layer",
+    "full_iteration": "the schedule of a step is not captured here; name parts of a layer",
+    "full_iteration_inference": "generation captures no graphs here",
+}
+
+
+def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
+    """Why these modules cannot be captured in a model's layers; None where they can, or its kind is unknown (None)."""
+    names = list(modules)
+    of_experts = [name for name in names if name.startswith("moe_")]
+    if of_experts and has_experts is False:
+        found = " and ".join(show(name) for name in of_experts)
+        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; use attn and mlp"
+    if "mlp" in names and has_dense_mlps is False:
+        return (
+            "names 'mlp', which is captured in dense layers, and every layer of the model is a mixture of experts; use "
+            "moe_router"
+        )
+    return None
+
+
+def check_graphs_fit_model(modules: Iterable[str], *, has_experts: bool, has_dense_mlps: bool) -> None:
+    """Check modules against a model that has been built; the rules do so only where the recipe tells its kind.
+
+    Args:
+        modules: `policy.megatron_cfg.cuda_graph_modules`.
+        has_experts: whether some layer of the model is a mixture of experts.
+        has_dense_mlps: whether some layer of the model has a dense MLP.
+
+    Raises:
+        ValueError: a module that no layer of the model has.
+    """
+    refusal = graph_refusal(modules, has_experts=has_experts, has_dense_mlps=has_dense_mlps)
+    if refusal is not None:
+        raise ValueError(f"{GRAPH_MODULES_KEY}: {refusal}")

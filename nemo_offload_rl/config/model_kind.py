@@ -1,0 +1,74 @@
+"""What a recipe tells of its model's layers before anything is built: dense MLPs, mixtures of experts, or both."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.config.problems import show
+
+# Names of the number of experts in Hugging Face configs.
+NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
+
+# Families that have no experts where their config does not say how many.
+_DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+# Families whose experts are in every layer; others may begin with dense layers.
+_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")
+
+
+@dataclass(frozen=True)
+class ModelKind:
+    """The kinds of a model's layers; None where only the built model can tell.
+
+    Attributes:
+        name: how a message calls the model.
+        has_experts: whether some layer is a mixture of experts.
+        has_dense_mlps: whether some layer has a dense MLP.
+    """
+
+    name: str
+    has_experts: bool | None
+    has_dense_mlps: bool | None
+
+
+def model_kind(
+    model_name: str,
+    hf_config: Mapping[str, Any] | None,
+    overrides: Mapping[str, Any] | None,
+    moe_layer_freq: int | list[int] | None,
+) -> ModelKind:
+    """The kinds of the layers, from `policy.hf_config` or the config.json of a folder.
+
+    Args:
+        model_name: `policy.model_name`.
+        hf_config: `policy.hf_config`.
+        overrides: `policy.hf_config_overrides`.
+        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+    """
+    name = "policy.hf_config" if hf_config else f"the model {show(model_name)}"
+    fields = hf_config or _config_of(Path(model_name))
+    if fields is None:
+        return ModelKind(name, None, None)
+    fields = {**fields, **(overrides or {})}
+    family = fields["model_type"] if "model_type" in fields else None
+    num_experts = next((fields[key] for key in NUM_EXPERTS_KEYS if key in fields), None)
+    if not isinstance(num_experts, int) or num_experts <= 1:
+        is_dense = num_experts is not None or family in _DENSE_FAMILIES
+        return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
+    if moe_layer_freq is not None:
+        some_dense = 0 in moe_layer_freq if isinstance(moe_layer_freq, list) else moe_layer_freq > 1
+        return ModelKind(name, has_experts=True, has_dense_mlps=some_dense)
+    return ModelKind(name, has_experts=True, has_dense_mlps=False if family in _EXPERTS_IN_EVERY_LAYER else None)
+
+
+def _config_of(folder: Path) -> dict[str, Any] | None:
+    """The folder's config.json; None where there is none that can be read, which the worker then says."""
+    path = folder / "config.json"
+    if not path.is_file():
+        return None
+    try:
+        fields = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return fields if isinstance(fields, dict) else None

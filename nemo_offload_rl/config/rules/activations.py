@@ -1,0 +1,226 @@
+"""Activation offloading: modules that exist, whose activations leave, and leave once."""
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+from nemo_offload_rl.config.activation_modules import (
+    ACTIVATION_MODULES,
+    OFFLOAD_MODULES_KEY,
+    dense_refusal,
+    modules_without_layer,
+)
+from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.problems import nearest, show, show_choices
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
+from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers
+
+OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
+MODULES = OFFLOAD_MODULES_KEY
+DELAY = f"{MEGATRON}.delay_offload_until_cuda_graph"
+GRAPHS = f"{MEGATRON}.cuda_graph_impl"
+OP_FUSER = f"{MEGATRON}.use_transformer_engine_op_fuser"
+LIMIT = "policy.activation_offload.host_memory_limit_gib"
+RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"
+
+
+def offloaded(enabled: bool, modules: list[str] | None) -> list[str]:
+    """The modules whose activations move; none where the feature is off."""
+    return list(modules or []) if enabled else []
+
+
+def quoted(names: Sequence[str]) -> str:
+    """The names as a list in prose."""
+    return " and ".join(show(name) for name in names)
+
+
+def unknown_names(names: Sequence[str], known: Sequence[str]) -> str:
+    """Unknown names, each with what it probably means."""
+    shown = []
+    for name in names:
+        close = nearest(name, known)
+        shown.append(show(name) + (f" (did you mean {close}?)" if close else ""))
+    return " and ".join(shown)
+
+
+def repeated_names(names: Sequence[str]) -> list[str]:
+    """The names that stand more than once."""
+    return [name for name, count in Counter(names).items() if count > 1]
+
+
+@rule(MODULES, OFFLOADING)
+def offloading_names_modules(modules: list[str] | None, enabled: bool) -> Verdict:
+    """Switched on, the feature has something to move."""
+    if not enabled or modules:
+        return None
+    return (
+        f"must name the modules whose activations move while {OFFLOADING} is true, such as [qkv_linear, core_attn, "
+        f"attn_proj]: {show_choices(ACTIVATION_MODULES)}; found {show(modules)}"
+    )
+
+
+@rule(MODULES, OFFLOADING)
+def offload_modules_are_known(modules: list[str] | None, enabled: bool) -> Verdict:
+    """A misspelt module would be an assertion in every worker."""
+    unknown = [name for name in offloaded(enabled, modules) if name not in ACTIVATION_MODULES]
+    if not unknown:
+        return None
+    return f"may hold {show_choices(ACTIVATION_MODULES)}; found {unknown_names(unknown, list(ACTIVATION_MODULES))}"
+
+
+@rule(MODULES, OFFLOADING)
+def offload_modules_are_named_once(modules: list[str] | None, enabled: bool) -> Verdict:
+    """A second mention means nothing, or something else was meant."""
+    repeated = repeated_names(offloaded(enabled, modules))
+    return f"names {quoted(repeated)} more than once; name each module once" if repeated else None
+
+
+@rule(MODULES, OFFLOADING)
+def attn_proj_needs_core_attn(modules: list[str] | None, enabled: bool) -> Verdict:
+    """The input of the projection is the output of attention, which attention's backward pass keeps on the GPU."""
+    moved = offloaded(enabled, modules)
+    if "attn_proj" not in moved or "core_attn" in moved:
+        return None
+    return (
+        f"has attn_proj without core_attn; found {show(modules)}: the input of attn_proj is the output of core_attn, "
+        "which stays on the GPU for core_attn's backward pass; add core_attn"
+    )
+
+
+@rule(MODULES, OFFLOADING, *MODEL)
+def expert_modules_need_experts(modules: list[str] | None, enabled: bool, *model: Any) -> Verdict:
+    """Only experts have them; where the recipe does not tell the model's kind, the worker checks."""
+    kind = model_kind(*model)
+    if kind.has_experts is not False:
+        return None
+    absent = modules_without_layer(offloaded(enabled, modules), has_experts=False)
+    return dense_refusal(absent, kind.name) if absent else None
+
+
+@rule(MODULES, OFFLOADING, f"{MEGATRON}.moe_grouped_gemm?")
+def expert_modules_need_grouped_gemm(modules: list[str] | None, enabled: bool, grouped: bool | None) -> Verdict:
+    """megatron-core moves activations of grouped experts only, and is silent about the others."""
+    moved = [name for name in offloaded(enabled, modules) if name in _of_experts()]
+    if not moved or grouped is not False:
+        return None
+    return (
+        f"names {quoted(moved)}, which need {MEGATRON}.moe_grouped_gemm true: experts that are computed one by one do "
+        "not offload; found false"
+    )
+
+
+@rule(MODULES, OFFLOADING)
+def fused_group_mlp_moves_as_a_whole(modules: list[str] | None, enabled: bool) -> Verdict:
+    """Its activations are those of expert_fc1 and moe_act, and more."""
+    moved = offloaded(enabled, modules)
+    parts = [name for name in moved if name in ("expert_fc1", "moe_act")]
+    if "fused_group_mlp" not in moved or not parts:
+        return None
+    return (
+        f"has fused_group_mlp with {quoted(parts)}, which are parts of it; keep the whole where {OP_FUSER} "
+        "is true, else the parts"
+    )
+
+
+@rule(MODULES, OFFLOADING, f"{OP_FUSER}?")
+def fused_group_mlp_needs_op_fuser(modules: list[str] | None, enabled: bool, fused: bool | None) -> Verdict:
+    """Without the fuser there is no fused MLP."""
+    if "fused_group_mlp" not in offloaded(enabled, modules) or fused:
+        return None
+    return (
+        f"names 'fused_group_mlp', which needs {OP_FUSER} true; found {show(fused)}: set it, or name expert_fc1 and "
+        "moe_act instead"
+    )
+
+
+@rule(MODULES, OFFLOADING, f"{OP_FUSER}?")
+def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused: bool | None) -> Verdict:
+    """megatron-core builds no fused experts where a part of them is to move."""
+    moved = offloaded(enabled, modules)
+    parts = [name for name in moved if name in ("expert_fc1", "moe_act")]
+    if not parts or not fused or "fused_group_mlp" in moved:
+        return None
+    return f"names {quoted(parts)}, which are fused while {OP_FUSER} is true; name fused_group_mlp instead"
+
+
+@rule(OFFLOADING, *RECOMPUTATION)
+def recomputed_layers_keep_nothing_to_offload(
+    enabled: bool, recompute: bool, granularity: str | None, modules: list[str] | None
+) -> Verdict:
+    """With full recomputation only a layer's input is kept."""
+    if not enabled or not recomputes_layers(recompute, granularity):
+        return None
+    return (
+        f"is true, but {MEGATRON}.activation_checkpointing with recompute_granularity full keeps no activations inside "
+        "a layer that could move; set one of them to false, or recompute_granularity to selective"
+    )
+
+
+@rule(MODULES, OFFLOADING, *RECOMPUTATION)
+def recomputed_activations_are_not_offloaded(
+    modules: list[str] | None, enabled: bool, recompute: bool, granularity: str | None, recomputed: list[str] | None
+) -> Verdict:
+    """What is computed again is not kept, so there is nothing to move.
+
+    Refused are:
+
+    - core_attn recomputed and offloaded: megatron-core's recomputed attention does not offload, and says nothing;
+    - mla_up_proj recomputed with core_attn offloaded: the queries, keys and values that core_attn moves are what
+      mla_up_proj discards and computes again;
+    - moe recomputed with expert_fc1, moe_act or fused_group_mlp offloaded: all of the experts are inside what is
+      computed again, and megatron-core asserts that they are not.
+
+    The others go together. A recomputed norm (layernorm) or activation (moe_act) discards its output and keeps its
+    input, which is what attn_norm, mlp_norm and moe_act move; mlp and shared_experts hold no module that is offloaded.
+    """
+    moved = offloaded(enabled, modules)
+    again = recomputed_modules(recompute, granularity, recomputed)
+    pairs = {
+        "core_attn": (["core_attn"], "recomputed attention does not offload"),
+        "mla_up_proj": (["core_attn"], "it computes again the queries, keys and values that core_attn would move"),
+        "moe": (_of_experts(), "it computes the experts again from their input, with all that they would move"),
+    }
+    for name, (inside, why) in pairs.items():
+        clash = [module for module in moved if module in inside]
+        if name in again and clash:
+            source = "" if recomputed is not None else ", as null means"
+            return (
+                f"names {quoted(clash)}, but {MEGATRON}.recompute_modules holds {name}{source}: {why}; take "
+                f"{quoted(clash)} out here, or {name} out there"
+            )
+    return None
+
+
+@rule(f"{DELAY}?", OFFLOADING, GRAPHS)
+def delayed_offload_needs_graphs(delay: bool | None, enabled: bool, graphs: str) -> Verdict:
+    """Copies wait for the replay of a graph."""
+    if not delay or (enabled and graphs == "transformer_engine"):
+        return None
+    key, found = (OFFLOADING, show(enabled)) if not enabled else (GRAPHS, graphs)
+    needed = "true" if not enabled else "transformer_engine"
+    return f"is true, which needs {key} to be {needed}; found {found}: set that, or this to false"
+
+
+@rule(f"{MEGATRON}.env_vars?", OFFLOADING)
+def transformer_engine_leaves_offloading_to_megatron(env_vars: dict[str, str] | None, enabled: bool) -> Verdict:
+    """Transformer Engine reads it on import; workers have it at 1, and env_vars win."""
+    name = "NVTE_CPU_OFFLOAD_V1"
+    if not enabled or not env_vars or name not in env_vars or env_vars[name] == "1":
+        return None
+    return (
+        f"{MEGATRON}.env_vars.{name}",
+        f'must be "1" while {OFFLOADING} is true, or weights would move, too; found {show(env_vars[name])}; delete it, '
+        "since workers set it",
+    )
+
+
+@rule(f"{LIMIT}?", f"{RESIDENCY_LIMIT}?")
+def activations_fit_into_host_memory_limit(limit: float | None, all_of_it: float | None) -> Verdict:
+    """A rank's host memory holds its activations beside its training state."""
+    if limit is None or all_of_it is None or limit <= all_of_it:
+        return None
+    return f"is {limit:g}, above {RESIDENCY_LIMIT} ({all_of_it:g}), of which it is a part; lower it, or raise that"
+
+
+def _of_experts() -> list[str]:
+    return [name for name, module in ACTIVATION_MODULES.items() if module.of_experts]

@@ -1,0 +1,249 @@
+"""CUDA graphs: parts of a layer that can be captured, in shapes that stay."""
+
+import importlib.metadata
+import re
+from typing import Any
+
+from nemo_offload_rl.config.graph_modules import (
+    GRAPH_MODULES,
+    GRAPH_MODULES_KEY,
+    REFUSED_GRAPH_MODULES,
+    graph_refusal,
+)
+from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.rules.activations import (
+    GRAPHS,
+    MODULES,
+    OFFLOADING,
+    offloaded,
+    quoted,
+    repeated_names,
+    unknown_names,
+)
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, PP, Verdict, rule
+from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers
+
+CAPTURED = GRAPH_MODULES_KEY
+PACKING = "policy.sequence_packing.enabled"
+# Offloading inside a captured graph needs these (megatron-core's TransformerLayer asserts them in the worker).
+LIBRARIES = {"torch": ("torch", (2, 9)), "Transformer Engine": ("transformer-engine", (2, 14))}
+
+
+def captured(impl: str, modules: list[str]) -> list[str]:
+    """The modules that are captured; none where graphs are off."""
+    return modules if impl != "none" else []
+
+
+@rule(CAPTURED, GRAPHS)
+def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
+    """megatron-core reads an empty list as whole layers, which nobody has written."""
+    if impl == "none" or modules:
+        return None
+    return (
+        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(GRAPH_MODULES)} ([attn, mlp] is the whole "
+        "of a dense layer); found []"
+    )
+
+
+@rule(CAPTURED, GRAPHS)
+def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
+    """What cannot be captured here is refused by name."""
+    unknown = [name for name in captured(impl, modules) if name not in GRAPH_MODULES]
+    refused = next((name for name in unknown if name in REFUSED_GRAPH_MODULES), None)
+    if refused is not None:
+        return f"may hold {show_choices(GRAPH_MODULES)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
+    if unknown:
+        return f"may hold {show_choices(GRAPH_MODULES)}; found {unknown_names(unknown, list(GRAPH_MODULES))}"
+    return None
+
+
+@rule(CAPTURED, GRAPHS)
+def graph_modules_are_named_once(modules: list[str], impl: str) -> Verdict:
+    """A second mention means nothing, or something else was meant."""
+    repeated = repeated_names(captured(impl, modules))
+    return f"names {quoted(repeated)} more than once; name each module once" if repeated else None
+
+
+@rule(CAPTURED, GRAPHS)
+def moe_preprocess_needs_moe_router(modules: list[str], impl: str) -> Verdict:
+    """It is captured in the router's graph."""
+    names = captured(impl, modules)
+    if "moe_preprocess" not in names or "moe_router" in names:
+        return None
+    return f"has moe_preprocess, which is captured with moe_router; found {show(modules)}; add moe_router"
+
+
+@rule(CAPTURED, GRAPHS, *MODEL)
+def captured_modules_are_in_the_model(modules: list[str], impl: str, *model: Any) -> Verdict:
+    """Routers are captured in mixture-of-experts layers, MLPs in dense ones."""
+    kind = model_kind(*model)
+    names = captured(impl, modules)
+    return graph_refusal(names, has_experts=kind.has_experts, has_dense_mlps=kind.has_dense_mlps)
+
+
+@rule(
+    CAPTURED,
+    GRAPHS,
+    f"{MEGATRON}.moe_token_dispatcher_type?",
+    f"{MEGATRON}.moe_expert_capacity_factor?",
+    f"{MEGATRON}.moe_pad_expert_input_to_capacity?",
+    f"{MEGATRON}.moe_router_padding_for_fp8?",
+)
+def captured_preprocessing_does_not_wait(
+    modules: list[str], impl: str, dispatcher: str | None, capacity: float | None, pads: bool | None, fp8: bool | None
+) -> Verdict:
+    """A graph holds no copy to the host that the next line waits for; Megatron-Bridge's dispatcher is alltoall."""
+    waits = dispatcher in (None, "alltoall") and (capacity is None or not pads) and (capacity is not None or fp8)
+    if "moe_preprocess" not in captured(impl, modules) or not waits:
+        return None
+    key, value = (
+        ("moe_expert_capacity_factor", capacity) if capacity is not None else ("moe_router_padding_for_fp8", fp8)
+    )
+    return (
+        f"has moe_preprocess, which with {MEGATRON}.{key} {show(value)} waits for numbers on the host, and cannot be "
+        f"captured; take it out, or leave {key} off"
+    )
+
+
+@rule(MODULES, OFFLOADING, CAPTURED, GRAPHS, *MODEL)
+def captured_norms_are_not_offloaded(
+    modules: list[str] | None, enabled: bool, graph_modules: list[str], impl: str, *model: Any
+) -> Verdict:
+    """A norm at the edge of a graph cannot move: its input is the graph's own buffer.
+
+    What megatron-core would drop with a warning is refused:
+
+    - attn_norm where attn is captured;
+    - mlp_norm of a dense layer where only one of attn and mlp is captured, and of a mixture-of-experts layer where
+      attn or moe_router is.
+    """
+    moved, names = offloaded(enabled, modules), captured(impl, graph_modules)
+    if "attn_norm" in moved and "attn" in names:
+        return (
+            f"has attn_norm, which cannot move while {CAPTURED} has attn, whose graph begins with it; take either out"
+        )
+    if "mlp_norm" not in moved:
+        return None
+    kind = model_kind(*model)
+    has_dense, has_experts = kind.has_dense_mlps or "mlp" in names, kind.has_experts or "moe_router" in names
+    on_dense = ("attn" in names) != ("mlp" in names)
+    on_experts = "attn" in names or "moe_router" in names
+    if (on_dense and has_dense) or (on_experts and has_experts) or (on_dense and on_experts):
+        return (
+            f"has mlp_norm, which cannot move while {CAPTURED} is {show(graph_modules)}: it lies at the edge of a "
+            "graph; take it out, or capture other parts"
+        )
+    return None
+
+
+@rule(CAPTURED, GRAPHS, PACKING)
+def captured_layers_have_fixed_shapes(modules: list[str], impl: str, packs: bool) -> Verdict:
+    """A graph replays the shapes that it was captured with; lengths inside a packed row are new in each batch."""
+    fixed = [name for name in captured(impl, modules) if name in ("attn", "mlp")]
+    if not fixed or not packs:
+        return None
+    return (
+        f"has {quoted(fixed)}, whose graphs take padded batches of policy.max_total_sequence_length, but {PACKING} is "
+        f"true; set that to false, or capture moe_router alone"
+    )
+
+
+@rule(GRAPHS, PP, PACKING)
+def pipelined_graphs_have_a_fixed_number_of_micro_batches(impl: str, pp: int, packs: bool) -> Verdict:
+    """A pipeline's graphs are captured for one order of micro-batches.
+
+    Padded, there are always train_global_batch_size / (data-parallel size x train_micro_batch_size) of them; packed,
+    as many as the lengths of a batch need.
+    """
+    if impl == "none" or pp == 1 or not packs:
+        return None
+    return (
+        f"is {impl} with {PP} {pp}, where graphs are captured for one number of micro-batches, but {PACKING} is true, "
+        "with which that number changes from step to step; set either to off, or the pipeline to 1"
+    )
+
+
+@rule(f"{MEGATRON}.cuda_graph_warmup_steps", GRAPHS)
+def graphs_are_captured_after_a_warm_up(steps: int, impl: str) -> Verdict:
+    """The first step allocates what a graph must find in place."""
+    if impl == "none" or steps >= 1:
+        return None
+    return f"must be at least 1 while {GRAPHS} is {impl}; found {steps}"
+
+
+@rule(GRAPHS, *RECOMPUTATION)
+def recomputed_layers_are_not_captured(
+    impl: str, recompute: bool, granularity: str | None, modules: list[str] | None
+) -> Verdict:
+    """Full recomputation runs a layer twice, which a layer's graphs do not."""
+    if impl == "none" or not recomputes_layers(recompute, granularity):
+        return None
+    return (
+        f"is {impl}, but {MEGATRON}.activation_checkpointing with recompute_granularity full runs each layer twice, "
+        "which its graphs cannot; set recompute_granularity to selective, activation_checkpointing to false, or this "
+        "to none"
+    )
+
+
+@rule(CAPTURED, GRAPHS, *RECOMPUTATION)
+def captured_routers_are_not_recomputed(
+    modules: list[str], impl: str, recompute: bool, granularity: str | None, recomputed: list[str] | None
+) -> Verdict:
+    """What is recomputed lies inside a graph or outside, not around one."""
+    if "moe_router" not in captured(impl, modules):
+        return None
+    if "moe" not in recomputed_modules(recompute, granularity, recomputed):
+        return None
+    return (
+        f"has moe_router, but {MEGATRON}.recompute_modules holds moe, which lies around the router; take either out "
+        "(moe_act can be recomputed instead)"
+    )
+
+
+@rule(f"{MEGATRON}.env_vars?", GRAPHS)
+def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, str] | None, impl: str) -> Verdict:
+    """NCCL registers a graph's buffers by address, which expandable segments map anew: illegal memory accesses."""
+    settings = env_vars or {}
+    allocators = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+    expandable = [name for name in allocators if name in settings and "expandable_segments:True" in settings[name]]
+    registers = "NCCL_GRAPH_REGISTER" not in settings or settings["NCCL_GRAPH_REGISTER"] != "0"
+    if impl == "none" or not expandable or not registers:
+        return None
+    found = show(settings["NCCL_GRAPH_REGISTER"]) if "NCCL_GRAPH_REGISTER" in settings else "none"
+    return (
+        f'needs NCCL_GRAPH_REGISTER: "0" beside {expandable[0]} {show(settings[expandable[0]])} while {GRAPHS} is '
+        f"{impl}, or NCCL reads memory that has moved; found {found}"
+    )
+
+
+@rule(CAPTURED, GRAPHS, MODULES, OFFLOADING)
+def offloading_in_graphs_has_its_libraries(
+    modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool
+) -> Verdict:
+    """Copies inside a graph need a recent torch and Transformer Engine; one that is not installed here is not asked."""
+    names, moved = captured(impl, modules), offloaded(enabled, offload_modules)
+    inside = [name for name in moved if "attn" in names and name in ("core_attn", "attn_proj", "qkv_linear")]
+    inside += [name for name in moved if "mlp" in names and name == "mlp_norm"]
+    old = [
+        f"{title} {'.'.join(map(str, least))} or newer, found {found}"
+        for title, (distribution, least) in LIBRARIES.items()
+        if (found := _installed(distribution)) is not None and _release(found) < least
+    ]
+    if not inside or not old:
+        return None
+    return (
+        f"captures {quoted(inside)} of {MODULES}, which needs {' and '.join(old)}; install that, or capture other parts"
+    )
+
+
+def _installed(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    """Major and minor: (2, 9) of 2.9.0a0+git."""
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -1,0 +1,71 @@
+"""What has to hold around the capture of a CUDA graph, and what megatron-core's layers are told differently for it."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.core.transformer.module import GraphableMegatronModule
+
+
+def addresses(layers: Sequence[Any]) -> list[int]:
+    """Where everything lies that graphs were captured with."""
+    held = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
+    held += [tensor.main_grad for tensor in held if hasattr(tensor, "main_grad")]
+    return [tensor.data_ptr() for tensor in held]
+
+
+@contextlib.contextmanager
+def param_gather_hooks_off(model: Sequence[Any]) -> Iterator[bool]:
+    """Transformer Engine captures no module with hooks, such as those of overlap_param_gather; yields if there were."""
+    were_on = [chunk for chunk in model if chunk.remove_forward_pre_hook_handles]
+    for chunk in were_on:
+        chunk.disable_forward_pre_hook(param_sync=True)
+    try:
+        yield bool(were_on)
+    finally:
+        for chunk in were_on:
+            chunk.enable_forward_pre_hook()
+
+
+@contextlib.contextmanager
+def num_microbatches_told(num_microbatches: int) -> Iterator[None]:
+    """megatron-core's helper reads the number of micro-batches from a global, which is 1 otherwise."""
+    rank, data = torch.distributed.get_rank(), mpu.get_data_parallel_world_size()
+    reconfigure_num_microbatches_calculator(rank, None, num_microbatches * data, 1, data)
+    try:
+        yield
+    finally:
+        reconfigure_num_microbatches_calculator(rank, None, data, 1, data)
+
+
+@contextlib.contextmanager
+def without_attention_mask(layers: Sequence[Any]) -> Iterator[None]:
+    """Capture layers with no attention mask, as our forward passes call them.
+
+    A layer's own static inputs have a causal one of [n, 1, S, S] bools, for every layer, which causal kernels do not
+    read: at 16 layers and 32,768 tokens 16 GiB.
+    """
+    for layer in layers:
+        layer.get_layer_static_inputs = functools.partial(GraphableMegatronModule.get_layer_static_inputs, layer)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            del layer.get_layer_static_inputs
+
+
+def replay_args(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """A replay's arguments; megatron-core would make a zero mask of [n, 1, S, S] where it finds None."""
+    if "attention_mask" in kwargs:
+        assert kwargs["attention_mask"] is None, "graphs are captured without an attention mask"
+        kwargs["attention_mask"] = torch.empty(0)  # no input of the graph, which does not look at it
+    return type(layer)._get_te_cuda_graph_replay_args(layer, *args, **kwargs)
+
+
+def reserved_bytes() -> int:
+    """Of torch's allocator, the graphs' pool included."""
+    return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -1,0 +1,64 @@
+"""What activation offloading did in a step, for each module."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields
+
+from nemo_offload_rl.offload.host_slab import HostSlab
+
+
+@dataclass
+class ModuleReport:
+    """Bytes of one module in one step on one rank."""
+
+    distinct_bytes: int = 0
+    """Storages that were large enough, each counted once for a micro-batch."""
+    moved_bytes: int = 0
+    """Of these, copied to the host."""
+    returned_bytes: int = 0
+    """Copied back ahead of need."""
+    late_bytes: int = 0
+    """Copied back when they were needed; what is in neither was still on the GPU."""
+    freed_bytes: int = 0
+    """Seen gone from the GPU between their copy out and their copy back."""
+    duplicate_bytes: int = 0
+    """Saved here, too, after another module had saved the same storage; not copied again."""
+    kept_bytes: int = 0
+    """Left on the GPU by choice: the last group of its name, the fraction, the pipeline's share."""
+    refused_bytes: int = 0
+    """Left on the GPU since the host memory was full."""
+    small_bytes: int = 0
+    """In storages below the minimum."""
+
+
+@dataclass(frozen=True)
+class StepReport:
+    """One training step on one rank."""
+
+    modules: Mapping[str, ModuleReport]
+    num_micro_batches: int
+    """Forward passes through model chunks that took part."""
+    host_bytes: int
+    """Host memory for activations, page-locked once."""
+    host_peak_bytes: int
+    """Of it in use at the worst time."""
+
+    def total(self) -> ModuleReport:
+        """All modules together."""
+        names = [f.name for f in fields(ModuleReport)]
+        return ModuleReport(**{name: sum(getattr(m, name) for m in self.modules.values()) for name in names})
+
+
+@dataclass
+class Tally:
+    """A step's report in the making."""
+
+    num_chunks: int = 0
+    modules: dict[str, ModuleReport] = field(default_factory=dict)
+
+    def of(self, module: str) -> ModuleReport:
+        """A module's."""
+        return self.modules.setdefault(module, ModuleReport())
+
+    def report(self, slab: HostSlab) -> StepReport:
+        """The step has ended."""
+        return StepReport(self.modules, self.num_chunks, slab.nbytes, slab.peak_bytes)

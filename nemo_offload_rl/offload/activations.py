@@ -1,0 +1,414 @@
+"""Offloads what autograd saves inside chosen modules, and brings it back in time for the backward pass.
+
+megatron-core's layers mark the modules: they call a manager at the start and the end ("commit") of a group, which is
+one module's forward pass in one layer, and autograd's saved-tensor hooks hand over what is saved in between. This
+manager takes the place of megatron-core's own (docs/decisions/activation-manager.md says why). The life of a storage:
+
+    saved -> its group commits: copied out -> the compute stream has waited for the copy: the GPU's memory is dropped
+          -> a group before it in the backward pass begins: copied back -> unpacked: the compute stream waits -> used
+
+Nothing is planned ahead, so micro-batches may change in number and length at any time. Three rules keep numbers right,
+and each is kept in one place:
+
+- GPU memory is held until the compute stream has waited for the copy out of it (`_Stash`);
+- host memory is used again only after the copy out of it: the next copy follows its ticket (`HostSlab`);
+- whoever unpacks waits for the copy back, and that follows the copy out (`Parcel.fetch`).
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_report import StepReport, Tally
+from nemo_offload_rl.offload.host_slab import HostSlab, Region
+from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_version
+
+
+@dataclass(frozen=True)
+class ActivationOptions:
+    """What to offload.
+
+    Attributes:
+        modules: as in `policy.megatron_cfg.offload_modules`.
+        fraction: of a micro-batch's eligible bytes, from 0 to 1; the groups that come first leave.
+        min_elements: smaller storages stay.
+        resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
+            rank).
+        max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for two layers.
+        margin_stage: the model chunk whose backward pass follows its forward pass at once, on the pipeline's last rank;
+            None elsewhere. There the last group of each module stays.
+    """
+
+    modules: tuple[str, ...]
+    fraction: float = 1.0
+    min_elements: int = 1024 * 1024
+    resident_bytes: int = 0
+    max_inflight: int | None = None
+    margin_stage: int | None = 0
+
+
+class _Group:
+    """One module's forward pass in one layer."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.index = -1
+        self.parcels: list[weakref.ref[Parcel]] = []
+        self.saved: list[tuple[torch.Tensor, int, Parcel]] = []
+        """Tensors with their versions, until the copies out of them are asked for."""
+        self.nbytes = 0
+
+
+class _Profile:
+    """What the last whole forward pass of a model chunk looked like.
+
+    Args:
+        groups: of that pass, in order.
+        has_margin: the last group of each module stays, since the backward pass needs it before a copy could pay off.
+    """
+
+    def __init__(self, groups: Sequence[_Group], *, has_margin: bool) -> None:
+        last = {group.name: group.index for group in groups}
+        self.num_groups = len(groups)
+        self.margin = frozenset(last.values()) if has_margin else frozenset()
+        eligible = [0 if group.index in self.margin else group.nbytes for group in groups]
+        total = max(1, sum(eligible))
+        self.shares = [part / total for part in accumulate(eligible)]
+        """Of the bytes that may leave: in the groups up to and with each."""
+
+
+class _Stash:
+    """GPU memory that copies still read."""
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self._copies = copies
+        self._held: deque[tuple[_Group, Ticket, list[tuple[torch.Tensor, int, Parcel]]]] = deque()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def hold(self, group: _Group, ticket: Ticket, saved: list[tuple[torch.Tensor, int, Parcel]]) -> None:
+        self._held.append((group, ticket, saved))
+
+    def release(self, keep: int) -> None:
+        """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held."""
+        while len(self._held) > keep:
+            group, ticket, saved = self._held.popleft()
+            self._copies.wait(ticket)
+            for tensor, version, parcel in saved:
+                check_version(tensor, version, group.name)
+                parcel.storage = None
+
+
+class _Chunk:
+    """The forward and backward pass of one micro-batch through one model chunk, in megatron-core's terms."""
+
+    def __init__(self, manager: "ActivationOffloader", stage: int) -> None:
+        self._manager = manager
+        self.stage = stage
+        self.open: list[_Group] = []
+        """Started, and not committed: a norm's group commits after the module behind it has started."""
+        self.groups: list[_Group] = []
+        """Committed, in order: the backward pass takes them in the reverse order."""
+        self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+        self.is_whole = False
+        """Its forward pass has ended."""
+        self._waiting: list[_Group] = []
+
+    def on_group_start_forward(self, name: str) -> None:
+        self.open.append(_Group(name))
+
+    def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
+        """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
+        group = _first(self.open, name)
+        if group is None:  # it was delayed until after its backward pass
+            return
+        self.open.remove(group)
+        group.index = len(self.groups)
+        self.groups.append(group)
+        self._waiting.append(group)
+        self._manager.commit(self, group)
+
+    def on_group_commit_backward(self, name: str) -> None:
+        group = _first(reversed(self._waiting), name)
+        if group is not None:
+            self._waiting.remove(group)
+            self._manager.begin_backward(self, group)
+            return
+        delayed = _first(reversed(self.open), name)
+        assert delayed is not None, f"the backward pass of a group {name} that never started"
+        self.open.remove(delayed)
+
+    def on_group_start_backward(self) -> None:
+        """Nothing: what follows was asked for when this group began."""
+
+
+def _first(groups: Iterable[_Group], name: str) -> _Group | None:
+    return next((group for group in groups if group.name == name), None)
+
+
+class ActivationOffloader:
+    """Behind the functions that megatron-core's layers call; has what they use of `PipelineOffloadManager`.
+
+    Args:
+        options: what to offload.
+        memory: uint8 [nbytes] of the host, for the activations of all micro-batches in flight.
+        copies: makes them.
+        keep: storages that are never offloaded: those of parameters and buffers.
+    """
+
+    def __init__(
+        self,
+        options: ActivationOptions,
+        memory: torch.Tensor,
+        copies: CopyEngine,
+        keep: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
+        self.options = options
+        self.slab = HostSlab(memory)
+        self.copies = copies
+        self.report = StepReport({}, 0, 0, 0)
+        """Of the last step."""
+        self._keep = {storage._cdata for storage in keep}
+        self._enabled = True
+        self._chunk: _Chunk | None = None
+        self._chunks: deque[_Chunk] = deque()
+        self._active: list[_Group | None] = []
+        self._stash = _Stash(copies)
+        self._profiles: dict[int, _Profile] = {}
+        self._resident: weakref.WeakSet[Parcel] = weakref.WeakSet()
+        self._tally = Tally()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._delayed: list[Callable[[], None]] = []
+        self._in_replay = False  # megatron-core sets it
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Passes that begin and end inside run as if nothing were offloaded."""
+        was, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = was
+
+    # What megatron-core calls, by its names.
+
+    def init_model_chunk_offload_handler(
+        self, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: Any, **__: Any
+    ) -> None:
+        """A micro-batch's forward pass through a model chunk begins."""
+        self._end_forward()
+        if not (self._enabled and torch.is_grad_enabled()):
+            return
+        self._chunk = _Chunk(self, vp_stage or 0)
+        self._chunks.append(self._chunk)
+        self._tally.num_chunks += 1
+
+    def pop_forward_chunk(self, name: str | None = None) -> _Chunk | None:
+        """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
+        return self.cur_forward_chunk()
+
+    def cur_forward_chunk(self) -> _Chunk | None:
+        """As `pop_forward_chunk`."""
+        return self._chunk if self._enabled and torch.is_grad_enabled() else None
+
+    def __enter__(self) -> None:
+        chunk = self.cur_forward_chunk()
+        self._active.append(chunk.open[-1] if chunk is not None else None)
+        if chunk is not None:
+            self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._active.pop() is not None:
+            self._hooks.__exit__()
+
+    @staticmethod
+    def mark_not_offload(tensor: torch.Tensor | None) -> None:
+        """Keep this one."""
+        if tensor is not None:
+            tensor._do_not_offload = True  # type: ignore[attr-defined]
+
+    def disable_offload(self) -> None:
+        """While Transformer Engine warms up before a capture."""
+        self._enabled = False
+
+    def enable_offload(self) -> None:
+        """As before."""
+        self._enabled = True
+
+    def push_offload_groups(self, commit: Callable[..., None], name: str, forced: Sequence[torch.Tensor]) -> None:
+        """A commit for `flush_delayed_groups`."""
+        self._delayed.append(lambda: commit(name, forced))
+
+    def flush_delayed_groups(self) -> None:
+        """Make the commits that waited for a graph's replay."""
+        delayed, self._delayed = self._delayed, []
+        for commit in delayed:
+            commit()
+
+    def reset(self) -> None:
+        """A schedule has ended, or has failed."""
+        self._end_forward()
+        self._stash.release(keep=0)
+        self._chunks.clear()
+        self._active.clear()
+        self._delayed.clear()
+        if self._tally.num_chunks:  # not after forward-only passes
+            self.report = self._tally.report(self.slab)
+            self._tally = Tally()
+            self.slab.peak_bytes = self.slab.used_bytes
+
+    def close(self) -> None:
+        """Let go of the host memory; nothing can be offloaded any more."""
+        self.reset()
+        self.slab = HostSlab(torch.empty(0, dtype=torch.uint8))
+
+    # Forward.
+
+    def commit(self, chunk: _Chunk, group: _Group) -> None:
+        """A group's forward pass is queued: ask for the copies of what it saved."""
+        saved, group.saved = group.saved, []
+        for tensor, version, _ in saved:
+            check_version(tensor, version, group.name)
+        fresh = list({id(parcel): parcel for _, _, parcel in saved if not parcel.is_settled}.values())
+        for parcel in fresh:
+            parcel.is_settled = True
+        group.nbytes = sum(parcel.nbytes for parcel in fresh)
+        self._tally.of(group.name).distinct_bytes += group.nbytes
+        profile = self._profiles.get(chunk.stage)
+        if fresh and self._stays(profile, group, fresh):
+            self._tally.of(group.name).kept_bytes += group.nbytes
+        elif fresh and (ticket := self._copy_out(fresh)) is None:
+            self._tally.of(group.name).refused_bytes += group.nbytes
+        elif fresh:
+            assert ticket is not None
+            self._tally.of(group.name).moved_bytes += group.nbytes
+            mine = {id(parcel) for parcel in fresh}
+            self._stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
+        self._release(profile, group)
+
+    def _stays(self, profile: _Profile | None, group: _Group, fresh: Sequence[Parcel]) -> bool:
+        fraction = self.options.fraction
+        if profile is None or group.index >= profile.num_groups:  # the first pass: its size is not known yet
+            if fraction == 0:
+                return True
+        elif group.index in profile.margin or (fraction < 1 and profile.shares[group.index] > fraction):
+            return True
+        if sum(parcel.nbytes for parcel in self._resident) + group.nbytes <= self.options.resident_bytes:
+            self._resident.update(fresh)
+            return True
+        return False
+
+    def _copy_out(self, parcels: Sequence[Parcel]) -> Ticket | None:
+        """None if the slab has no room for all of them."""
+        regions: list[Region] = []
+        for parcel in parcels:
+            region = self.slab.take(parcel.nbytes)
+            if region is None:
+                for taken in regions:
+                    self.slab.give_back(taken, None)
+                return None
+            regions.append(region)
+        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        after: list[Ticket] = []
+        for parcel, region in zip(parcels, regions, strict=True):
+            assert parcel.storage is not None
+            here = as_bytes(parcel.storage)
+            pairs += [(piece, here[offset : offset + len(piece)]) for offset, piece in self.slab.pieces(region)]
+            after += region.after
+        ticket = self.copies.out(pairs, after)
+        for parcel, region in zip(parcels, regions, strict=True):
+            parcel.leave(region, ticket)
+        return ticket
+
+    def _release(self, profile: _Profile | None, group: _Group) -> None:
+        """Drop GPU memory: in good time while the pass goes on, and all of it before what follows the last group."""
+        layer = len(self.options.modules)
+        keep = 2 * layer if self.options.max_inflight is None else self.options.max_inflight
+        if profile is not None and group.index == profile.num_groups - 1:
+            keep = 0 if profile.margin else min(keep, layer)
+        self._stash.release(keep)
+
+    def _end_forward(self) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is None or not chunk.groups:
+            return
+        chunk.is_whole = True
+        self._profiles[chunk.stage] = _Profile(chunk.groups, has_margin=chunk.stage == self.options.margin_stage)
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        group, chunk = self._active[-1], self._chunk
+        assert group is not None and chunk is not None
+        if not self._is_candidate(tensor):
+            return tensor
+        storage = tensor.untyped_storage()
+        tally = self._tally.of(group.name)
+        if storage._cdata in self._keep:
+            return tensor
+        if storage.nbytes() < self.options.min_elements * tensor.element_size():
+            tally.small_bytes += storage.nbytes()
+            return tensor
+        parcel = chunk.parcels.get(storage._cdata)
+        if parcel is None:
+            parcel = Parcel(storage, group.name, self.slab, self.copies)
+            chunk.parcels[storage._cdata] = parcel
+        elif parcel.module != group.name:
+            tally.duplicate_bytes += parcel.nbytes
+        group.parcels.append(weakref.ref(parcel))
+        group.saved.append((tensor, tensor._version, parcel))
+        return SavedView(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+
+    @staticmethod
+    def _is_candidate(tensor: torch.Tensor) -> bool:
+        """Whether it is plain data on the GPU that nobody has marked to stay."""
+        return (
+            type(tensor) is torch.Tensor
+            and tensor.layout is torch.strided
+            and not (tensor.is_conj() or tensor.is_neg())
+            and not getattr(tensor, "_TE_do_not_offload", False)
+            and not getattr(tensor, "_do_not_offload", False)
+        )
+
+    # Backward.
+
+    def begin_backward(self, chunk: _Chunk, group: _Group) -> None:
+        """A group's backward pass is about to be queued: ask for what the ones after it need."""
+        if chunk is self._chunk:
+            self._end_forward()
+        depth = len(self.options.modules) + 1
+        self._start_back(chunk.groups[max(0, group.index + 1 - depth) : group.index + 1])
+        if group.index + 1 < depth:
+            follower = self._next_backward(chunk)
+            if follower is not None:
+                self._start_back(follower.groups[len(follower.groups) - (depth - group.index - 1) :])
+        if group.index == 0 and chunk in self._chunks:
+            self._chunks.remove(chunk)
+
+    def _next_backward(self, chunk: _Chunk) -> _Chunk | None:
+        """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
+        return next((c for c in self._chunks if c is not chunk and c.is_whole and c.stage == chunk.stage), None)
+
+    def _start_back(self, groups: Sequence[_Group]) -> None:
+        for group in reversed(groups):
+            for parcel in filter(None, (ref() for ref in reversed(group.parcels))):
+                self._tally.of(parcel.module).returned_bytes += self._bring(parcel)
+
+    def _bring(self, parcel: Parcel) -> int:
+        if parcel.is_gone():
+            self._tally.of(parcel.module).freed_bytes += parcel.nbytes
+        return parcel.start_back()
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        if not isinstance(packed, SavedView):
+            assert isinstance(packed, torch.Tensor)
+            return packed
+        self._tally.of(packed.parcel.module).late_bytes += self._bring(packed.parcel)
+        return packed.tensor()

@@ -1,0 +1,94 @@
+"""What activation offloading works on, of each pipeline stage: from a recipe and a model's config."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.plan.activations import chunks_in_flight
+from nemo_offload_rl.plan.architecture import read_architecture
+from nemo_offload_rl.plan.model_facts import num_layers_of_stage
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+
+_ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
+
+
+def activation_facts(
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int
+) -> tuple[ActivationFacts, ...]:
+    """What one rank of each pipeline stage computes on in a training step whose micro-batches are as long as can be.
+
+    Expert-parallel ranks are data-parallel ranks with micro-batches of their own, so a rank's experts get on average
+    tokens x top-k of a micro-batch, however many ranks share the experts: 1 / EP of the tokens of EP ranks. Ranks that
+    share each expert gather one another's tokens.
+
+    Args:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        policy: the recipe's section, validated.
+        world_size: ranks of the whole cluster.
+
+    Returns:
+        One entry a pipeline stage.
+
+    Raises:
+        UnknownArchitectureError: the model's shape is not known before it is built.
+        ValueError: a field that its family has is missing.
+    """
+    cfg = policy["megatron_cfg"]
+    model = read_architecture(hf_config, cfg)
+    tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
+    num_tokens = _num_tokens(policy)
+    num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
+    top_k = model.experts_per_token or 0
+    expert_ranks = cfg["expert_tensor_parallel_size"]
+    num_model_chunks = _set(cfg, "virtual_pipeline_model_parallel_size", 1)
+    return tuple(
+        ActivationFacts(
+            num_tokens=num_tokens,
+            num_residual_tokens=num_residual_tokens,
+            num_expert_tokens=num_residual_tokens * top_k * expert_ranks,
+            hidden_size=model.hidden_size,
+            num_heads=model.num_heads // tensor,
+            num_query_groups=max(1, model.num_query_groups // tensor),
+            head_dim=model.head_dim,
+            qk_norm=model.qk_norm,
+            expert_ffn_size=model.ffn_hidden_size // expert_ranks if model.num_experts else 0,
+            fused_swiglu=_set(cfg, "bias_activation_fusion", False),
+            element_size=_ELEMENT_BYTES[policy["precision"]],
+            num_layers=num_layers_of_stage(model, cfg, stage),
+            num_model_chunks=num_model_chunks,
+            num_chunks_in_flight=chunks_in_flight(
+                _most_microbatches(policy, world_size // (tensor * stages * cfg["context_parallel_size"])),
+                stage=stage,
+                num_stages=stages,
+                num_model_chunks=num_model_chunks,
+                group_size=_set(cfg, "microbatch_group_size_per_vp_stage", stages),
+            ),
+        )
+        for stage in range(stages)
+    )
+
+
+def _num_tokens(policy: Mapping[str, Any]) -> int:
+    """Of the longest micro-batch, as the worker pads it."""
+    divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
+    length = _round_up(policy["max_total_sequence_length"], divisible_by)
+    if not packing["enabled"]:
+        return int(length * policy["train_micro_batch_size"])
+    # A sequence longer than a row gets a row of its own.
+    return _round_up(max(packing["train_mb_tokens"], length), packing["sequence_length_round"])
+
+
+def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:
+    """Of a step on one rank; a packed row may have a single sample."""
+    samples = policy["train_global_batch_size"] // data_parallel_size
+    rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
+    return max(1, math.ceil(samples / rows))
+
+
+def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:
+    """A field that megatron-core sets itself where a recipe does not."""
+    return cfg[name] if name in cfg and cfg[name] is not None else otherwise
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

@@ -1,0 +1,155 @@
+"""The activations that offloading moves, in bytes, and the host memory that they take: pure functions of plain facts.
+
+Not counted: `delta_offload_bytes_across_pp_ranks`, which keeps bytes on the GPU, but not of a certain micro-batch.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
+
+# Every storage in the slab starts at a page.
+SLAB_ALIGNMENT_BYTES = 4096
+# Routing is not even: host memory is taken for this multiple of the average load of a rank's experts. An assumption; a
+# group that does not fit stays on the GPU.
+EXPERT_LOAD_FACTOR = 1.25
+# Storages that several modules of a layer keep: their memory is free when all of these have moved them.
+_KEPT_BY: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
+
+
+@dataclass(frozen=True)
+class ActivationSettings:
+    """What a recipe asks of activation offloading.
+
+    Attributes:
+        modules: names of `SAVED_BY`.
+        fraction: share of the groups (a module of a layer) that leave, the first in the forward pass first.
+        min_elements: smaller tensors stay.
+        host_memory_limit_bytes: host memory of one rank for activations; None for what they need.
+        strict: a module that does nothing is an error.
+    """
+
+    modules: tuple[str, ...]
+    fraction: float
+    min_elements: int
+    host_memory_limit_bytes: int | None
+    strict: bool = False
+
+
+@dataclass(frozen=True)
+class ModuleBytes:
+    """What leaves the GPU of one module; in bytes.
+
+    Attributes:
+        saved: of a layer and micro-batch, each tensor as often as it is saved.
+        distinct: of a layer and micro-batch, without storages that a module before it has moved.
+        held: the part of `distinct` whose memory stays taken, since a module that is not offloaded keeps it too.
+        micro_batch: distinct bytes of a micro-batch over all layers of the stage that leave with the recipe's fraction.
+        in_flight: the same of all micro-batches in flight.
+    """
+
+    saved: int
+    distinct: int
+    held: int
+    micro_batch: int
+    in_flight: int
+
+
+def chunks_in_flight(
+    num_microbatches: int, *, stage: int, num_stages: int, num_model_chunks: int, group_size: int
+) -> int:
+    """Forward passes of a model chunk whose backward pass is still to come, at most, in megatron-core's schedules.
+
+    core pipeline_parallel/schedules.py, `get_pp_rank_microbatches`: a stage's warm-up passes and the first of 1F1B.
+
+    Args:
+        num_microbatches: of a step, on this rank.
+        stage: from 0.
+        num_stages: the pipeline-parallel size.
+        num_model_chunks: virtual stages; 1 without.
+        group_size: microbatch_group_size_per_vp_stage; read with several model chunks only.
+    """
+    if num_stages == 1:
+        return 1
+    stages_after = num_stages - stage - 1
+    warm_up = stages_after
+    if num_model_chunks > 1:
+        warm_up = 2 * stages_after + (num_model_chunks - 1) * group_size
+    return min(num_microbatches * num_model_chunks, warm_up + 1)
+
+
+def module_bytes(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, ModuleBytes]:
+    """What leaves the GPU of each module that is offloaded, in the order of a forward pass; experts at average load."""
+    leaving = _leaving(facts, settings)
+    in_chunk = _groups_that_leave(facts, settings)
+    out = {}
+    for name, tensors in leaving.items():
+        distinct = sum(tensor.nbytes for tensor in tensors)
+        out[name] = ModuleBytes(
+            saved=sum(tensor.nbytes for tensor in _moved(facts, settings, name)),
+            distinct=distinct,
+            held=sum(tensor.nbytes for tensor in tensors if _is_held(tensor, settings)),
+            micro_batch=distinct * in_chunk[name] * facts.num_model_chunks,
+            in_flight=distinct * in_chunk[name] * facts.num_chunks_in_flight,
+        )
+    return out
+
+
+def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
+    """Host memory for all groups of all micro-batches in flight, experts at `EXPERT_LOAD_FACTOR` times average load."""
+    busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+    in_chunk = _groups_that_leave(busy, settings)
+    chunk = sum(
+        in_chunk[name] * sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
+        for name, tensors in _leaving(busy, settings).items()
+    )
+    return chunk * facts.num_chunks_in_flight
+
+
+def slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
+    """Host memory that one rank pins for activations: what the recipe says, or what they need.
+
+    What does not fit stays on the GPU, group by group.
+    """
+    given = settings.host_memory_limit_bytes
+    return needed_slab_bytes(facts, settings) if given is None else given
+
+
+def _moved(facts: ActivationFacts, settings: ActivationSettings, module: str) -> list[SavedTensor]:
+    return [tensor for tensor in SAVED_BY[module](facts) if tensor.num_elements >= max(1, settings.min_elements)]
+
+
+def _is_held(tensor: SavedTensor, settings: ActivationSettings) -> bool:
+    return tensor.name in _KEPT_BY and not _KEPT_BY[tensor.name] <= set(settings.modules)
+
+
+def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, list[SavedTensor]]:
+    """The storages of a layer that each module moves first."""
+    seen: set[str] = set()
+    out = {}
+    for module in SAVED_BY:
+        if module in settings.modules:
+            out[module] = [tensor for tensor in _moved(facts, settings, module) if tensor.name not in seen]
+            seen |= {tensor.name for tensor in out[module]}
+    return out
+
+
+def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:
+    """Of each module, how many layers of a model chunk leave with the recipe's fraction.
+
+    As megatron-core counts them (core fine_grained_activation_offload.py, `post_warmup_callback`): groups with bytes in
+    the order of the forward pass, of which the last stay.
+    """
+    modules = [module for module in SAVED_BY if module in settings.modules]
+    with_bytes = [module for module in modules if _moved(facts, settings, module)]
+    layers = -(-facts.num_layers // facts.num_model_chunks)
+    groups = with_bytes * layers
+    num_staying = int(len(groups) * (1 - settings.fraction))
+    leaving = groups[: len(groups) - num_staying]
+    return {module: leaving.count(module) for module in modules}
+
+
+def _round_up(value: int, multiple: int) -> int:
+    return -(-value // multiple) * multiple

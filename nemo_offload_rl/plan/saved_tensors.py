@@ -1,0 +1,176 @@
+"""What each module keeps for the backward pass: the tensors that autograd saves in it, of a layer and micro-batch.
+
+Read in megatron-core 0.19.2 (`core`) and Transformer Engine 2.20 (`TE`), without fp8; said at each function. Tensors of
+one storage have one name, whichever modules save them. Not modelled:
+
+- TE's unfused attention, which keeps the scores, tokens x tokens a head (TE chooses it for float32);
+- flash-attn on padded rows with several samples: the output that it keeps and the one that `attn_proj` keeps are then
+  two storages, since it works on [batch, sequence] and copies its output back (TE backends.py 1436). cuDNN's attention,
+  which TE prefers on Hopper, shares one; so do packed rows.
+"""
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+
+_FP32_BYTES = 4
+
+
+@dataclass(frozen=True)
+class ActivationFacts:
+    """What one rank of a pipeline stage computes on; its own share of what is split over ranks."""
+
+    num_tokens: int
+    """Of a micro-batch, padding included, as attention sees them."""
+    num_residual_tokens: int
+    """Of a micro-batch between the sublayers: with sequence parallelism `num_tokens` over the tensor-parallel size."""
+    num_expert_tokens: int
+    """Token copies that this rank's experts get of a micro-batch on average; 0 for a dense model."""
+    hidden_size: int
+    num_heads: int
+    num_query_groups: int
+    head_dim: int
+    qk_norm: bool
+    """Norms of queries and keys."""
+    expert_ffn_size: int
+    """Of one expert, without its gate; 0 for a dense model."""
+    fused_swiglu: bool
+    """Bias and activation in one kernel (bias_activation_fusion)."""
+    element_size: int
+    """Bytes of an activation's element."""
+    num_layers: int
+    """Of the whole stage."""
+    num_model_chunks: int
+    """Virtual stages; 1 without."""
+    num_chunks_in_flight: int
+    """Micro-batches whose backward pass is still to come at the worst time, each counted for every model chunk that it
+    went through: see `plan.activations.chunks_in_flight`."""
+
+    @property
+    def is_moe(self) -> bool:
+        """Whether the MLPs are mixtures of experts."""
+        return self.expert_ffn_size > 0
+
+
+@dataclass(frozen=True)
+class SavedTensor:
+    """A storage that the backward pass needs.
+
+    Attributes:
+        name: the same for the same storage of a layer.
+        num_elements: of a micro-batch.
+        element_size: in bytes.
+    """
+
+    name: str
+    num_elements: int
+    element_size: int
+
+    @property
+    def nbytes(self) -> int:
+        """Its size."""
+        return self.num_elements * self.element_size
+
+
+def _attn_norm(_: ActivationFacts) -> Iterator[SavedTensor]:
+    """Nothing: the norm is part of the linear layer (core gpt_layer_specs.py: `linear_qkv` is a LayerNormLinear)."""
+    yield from ()
+
+
+def _qkv_linear(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """The layer's input, the norm's output, its statistic (TE layernorm_linear.py 526; an RMSNorm has no mean).
+
+    With sequence parallelism both are this rank's shard; the norm's output is gathered anew in the backward pass
+    (`ln_out_needs_gather`). The projection's own output is not saved here. Norms of queries and keys run inside the
+    module (core attention.py, `get_query_key_value_tensors`) and save a contiguous copy of their input (TE
+    ops/basic/rmsnorm.py 187, 209).
+    """
+    residual = facts.num_residual_tokens * facts.hidden_size
+    yield SavedTensor("layer input", residual, facts.element_size)
+    yield SavedTensor("attention norm's output", residual, facts.element_size)
+    yield SavedTensor("attention norm's statistic", facts.num_residual_tokens, _FP32_BYTES)
+    if facts.qk_norm:
+        for name, heads in (("queries", facts.num_heads), ("keys", facts.num_query_groups)):
+            yield SavedTensor(f"{name} before their norm", _heads(facts, heads), facts.element_size)
+            yield SavedTensor(f"statistic of {name}' norm", facts.num_tokens * heads, _FP32_BYTES)
+
+
+def _core_attn(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Queries, keys, values, output, and the softmax's log-sum (TE backends.py 1812 to 1853; flash-attn the same).
+
+    Each is a storage of its own: rotary embeddings write queries and keys anew, and values, a view of the projection's
+    output, are made contiguous since their strides are not those of the keys (TE utils.py `get_qkv_layout`).
+    """
+    yield SavedTensor("queries", _heads(facts, facts.num_heads), facts.element_size)
+    yield SavedTensor("keys", _heads(facts, facts.num_query_groups), facts.element_size)
+    yield SavedTensor("values", _heads(facts, facts.num_query_groups), facts.element_size)
+    yield _attention_output(facts)
+    yield SavedTensor("softmax's log-sum", facts.num_tokens * facts.num_heads, _FP32_BYTES)
+
+
+def _attn_proj(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Its input, which is the attention's output (TE linear.py 717, `saved_inputmat`)."""
+    yield _attention_output(facts)
+
+
+def _mlp_norm(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Before experts the norm's input and statistic (TE ops/basic/rmsnorm.py 209); fused into a dense MLP's linear."""
+    if facts.is_moe:
+        residual = facts.num_residual_tokens * facts.hidden_size
+        yield SavedTensor("MLP norm's input", residual, facts.element_size)
+        yield SavedTensor("MLP norm's statistic", facts.num_residual_tokens, _FP32_BYTES)
+
+
+def _expert_fc1(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """The tokens sorted by expert: of each expert a view of one storage (TE grouped_linear.py 826, 935).
+
+    The smallest size that moves is asked of the storage here, of each view in megatron-core.
+    """
+    if facts.is_moe:
+        yield SavedTensor("experts' tokens", facts.num_expert_tokens * facts.hidden_size, facts.element_size)
+
+
+def _moe_act(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Input of the activation, which is gate and up projection, and the routing weights (core moe/experts.py 805 on).
+
+    The activation's output is kept by the second linear layer, outside the module. One kernel saves no more than that
+    (core fusions/fused_bias_swiglu.py, `WeightedSwiGLUFunction`). Operation by operation autograd keeps besides: the
+    activated gate, the up projection (an offset was added, so a copy), and their product.
+    """
+    if facts.is_moe:
+        ffn = facts.num_expert_tokens * facts.expert_ffn_size
+        yield SavedTensor("activation's input", 2 * ffn, facts.element_size)
+        yield SavedTensor("routing weights", facts.num_expert_tokens, _FP32_BYTES)
+        if not facts.fused_swiglu:
+            for name in ("activated gate", "up projection", "activation's product"):
+                yield SavedTensor(name, ffn, facts.element_size)
+
+
+def _fused_group_mlp(facts: ActivationFacts) -> Iterator[SavedTensor]:
+    """Inputs of both linear layers and of the activation (TE ops/basic/grouped_linear.py 1160, swiglu.py 552)."""
+    if facts.is_moe:
+        ffn = facts.num_expert_tokens * facts.expert_ffn_size
+        yield SavedTensor("experts' tokens", facts.num_expert_tokens * facts.hidden_size, facts.element_size)
+        yield SavedTensor("activation's input", 2 * ffn, facts.element_size)
+        yield SavedTensor("routing weights", facts.num_expert_tokens, _FP32_BYTES)
+        yield SavedTensor("second linear layer's input", ffn, facts.element_size)
+
+
+def _heads(facts: ActivationFacts, num_heads: int) -> int:
+    return facts.num_tokens * num_heads * facts.head_dim
+
+
+def _attention_output(facts: ActivationFacts) -> SavedTensor:
+    return SavedTensor("attention's output", _heads(facts, facts.num_heads), facts.element_size)
+
+
+# What each module saves of a layer and micro-batch, in the order of a forward pass.
+SAVED_BY: Mapping[str, Callable[[ActivationFacts], Iterator[SavedTensor]]] = {
+    "attn_norm": _attn_norm,
+    "qkv_linear": _qkv_linear,
+    "core_attn": _core_attn,
+    "attn_proj": _attn_proj,
+    "mlp_norm": _mlp_norm,
+    "expert_fc1": _expert_fc1,
+    "moe_act": _moe_act,
+    "fused_group_mlp": _fused_group_mlp,
+}

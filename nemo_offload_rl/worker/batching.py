@@ -1,0 +1,75 @@
+"""Cuts a rank's rows into micro-batches that all data-parallel ranks count and pad alike."""
+
+from typing import Literal
+
+import torch
+
+from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore.microbatches import (
+    MicroBatch,
+    pack_bins,
+    packed_microbatches,
+    padded_length,
+    padded_microbatches,
+    round_up,
+    with_length,
+)
+from nemo_offload_rl.mcore.model_config import packs
+
+
+class MicroBatcher:
+    """Pads or packs, as the recipe says.
+
+    Args:
+        config: the recipe's policy section.
+        device: where padded micro-batches are put.
+    """
+
+    def __init__(self, config: PolicyConfig, device: torch.device) -> None:
+        self._divisible_by = config["make_sequence_length_divisible_by"]
+        self._limit = config["max_total_sequence_length"]
+        self._packing = config["sequence_packing"] if packs(config) else None
+        self._device = device
+
+    def cut(
+        self,
+        data: BatchedData,
+        mbs: int,
+        tokens_key: Literal["train_mb_tokens", "logprob_mb_tokens"],
+        *,
+        fixed_shapes: bool = False,
+    ) -> tuple[list[MicroBatch], list[list[int]] | None]:
+        """Micro-batches of this rank's rows, and for packed ones the rows in each; collective.
+
+        Args:
+            data: the rows.
+            mbs: rows of a padded micro-batch.
+            tokens_key: of policy.sequence_packing, the tokens of a packed one.
+            fixed_shapes: pad rows to the recipe's longest sequence, packed rows to all of their tokens.
+        """
+        longest = int(data["input_lengths"].max())
+        length = padded_length(self._common(longest), self._divisible_by, self._limit)
+        if fixed_shapes and self._packing is None:
+            length = round_up(self._limit, self._divisible_by)
+        data = with_length(data, length)
+        if self._packing is None:
+            return padded_microbatches(data.to(self._device), mbs), None  # one copy of each field, not of each cut
+        row_tokens = self._packing[tokens_key]
+        lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
+        bins = pack_bins(lengths, row_tokens)
+        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)))
+        batches = packed_microbatches(
+            data,
+            bins,
+            divisible_by=self._divisible_by,
+            row_divisible_by=row_tokens if fixed_shapes else self._packing["sequence_length_round"],
+        )
+        return batches, bins
+
+    def _common(self, value: int) -> int:
+        """The largest of the data-parallel ranks' values."""
+        held = torch.tensor([value], device=self._device)
+        torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
+        return int(held.item())

@@ -1,0 +1,96 @@
+"""A copy engine without a GPU that is as late, and as out of order, as its callers' tickets allow."""
+
+import random
+from collections.abc import Callable, Iterable
+
+import torch
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+
+GARBAGE = 0xFF
+"""Not a number, in bf16 and in float32."""
+
+
+class LateTicket:
+    """Copies that have perhaps not been made."""
+
+    def __init__(self, copy: Callable[[], None], after: Iterable[Ticket]) -> None:
+        self._copy: Callable[[], None] | None = copy
+        self._after = list(after)
+
+    def reached(self) -> bool:
+        return self._copy is None
+
+    def run(self) -> None:
+        """Make what this follows, then this."""
+        copy, self._copy = self._copy, None
+        if copy is None:
+            return
+        for ticket in self._after:
+            assert isinstance(ticket, LateTicket)
+            ticket.run()
+        copy()
+
+
+class LateCopies(CopyEngine):
+    """Makes copies when somebody waits for them, or at random times.
+
+    GPU memory is held weakly, as by a GPU: a copy out of memory that has been freed meanwhile brings garbage.
+    """
+
+    def __init__(self, seed: int = 0, eager_share: float = 0.2) -> None:
+        self._random = random.Random(seed)
+        self._eager_share = eager_share
+        self._pending: list[LateTicket] = []
+        self.num_out = 0
+        self.num_back = 0
+
+    def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+        self.num_out += len(pairs)
+        weak = [(host, _Weak(gpu)) for host, gpu in pairs]
+
+        def copy() -> None:
+            for host, gpu in weak:
+                source = gpu.tensor()
+                host.fill_(GARBAGE) if source is None else host.copy_(source)
+
+        return self._queue(copy, after)
+
+    def back(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+        self.num_back += len(pairs)
+        for gpu, _ in pairs:
+            gpu.fill_(GARBAGE)
+        weak = [(_Weak(gpu), host) for gpu, host in pairs]
+
+        def copy() -> None:
+            for gpu, host in weak:
+                destination = gpu.tensor()
+                if destination is not None:
+                    destination.copy_(host)
+
+        return self._queue(copy, after)
+
+    def wait(self, ticket: Ticket) -> None:
+        assert isinstance(ticket, LateTicket)
+        ticket.run()
+
+    def _queue(self, copy: Callable[[], None], after: Iterable[Ticket]) -> LateTicket:
+        ticket = LateTicket(copy, after)
+        self._pending = [other for other in self._pending if not other.reached()] + [ticket]
+        for other in self._random.sample(self._pending, len(self._pending)):
+            if self._random.random() < self._eager_share:
+                other.run()
+        return ticket
+
+
+class _Weak:
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self._ref = StorageWeakRef(tensor.untyped_storage())
+        self._offset, self._length = int(tensor.storage_offset()), len(tensor)
+
+    def tensor(self) -> torch.Tensor | None:
+        storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
+        if storage is None:
+            return None
+        return torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._length,))

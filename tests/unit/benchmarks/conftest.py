@@ -1,0 +1,5 @@
+import sys
+from pathlib import Path
+
+BENCHMARKS = Path(__file__).parents[3] / "benchmarks"
+sys.path.append(str(BENCHMARKS))  # as for a script there

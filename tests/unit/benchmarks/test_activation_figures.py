@@ -1,0 +1,115 @@
+"""What benchmarks/activation_offload.py computes from what it measures."""
+
+import json
+
+import pytest
+from activation_cases import figures
+from activation_cases.soak import settled_and_now
+from activation_cases.table import FIELDS, ResultFile, Setting, merged
+
+
+def test_r_is_the_fall_of_the_peak_over_what_should_have_left():
+    assert figures.recovered_share(1000, 802, 200.0) == pytest.approx(0.99)
+    assert figures.recovered_share(1000, 1000, 0.0) is None
+    assert figures.recovered_share(1000, 1010, 100.0) == pytest.approx(-0.1)
+
+
+def test_overhead_is_of_medians():
+    assert figures.overhead_percent([1.0, 1.0, 9.0], [1.003, 1.003, 0.1]) == pytest.approx(0.3)
+
+
+def test_the_link_is_waited_for_only_where_copies_outlast_the_forward_pass():
+    def bound(forward_s):
+        return figures.link_bound_percent(100.0, 1000.0, forward_s, num_micro_batches=4, plain_step_s=1.0)
+
+    assert bound(0.2) == 0
+    assert bound(0.09) == pytest.approx(4.0)
+
+
+@pytest.mark.parametrize(
+    ("is_moe", "micro_batch", "bound", "bar"),
+    [
+        (True, 1, 0.0, 3.0),
+        (True, 1, 10.0, 11.0),
+        (False, 4, 10.0, 0.3),
+        (False, 1, 10.0, 11.0),
+        (False, 1, 0.0, None),
+        (False, 8, 0.0, None),
+    ],
+)
+def test_bars_of_overhead(is_moe, micro_batch, bound, bar):
+    found = figures.overhead_bar_percent(is_moe=is_moe, micro_batch=micro_batch, bound_percent=bound)
+    assert found == (None if bar is None else pytest.approx(bar))
+
+
+@pytest.mark.parametrize("longest", [1, 31, 32, 33, 63, 64, 100, 127])
+def test_the_search_ends_at_the_longest_length_that_fits(longest):
+    fits: dict[int, bool] = {}
+    while (length := figures.next_length(fits, 32 * 1024, 1024)) is not None:
+        assert length not in fits
+        assert length % 1024 == 0
+        fits[length] = length <= longest * 1024
+    assert max(length for length, fit in fits.items() if fit) == longest * 1024
+    assert len(fits) <= 9
+
+
+def test_the_search_ends_where_nothing_fits():
+    fits: dict[int, bool] = {}
+    while (length := figures.next_length(fits, 4096, 1024)) is not None:
+        fits[length] = False
+    assert min(fits) == 1024
+
+
+def test_rows_survive_from_run_to_run_and_are_replaced_by_newer_ones(tmp_path):
+    path = tmp_path / "results" / "result.json"
+    first = ResultFile(path)
+    first.add("parity", "a", "offloaded", {"bit_equal": False})
+    first.add("parity", "b", "offloaded", {"bit_equal": True})
+    second = ResultFile(path)
+    second.add("parity", "a", "offloaded", {"bit_equal": True})
+    second.add("parity", "a", "late copies", {"bit_equal": True})
+    rows = json.loads(path.read_text())["rows"]
+    assert [(row["part"], row["way"], row["bit_equal"]) for row in rows] == [
+        ("a", "offloaded", True),
+        ("b", "offloaded", True),
+        ("a", "late copies", True),
+    ]
+    assert all(set(FIELDS) <= set(row) for row in rows)
+    assert [item.name for item in path.parent.iterdir()] == [path.name]
+
+
+def test_sizes_of_micro_batches_are_rows_of_their_own():
+    one, other = ({"table": "cost", "part": "a", "way": "plain", "micro_batch": size} for size in (1, 4))
+    assert merged([one], other) == [one, other]
+    assert merged([one, other], dict(one)) == [one, other]
+
+
+def test_a_failed_row_goes_when_its_part_succeeds():
+    failed, fine, other = (
+        {"table": "cost", "part": part, "way": way, "micro_batch": None}
+        for part, way in (("a", "failed"), ("a", "plain"), ("b", "failed"))
+    )
+    assert merged([failed, other], fine) == [other, fine]
+    assert merged([fine], failed) == [fine, failed]
+
+
+def test_what_a_file_has_is_known_with_and_without_late_copies(tmp_path):
+    file = ResultFile(tmp_path / "result.json")
+    file.add("parity", "a", "failed", {"error": "RuntimeError"})
+    assert file.has("parity", "a", late=False)
+    assert not file.has("parity", "a", late=True)
+    assert not file.has("soak", "a", late=False)
+
+
+def test_a_setting_may_have_its_own_number_of_steps_and_time(tmp_path):
+    file = ResultFile(tmp_path / "result.json")
+    assert Setting(file).num_steps(10) == 10
+    assert not Setting(file).time_is_up()
+    assert Setting(file, steps=3, deadline=0.0).num_steps(10) == 3
+    assert Setting(file, deadline=0.0).time_is_up()
+
+
+def test_growth_is_counted_from_the_settled_step_on():
+    row = settled_and_now({"pinned_mib": 10.0}, {"pinned_mib": 12.5})
+    assert row == {"pinned_mib_at_step_20": 10.0, "pinned_mib_at_end": 12.5, "pinned_mib_growth": 2.5}
+    assert settled_and_now({}, {"pinned_mib": 12.5})["pinned_mib_growth"] is None

@@ -1,0 +1,254 @@
+"""Activation offloading in recipes: for each rule those that break it, and those that it lets pass."""
+
+import json
+
+import pytest
+from megatron.core.transformer import TransformerConfig
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES, check_modules_fit_model
+from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.rules import RULES, activations
+from tests.unit.config.conftest import CONFIGS
+
+MEGATRON = "policy.megatron_cfg"
+MODULES = f"{MEGATRON}.offload_modules"
+ON = f"{MEGATRON}.fine_grained_activation_offloading=true"
+# A model of experts; without the dense one that GRPO would start from.
+EXPERTS = ["~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=8"]
+FUSER = f"+{MEGATRON}.use_transformer_engine_op_fuser=true"
+SELECTIVE = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"]
+
+
+def offload(*modules):
+    return [ON, f"{MODULES}=[{','.join(modules)}]"]
+
+
+BROKEN = {
+    "offloading_names_modules": [
+        ([ON], f"{MODULES}: must name the modules whose activations move while {MEGATRON}.fine_grained_activation"),
+        ([ON, f"{MODULES}=[]"], "'moe_act' or 'fused_group_mlp'; found []"),
+        ([ON, f"{MODULES}=null"], "'moe_act' or 'fused_group_mlp'; found null"),
+    ],
+    "offload_modules_are_known": [
+        (offload("core_atn"), f"{MODULES}: may hold 'attn_norm', 'qkv_linear', 'core_attn', 'attn_proj', 'mlp_norm',"),
+        (offload("core_atn"), "found 'core_atn' (did you mean core_attn?)"),
+        (offload("core_attn", "zzz", "mlp_nrm"), "found 'zzz' and 'mlp_nrm' (did you mean mlp_norm?)"),
+    ],
+    "offload_modules_are_named_once": [
+        (offload("core_attn", "core_attn"), "names 'core_attn' more than once; name each module once"),
+    ],
+    "attn_proj_needs_core_attn": [
+        (
+            offload("qkv_linear", "attn_proj"),
+            "has attn_proj without core_attn; found ['qkv_linear', 'attn_proj']: the input of attn_proj is the output "
+            "of core_attn, which stays on the GPU for core_attn's backward pass; add core_attn",
+        ),
+    ],
+    "expert_modules_need_experts": [
+        (
+            offload("core_attn", "moe_act", "expert_fc1"),
+            "names 'moe_act' and 'expert_fc1', which only a mixture-of-experts model has, but policy.hf_config is a "
+            "dense model; a dense model has attn_norm, qkv_linear, core_attn, attn_proj, mlp_norm",
+        ),
+        ([*offload("fused_group_mlp"), FUSER], "names 'fused_group_mlp', which only a mixture-of-experts model has"),
+    ],
+    "expert_modules_need_grouped_gemm": [
+        (
+            [*EXPERTS, *offload("moe_act"), f"+{MEGATRON}.moe_grouped_gemm=false"],
+            f"names 'moe_act', which need {MEGATRON}.moe_grouped_gemm true",
+        ),
+    ],
+    "fused_group_mlp_moves_as_a_whole": [
+        (
+            [*EXPERTS, FUSER, *offload("fused_group_mlp", "expert_fc1", "moe_act")],
+            "has fused_group_mlp with 'expert_fc1' and 'moe_act', which are parts of it; keep the whole where",
+        ),
+    ],
+    "fused_group_mlp_needs_op_fuser": [
+        (
+            [*EXPERTS, *offload("fused_group_mlp")],
+            f"names 'fused_group_mlp', which needs {MEGATRON}.use_transformer_engine_op_fuser true; found null",
+        ),
+        (
+            [*EXPERTS, *offload("fused_group_mlp"), FUSER.replace("true", "false")],
+            "use_transformer_engine_op_fuser true; found false: set it, or name expert_fc1 and moe_act instead",
+        ),
+    ],
+    "fused_experts_have_no_parts": [
+        ([*EXPERTS, FUSER, *offload("moe_act")], "names 'moe_act', which are fused while policy.megatron_cfg.use_tr"),
+    ],
+    "recomputed_layers_keep_nothing_to_offload": [
+        (
+            [*offload("core_attn"), f"{MEGATRON}.activation_checkpointing=true"],
+            f"{MEGATRON}.fine_grained_activation_offloading: is true, but {MEGATRON}.activation_checkpointing with "
+            "recompute_granularity full keeps no activations inside a layer that could move",
+        ),
+    ],
+    "recomputed_activations_are_not_offloaded": [
+        (
+            [*offload("core_attn"), *SELECTIVE],
+            f"names 'core_attn', but {MEGATRON}.recompute_modules holds core_attn, as null means: recomputed attention "
+            "does not offload; take 'core_attn' out here, or core_attn out there",
+        ),
+        (
+            [*offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[layernorm,core_attn]"],
+            "recompute_modules holds core_attn: recomputed attention does not offload",
+        ),
+        (
+            [*offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[mla_up_proj]"],
+            "holds mla_up_proj: it computes again the queries, keys and values that core_attn would move",
+        ),
+        (
+            [*EXPERTS, *offload("moe_act", "expert_fc1"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[moe]"],
+            "names 'moe_act' and 'expert_fc1', but policy.megatron_cfg.recompute_modules holds moe: it computes the "
+            "experts again from their input",
+        ),
+    ],
+    "delayed_offload_needs_graphs": [
+        (
+            [f"{MEGATRON}.delay_offload_until_cuda_graph=true"],
+            f"is true, which needs {MEGATRON}.fine_grained_activation_offloading to be true; found false",
+        ),
+        (
+            [f"{MEGATRON}.delay_offload_until_cuda_graph=true", *offload("core_attn")],
+            f"is true, which needs {MEGATRON}.cuda_graph_impl to be transformer_engine; found none: set that",
+        ),
+    ],
+    "transformer_engine_leaves_offloading_to_megatron": [
+        (
+            [*offload("core_attn"), f"{MEGATRON}.env_vars={{NVTE_CPU_OFFLOAD_V1: '0'}}"],
+            f'{MEGATRON}.env_vars.NVTE_CPU_OFFLOAD_V1: must be "1" while',
+        ),
+    ],
+    "activations_fit_into_host_memory_limit": [
+        (
+            ["policy.activation_offload.host_memory_limit_gib=9", "policy.residency.host_memory_limit_gib=8"],
+            "policy.activation_offload.host_memory_limit_gib: is 9, above policy.residency.host_memory_limit_gib (8), "
+            "of which it is a part; lower it, or raise that",
+        ),
+    ],
+}
+
+
+def test_each_rule_of_activations_has_a_recipe_that_breaks_it():
+    assert set(BROKEN) == {rule.check.__name__ for rule in RULES if rule.check.__module__ == activations.__name__}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"), [case for cases in BROKEN.values() for case in cases], ids=lambda value: str(value)[-60:]
+)
+def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message, error_of):
+    error = error_of(*overrides)
+    assert message in error
+    assert ": 1 problem\n" in error
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [f"{MODULES}=null"],
+        ["~policy.activation_offload"],
+        ["policy.activation_offload={}"],
+        ["policy.activation_offload={strict: true, host_memory_limit_gib: 2.5}", *offload("core_attn")],
+        ["policy.activation_offload.host_memory_limit_gib=8", "policy.residency.host_memory_limit_gib=8"],
+        offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
+        [*EXPERTS, *offload("qkv_linear", "expert_fc1", "moe_act")],
+        [*EXPERTS, FUSER, *offload("fused_group_mlp", "core_attn")],
+        [*EXPERTS, FUSER],
+        # With recomputation that does not count, or that discards outputs while inputs move.
+        [*offload("core_attn"), f"{MEGATRON}.recompute_modules=[core_attn]"],
+        [*offload("qkv_linear"), *SELECTIVE],
+        [*offload("attn_norm", "mlp_norm"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[layernorm, mlp]"],
+        [*EXPERTS, *offload("moe_act", "expert_fc1"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[moe_act]"],
+        [*EXPERTS, *offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[moe]"],
+        [*offload("core_attn"), f"{MEGATRON}.env_vars={{NVTE_CPU_OFFLOAD_V1: '1'}}"],
+        [
+            *offload("core_attn"),
+            f"{MEGATRON}.activation_offload_fraction=0",
+            f"{MEGATRON}.min_offloaded_tensor_size=0",
+            f"{MEGATRON}.fine_grained_offloading_max_inflight_offloads=0",
+            f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=1048576",
+        ],
+        # megatron-core's defaults, where a recipe of NeMo-RL says nothing.
+        [
+            *offload("core_attn"),
+            f"~{MEGATRON}.activation_offload_fraction",
+            f"~{MEGATRON}.min_offloaded_tensor_size",
+            f"~{MEGATRON}.delta_offload_bytes_across_pp_ranks",
+            f"~{MEGATRON}.delay_offload_until_cuda_graph",
+            f"~{MEGATRON}.fine_grained_offloading_max_inflight_offloads",
+        ],
+    ],
+    ids=str,
+)
+def test_what_works_is_accepted(overrides):
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+
+
+@pytest.mark.parametrize(
+    ("fields", "freq", "has_experts", "has_dense_mlps"),
+    [
+        ({"model_type": "qwen3"}, None, False, True),
+        ({"model_type": "some_other"}, None, None, None),
+        ({"model_type": "mixtral", "num_local_experts": 8}, None, True, False),
+        ({"model_type": "mixtral"}, None, None, None),
+        ({"model_type": "qwen3_moe", "num_experts": 1}, None, False, True),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, None, True, None),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 1, 1], True, True),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [1, 1, 1], True, False),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, 2, True, True),
+        ({"model_type": "qwen3_moe", "num_experts": 8}, 1, True, False),
+    ],
+)
+def test_the_kind_of_a_model_is_read_from_its_config(tmp_path, fields, freq, has_experts, has_dense_mlps):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    for kind in (model_kind("a-label", fields, None, freq), model_kind(str(tmp_path), None, None, freq)):
+        assert (kind.has_experts, kind.has_dense_mlps) == (has_experts, has_dense_mlps)
+
+
+def test_overrides_of_the_config_count():
+    kind = model_kind("a-label", {"model_type": "qwen3_moe"}, {"num_experts": 4}, None)
+    assert kind.has_experts is True
+
+
+@pytest.mark.parametrize("written", ["", "{", "[]"])
+def test_a_config_that_cannot_be_read_tells_nothing(tmp_path, written):
+    (tmp_path / "config.json").write_text(written)
+    assert model_kind(str(tmp_path), None, None, None).has_experts is None
+
+
+def test_a_models_folder_tells_its_kind(tmp_path, error_of):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    overrides = ["~warm_start", f"policy.model_name={tmp_path}", "policy.hf_config=null", "policy.tokenizer.name=x"]
+    error = error_of(*overrides, *offload("moe_act"))
+    assert f"names 'moe_act', which only a mixture-of-experts model has, but the model '{tmp_path}' is a dense" in error
+
+
+def test_what_the_recipe_cannot_tell_is_checked_against_the_model_that_was_built():
+    load(CONFIGS / "grpo_math_1B_megatron.yaml", offload("moe_act"))  # a hub name
+    with pytest.raises(ValueError, match=r"policy\.megatron_cfg\.offload_modules: names 'moe_act', which only a mixt"):
+        check_modules_fit_model(["core_attn", "moe_act"], is_moe=False)
+    check_modules_fit_model(["core_attn", "attn_proj"], is_moe=False)
+    check_modules_fit_model(ACTIVATION_MODULES, is_moe=True)
+
+
+def transformer_config(*modules):
+    return TransformerConfig(
+        num_layers=1,
+        hidden_size=8,
+        num_attention_heads=1,
+        fine_grained_activation_offloading=True,
+        offload_modules=list(modules),
+        use_transformer_engine_op_fuser="fused_group_mlp" in modules,
+    )
+
+
+def test_modules_are_those_of_megatron():
+    for name in ACTIVATION_MODULES:
+        modules = ("core_attn", name) if name == "attn_proj" else (name,)
+        assert transformer_config(*modules).offload_modules == list(modules)
+    with pytest.raises(AssertionError) as caught:
+        transformer_config("core_atn")
+    assert all(f"'{name}'" in str(caught.value) for name in ACTIVATION_MODULES)
+    assert str(caught.value).partition("Allowed")[2].count("'") == 2 * len(ACTIVATION_MODULES)

@@ -1,0 +1,111 @@
+"""Activation offloading in megatron-core's own layers and schedules; without a GPU, with copies that come late."""
+
+import random
+from typing import Any
+
+import pytest
+from support.late_copies import LateCopies
+from support.phases import checksums
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.worker.activations import NoEffectError
+
+ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
+DENSE = ["attn_norm", *ATTENTION, "mlp_norm"]
+MBS = 2
+
+
+def steps(worker: Any, num_steps: int = 4, *, visit_phases: bool = True) -> list[dict[str, Any]]:
+    """Micro-batches change in number and length from step to step, and log-probs come between."""
+    chance = random.Random(0)
+    out = []
+    for seed in range(num_steps):
+        rows = MBS * chance.randint(1, 6)
+        report = worker.train(random_batch(rows, chance.randint(8, 32), seed), NLLLoss(), gbs=rows, mbs=MBS)
+        report["checksums"] = checksums(worker)
+        if visit_phases:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+        report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
+        report["num_micro_batches"] = rows // MBS
+        out.append(report)
+    return out
+
+
+@pytest.fixture
+def late(monkeypatch):
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device: LateCopies(eager_share=0.1))
+
+
+@pytest.mark.parametrize(
+    ("config", "modules", "megatron"),
+    [
+        (TINY_QWEN3, ATTENTION, {}),
+        (TINY_QWEN3, ["core_attn"], {}),
+        (TINY_QWEN3, ATTENTION, {"activation_offload_fraction": 0.5}),
+        (TINY_QWEN3_MOE, ATTENTION, {"fine_grained_offloading_max_inflight_offloads": 0}),
+    ],
+    ids=["attention", "core_attn", "half", "moe, none in flight"],
+)
+def test_numbers_are_those_of_a_plain_run(make_worker, late, config, modules, megatron):
+    want = steps(make_worker(tiny_policy(config)))
+    worker = make_worker(offloading_activations(tiny_policy(config), modules, **megatron))
+    assert steps(worker) == want
+    report = worker.activations.offloader.report
+    assert report.num_micro_batches == want[-1]["num_micro_batches"]
+    assert report.total().moved_bytes > 0
+    metrics = worker.residency_metrics()
+    assert metrics["activations/moved_gib"] > 0
+    assert metrics["activations/host_peak_gib"] <= metrics["activations/host_gib"]
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_norms_too(make_worker, late):
+    """A norm here is several operations: marking it changes the order in which their gradients are added up.
+
+    So both runs are marked, and in one of them nothing moves. Transformer Engine's norms are one operation.
+    """
+    still = offloading_activations(tiny_policy(), DENSE, activation_offload_fraction=0.0)
+    want = steps(make_worker(still))
+    worker = make_worker(with_room(offloading_activations(tiny_policy(), DENSE)))
+    assert steps(worker) == want
+    moved = {name: module.moved_bytes for name, module in worker.activations.offloader.report.modules.items()}
+    assert min(moved["attn_norm"], moved["mlp_norm"]) > 0
+
+
+def with_room(policy: dict[str, Any], nbytes: int = 2**22) -> dict[str, Any]:
+    """The plan knows Transformer Engine's layers, where norms save nothing of their own."""
+    policy["activation_offload"] = {"strict": False, "host_memory_limit_gib": nbytes / 2**30}
+    return policy
+
+
+def test_a_limit_of_the_host_memory_is_kept(make_worker, late):
+    worker = make_worker(with_room(offloading_activations(tiny_policy(), ATTENTION), 2**15))
+    got = steps(worker)
+    report = worker.activations.offloader.report
+    assert report.host_bytes == 2**15
+    assert report.total().refused_bytes > 0
+    assert got == steps(make_worker(tiny_policy()))
+    assert worker.activations.offloader is None  # closed with its worker
+
+
+def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late, caplog):
+    policy = offloading_activations(tiny_policy(), ["core_attn", "attn_proj"], min_offloaded_tensor_size=10**9)
+    make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+    assert "core_attn: all of its 0." in caplog.text
+    assert "below policy.megatron_cfg.min_offloaded_tensor_size elements" in caplog.text
+    policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
+    with pytest.raises(
+        NoEffectError, match=r"modules that did nothing in the first step: core_attn: .*strict to false"
+    ):
+        make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+
+
+def test_another_megatron_is_refused(make_worker, monkeypatch):
+    monkeypatch.setattr(activation_offload, "version", lambda name: "0.20.0")
+    with pytest.raises(ValueError, match=r"tested with 0\.19\.2, but 0\.20\.0 is installed"):
+        make_worker(offloading_activations(tiny_policy(), ["core_attn"]))

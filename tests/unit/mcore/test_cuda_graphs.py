@@ -1,0 +1,304 @@
+"""The driving of CUDA graphs, with megatron-core's real helper and layers.
+
+Only Transformer Engine's capture, which needs a GPU, is stood in for, by calls of the same layers.
+"""
+
+import logging
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
+from megatron.core.transformer import cuda_graphs as mcore_graphs
+from megatron.core.transformer import transformer_layer
+from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
+from megatron.core.transformer.module import GraphableMegatronModule
+from support.tiny import random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import step
+from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, check_environment, step_shape
+
+LAYERS = 4
+WARMUP_STEPS = 2
+
+
+class EagerGraph:
+    """In the place of a graphed layer: takes the inputs that were captured, in their shapes, and computes."""
+
+    def __init__(self, layer: Any, sample_args: tuple[Any, ...], sample_kwargs: dict[str, Any]) -> None:
+        self.layer = layer
+        self.shapes = [tensor.shape for tensor in sample_args]
+        self.keys = list(sample_kwargs)
+        self.was_reset = False
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        assert not self.was_reset
+        assert [tensor.shape for tensor in args] == self.shapes
+        return self.layer._te_cuda_graph_capture(*args, **{key: kwargs[key] for key in self.keys})
+
+    def reset(self) -> None:
+        self.was_reset = True
+
+    def backward_dw(self) -> None:
+        pass
+
+
+@pytest.fixture
+def stand_in(monkeypatch):
+    """In the place of Transformer Engine once installed; `asked` has an entry for each capture."""
+    asked: list[dict[str, Any]] = []
+
+    def make_graphed_callables(layers, sample_args, *, sample_kwargs, _order, **options):
+        assert mcore_graphs.is_graph_capturing()
+        assert not any(layer._forward_pre_hooks for layer in layers)
+        asked.append({"order": _order, "kwargs": sample_kwargs, "options": options})
+        pairs = zip(sample_args, sample_kwargs, strict=True)
+        return tuple(EagerGraph(layers[i % len(layers)], *pair) for i, pair in enumerate(pairs))
+
+    def install() -> None:
+        package = types.ModuleType("transformer_engine")
+        package.pytorch = types.ModuleType("transformer_engine.pytorch")  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, "transformer_engine", package)
+        monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package.pytorch)
+        monkeypatch.setattr(mcore_graphs, "HAVE_TE_GRAPHS", True)
+        monkeypatch.setattr(mcore_graphs, "make_graphed_callables", make_graphed_callables, raising=False)
+        for module in (mcore_graphs, transformer_layer):
+            monkeypatch.setattr(module, "is_te_min_version", lambda *_: True)
+
+    return types.SimpleNamespace(asked=asked, install=install)
+
+
+@pytest.fixture
+def captures(stand_in):
+    """What was asked to be captured, one entry a capture: {'order': ..., 'kwargs': ..., 'options': ...}."""
+    return stand_in.asked
+
+
+@pytest.fixture
+def graphed(make_worker, stand_in):
+    """Builds a worker of which the layers have been told of graphs, and its `CudaGraphs`."""
+
+    def make(modules=("attn", "mlp"), **megatron):
+        worker = make_worker(tiny_policy(precision="bfloat16", **megatron))
+        stand_in.install()
+        config = worker._state.config
+        config.cuda_graph_impl = "transformer_engine"
+        config.cuda_graph_modules = normalize_cuda_graph_modules(list(modules))[0]
+        for module in worker._state.model[0].modules():
+            if isinstance(module, GraphableMegatronModule):  # what it does itself when it is built with graphs
+                module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
+        return worker, CudaGraphs(
+            worker._state.model,
+            config,
+            worker._state.optimizer,
+            warmup_steps=WARMUP_STEPS,
+            settle=worker._engine.writable,
+        )
+
+    return make
+
+
+def train(worker, graphs, rows, *, longest=12, seed=0, mbs=2):
+    """One optimizer step within `graphs.step`."""
+    worker.prepare_for_training()
+    data = random_batch(rows, longest=longest, seed=seed)
+    counts = step.global_counts(data, worker.device)
+    batches, _ = worker._batcher.cut(data, mbs, "train_mb_tokens")
+    with graphs.step(batches):
+        return step.train_step(worker._state, batches, counts, NLLLoss(), temperature=1.0, device=worker.device), len(
+            batches
+        )
+
+
+def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_worker, graphed, captures):
+    rows = [4, 6, 2, 8, 4, 2]
+    plain = make_worker(tiny_policy(precision="bfloat16"))
+    want = [train(plain, NoCudaGraphs(), n, seed=seed)[0] for seed, n in enumerate(rows)]
+    want_logprobs = plain.get_logprobs(random_batch(4, longest=7), mbs=2)["logprobs"]
+    worker, graphs = graphed()
+    replays = []
+    for seed, n in enumerate(rows):
+        result, num_microbatches = train(worker, graphs, n, seed=seed)
+        assert result == want[seed]
+        replays.append(graphs.num_replays)
+        assert graphs.num_replays == (LAYERS * num_microbatches if seed >= WARMUP_STEPS else 0)
+        worker.offload_before_refit()
+        worker.offload_after_refit()
+        logprobs = worker.get_logprobs(random_batch(4, longest=7), mbs=2)["logprobs"]
+        assert graphs.num_replays == replays[-1]  # of another shape, and eager
+    assert torch.equal(logprobs, want_logprobs)
+    assert graphs.num_captures == len(captures) == 1
+    assert captures[0]["order"] == [1, -1]
+
+
+def test_no_attention_mask_is_captured_or_made(graphed, captures):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    assert [sorted(kwargs) for kwargs in captures[0]["kwargs"]] == [["rotary_pos_emb"]] * LAYERS
+
+
+def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
+    worker, graphs = graphed()
+    worker._state.config.cuda_graph_warmup_steps = WARMUP_STEPS
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 6)
+    # Ten warm-up passes of a layer, of which two steps of three micro-batches have made six.
+    assert captures[0]["options"]["num_warmup_iters"] == 4
+    assert mcore_graphs.get_num_microbatches() == 1
+
+
+def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    first = [graph for graphs_of_layer in graphs._captured.graphs for graph in graphs_of_layer]
+    with caplog.at_level(logging.WARNING):
+        train(worker, graphs, 4, mbs=4)
+    assert "captured again for StepShape(num_microbatches=1, micro_batch_size=4" in caplog.text
+    assert graphs.num_replays == LAYERS
+    assert len(captures) == 2
+    assert all(graph.was_reset for graph in first)
+
+
+def test_micro_batches_of_two_shapes_are_refused(graphed):
+    worker, _ = graphed()
+    batches = [worker._batcher.cut(random_batch(2, longest=n), 2, "train_mb_tokens")[0][0] for n in (8, 12)]
+    with pytest.raises(ValueError, match=r"shapes \[\(2, 8\), \(2, 12\)\].*pad all of them alike"):
+        step_shape(batches)
+
+
+def test_deleted_graphs_leave_plain_layers_and_are_captured_anew(graphed, captures):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    layers, held = graphs._captured.layers, [graph for of_layer in graphs._captured.graphs for graph in of_layer]
+    graphs.delete()
+    graphs.delete()
+    assert all(graph.was_reset for graph in held)
+    assert not any(layer.cuda_graphs or "_get_te_cuda_graph_replay_args" in vars(layer) for layer in layers)
+    train(worker, graphs, 4)
+    assert (graphs.num_replays, len(captures)) == (LAYERS * 2, 2)
+
+
+def test_an_error_in_a_step_takes_the_graphs_off(graphed):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    batches, _ = worker._batcher.cut(random_batch(4), 2, "train_mb_tokens")
+    with pytest.raises(KeyError), graphs.step(batches):
+        raise KeyError
+    assert not any(layer.cuda_graphs for layer in graphs._captured.layers)
+
+
+def test_a_step_that_replays_nothing_is_an_error(graphed):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    none_of_them = pytest.raises(
+        RuntimeError, match="graphs of 4 layers are captured, but a training step replayed none"
+    )
+    with none_of_them, step.eval_mode(worker._state.model):
+        train(worker, graphs, 4)
+
+
+def test_moved_parameters_are_an_error(graphed):
+    worker, graphs = graphed()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    parameter = next(graphs._captured.layers[0].parameters())
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match=r"have moved since CUDA graphs captured.*policy\.residency\.table"):
+        train(worker, graphs, 4)
+
+
+def test_a_model_without_such_layers_is_refused_with_the_reason(graphed):
+    worker, graphs = graphed(modules=["moe_router"])
+    for _ in range(WARMUP_STEPS):
+        train(worker, graphs, 4)
+    with pytest.raises(
+        RuntimeError, match=r"none of the 4 layers here \(0 of them MoE\).*\['moe_router'\] names; choose"
+    ):
+        train(worker, graphs, 4)
+
+
+def test_hooks_of_overlapped_gather_are_off_for_the_capture_and_called_by_replays(graphed, captures):
+    overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+    worker, graphs = graphed(distributed_data_parallel_config=overlap)
+    chunk = worker._state.model[0]
+    chunk.enable_forward_pre_hook()
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    assert len(captures) == 1
+    assert chunk.remove_forward_pre_hook_handles
+    assert all(layer.cuda_graph_manual_hooks for layer in graphs._captured.layers)
+    graphs.delete()
+    assert not any(layer.cuda_graph_manual_hooks for layer in chunk.module.module.decoder.layers)
+    chunk.disable_forward_pre_hook(param_sync=True)
+
+
+@pytest.mark.parametrize(("precision", "residual"), [("float32", False), ("bfloat16", True)])
+def test_hidden_states_that_are_not_bfloat16_are_refused(make_worker, precision, residual):
+    state = make_worker(tiny_policy(precision=precision))._state
+    state.config.fp32_residual_connection = residual
+    with pytest.raises(ValueError, match="whose graphs take bfloat16"):
+        CudaGraphs(state.model, state.config, state.optimizer, warmup_steps=1, settle=lambda: None)
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_expandable_segments_need_unregistered_buffers(name):
+    settings = {name: "max_split_size_mb:64, expandable_segments: True"}
+    with pytest.raises(ValueError, match=rf"{name} has expandable_segments:True.*NCCL_GRAPH_REGISTER=0.*is unset"):
+        check_environment(settings)
+    check_environment(settings | {"NCCL_GRAPH_REGISTER": "0"})
+    check_environment({name: "max_split_size_mb:64"})
+
+
+class Stage:
+    """What the schedules ask a pipeline communicator."""
+
+    def __init__(self, stage: int, stages: int, virtual_stages: int) -> None:
+        self.pp_group = types.SimpleNamespace(size=lambda: stages, rank=lambda: stage)
+        self.virtual_pipeline_model_parallel_size = None if virtual_stages == 1 else virtual_stages
+
+
+def passes(num_microbatches, stage, stages, virtual_stages):
+    """Forward (+) and backward (-) passes in the order of the schedule: (sign, chunk, micro-batch)."""
+    where = Stage(stage, stages, virtual_stages)
+    warmup = get_pp_rank_microbatches(num_microbatches, virtual_stages, stages, p2p_communicator=where)[2]
+    table = get_schedule_table(num_microbatches, virtual_stages, stages)
+    seen: dict[int, int] = {}
+    out = []
+    for chunk in mcore_graphs.convert_schedule_table_to_order(warmup, virtual_stages, table):
+        out.append((chunk, seen.get(chunk, 0)))
+        seen[chunk] = seen.get(chunk, 0) + 1
+    return out
+
+
+@pytest.mark.parametrize("stages", [2, 4])
+def test_a_pipelines_shorter_step_is_the_captured_order_with_the_last_micro_batches_left_out(stages):
+    def follows(virtual_stages):
+        return [
+            [one for one in passes(captured, stage, stages, virtual_stages) if one[1] < fewer]
+            == passes(fewer, stage, stages, virtual_stages)
+            for stage in range(stages)
+            for captured in range(1, 9)
+            for fewer in range(1, captured + 1)
+        ]
+
+    assert all(follows(1))
+    assert not all(follows(2))
+
+
+def test_what_a_captured_set_can_replay():
+    shape, fewer, more = StepShape(4, 2, 12), StepShape(3, 2, 12), StepShape(5, 2, 12)
+    assert all(shape.can_replay(other, stages=1, virtual_stages=1) for other in (shape, fewer, more))
+    able = [shape.can_replay(other, stages=2, virtual_stages=1) for other in (shape, fewer, more)]
+    assert able == [True, True, False]
+    able = [shape.can_replay(other, stages=2, virtual_stages=2) for other in (shape, fewer, more)]
+    assert able == [True, False, False]
+    assert not shape.can_replay(StepShape(4, 2, 10), stages=1, virtual_stages=1)
+    assert not shape.can_replay(StepShape(4, 1, 12), stages=1, virtual_stages=1)

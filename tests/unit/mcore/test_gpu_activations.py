@@ -1,0 +1,133 @@
+"""Activation offloading on a CUDA GPU: numbers compare exactly, and copies that come late show a missing wait."""
+
+import os
+import random
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.phases import checksums, delay_moves
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.offload.lanes import Lane
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+MOE_SHAPE = SHAPE | {"moe_intermediate_size": 512}
+ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
+EXPERTS = ["expert_fc1", "moe_act"]
+LONGEST = 256
+MBS = 2
+NUM_STEPS = 10
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def policy_of(model: str, *, packed: bool = False, **megatron: Any) -> dict[str, Any]:
+    config = TINY_QWEN3_MOE | MOE_SHAPE if model == "moe" else TINY_QWEN3 | SHAPE
+    policy = tiny_policy(config, "bfloat16", **megatron)
+    policy["max_total_sequence_length"] = LONGEST
+    if packed:
+        policy["sequence_packing"] = {
+            "enabled": True,
+            "train_mb_tokens": 2 * LONGEST,
+            "logprob_mb_tokens": 2 * LONGEST,
+            "sequence_length_round": 8,
+            "algorithm": "modified_first_fit_decreasing",
+        }
+    return policy
+
+
+def steps(worker: Any, num_steps: int = NUM_STEPS, *, visit_phases: bool = False) -> list[dict[str, Any]]:
+    """Loss, gradient norm and parameters of each step; micro-batches change in number and length."""
+    chance = random.Random(0)
+    out = []
+    for seed in range(num_steps):
+        rows = MBS * chance.randint(2, 6)
+        report = worker.train(random_batch(rows, chance.randint(32, LONGEST), seed), NLLLoss(), gbs=rows, mbs=MBS)
+        if visit_phases:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+            worker.get_logprobs(random_batch(4, 64, seed=seed), mbs=2)
+        out.append({name: report[name] for name in ("loss", "grad_norm")} | {"checksums": checksums(worker)})
+    return out
+
+
+CASES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "core_attn": ("dense", ["core_attn"], {}),
+    "attention": ("dense", ATTENTION, {}),
+    "attention, packed": ("dense", ATTENTION, {"packed": True}),
+    "attention, half": ("dense", ATTENTION, {"activation_offload_fraction": 0.5}),
+    "moe, all": ("moe", [*ATTENTION, "mlp_norm", *EXPERTS], {}),
+    "moe, packed": ("moe", EXPERTS, {"packed": True}),
+}
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[Any, list[dict[str, Any]]]:
+    return {}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain, case):
+    model, modules, options = CASES[case]
+    options = dict(options)
+    key = (model, options.pop("packed", False))
+    if key not in plain:
+        plain[key] = steps(make_worker(policy_of(model, packed=key[1])))
+    policy = offloading_activations(policy_of(model, packed=key[1]), modules, mbs=MBS, gbs=12, **options)
+    policy["use_pinned_optimizer_offload"] = True
+    worker = make_worker(policy)
+    delay_moves(monkeypatch, seconds=0.002)
+    assert steps(worker, visit_phases=True) == plain[key]
+    total = worker.activations.offloader.report.total()
+    assert total.moved_bytes > 0
+    assert total.refused_bytes == 0
+
+
+def delayed_copies(monkeypatch: Any, seconds: float) -> None:
+    """Everything that is queued on a side stream comes late, in whichever manager's hands."""
+    copy = torch.Tensor.copy_
+    main = torch.cuda.current_stream()
+
+    def late(self: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if self.device != source.device and torch.cuda.current_stream() != main:
+            torch.cuda._sleep(int(seconds * 1.5e9))
+        return copy(self, source, non_blocking=non_blocking)
+
+    monkeypatch.setattr(torch.Tensor, "copy_", late)
+
+
+def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypatch):
+    """The same delays, the same model: ours computes what a plain run does, and the other one does not."""
+    want = steps(make_worker(policy_of("dense")), 3)
+    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
+    delayed_copies(monkeypatch, 0.005)
+    assert steps(worker, 3) == want
+    worker.activations.close()
+    PipelineOffloadManager.OFFLOAD_MGR = None
+    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
+    worker.activations.close()
+    PipelineOffloadManager.reset_instance()
+    assert steps(worker, 3) != want
+
+
+def test_copies_follow_each_other(make_worker, monkeypatch):
+    """Without the wait for the copy out, a copy back brings what was there before."""
+    want = steps(make_worker(policy_of("dense")), 2)
+    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
+    delay_moves(monkeypatch, seconds=0.01)
+    monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda ticket: None)
+    monkeypatch.setattr(Lane, "follow", lambda self, mark: None)
+    assert steps(worker, 2) != want

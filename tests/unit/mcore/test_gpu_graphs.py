@@ -1,0 +1,273 @@
+"""CUDA graphs of Transformer Engine in training steps on a GPU: numbers compare exactly, and replays are counted."""
+
+import gc
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.phases import checksums, delay_moves
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.offload.types import Phase
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+LONGEST = 64
+LAYERS = 4
+MBS = 2
+WARMUP_STEPS = 2
+SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+# Rows of each step: the number of micro-batches changes, and an odd number leaves one half filled.
+ROWS = (8, 8, 12, 4, 8, 2, 7, 12, 8, 6)
+
+AUX_LOSS = {"moe_router_load_balancing_type": "aux_loss", "moe_aux_loss_coeff": 0.01}
+SCOPES: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "attn": ("dense", ["attn"], {}),
+    "mlp": ("dense", ["mlp"], {}),
+    "attn+mlp": ("dense", ["attn", "mlp"], {}),
+    "moe attn": ("moe", ["attn"], {}),
+    "moe router": ("moe", ["moe_router"], {}),
+    "moe attn+moe_router": ("moe", ["attn", "moe_router"], {}),
+    "moe attn+moe_router+moe_preprocess": ("moe", ["attn", "moe_router", "moe_preprocess"], {}),
+    # The loss is scaled by the number of micro-batches, which the graph has to read anew.
+    "moe aux_loss attn+moe_router": ("moe", ["attn", "moe_router"], AUX_LOSS),
+}
+OVERLAP = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def policy_of(
+    kind: str, modules: list[str] | None, *, packed_row: int | None = None, **megatron: Any
+) -> dict[str, Any]:
+    """A policy whose batches are padded to LONGEST with and without graphs; `modules` None is without."""
+    graphs = {"cuda_graph_impl": "none", "cuda_graph_modules": [], "cuda_graph_warmup_steps": WARMUP_STEPS}
+    if modules is not None:
+        graphs |= {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": modules}
+    hf_config = (TINY_QWEN3_MOE if kind == "moe" else TINY_QWEN3) | SHAPE
+    policy = tiny_policy(hf_config, "bfloat16", **graphs, **megatron)
+    policy["max_total_sequence_length"] = LONGEST
+    policy["use_pinned_optimizer_offload"] = True
+    policy["residency"] = {
+        "verify": modules is not None,
+        "huge_pages": False,
+        "host_memory_limit_gib": None,
+        "table": None,
+    }
+    if packed_row is not None:
+        policy["sequence_packing"] = {
+            "enabled": True,
+            "train_mb_tokens": packed_row,
+            "logprob_mb_tokens": packed_row,
+            "algorithm": "modified_first_fit_decreasing",
+            "sequence_length_round": packed_row,
+        }
+    return policy
+
+
+def train_step(worker: Any, rows: int, seed: int) -> dict[str, Any]:
+    """One step over rows of which one is LONGEST, and the checksums after it; without the count of replays."""
+    report: dict[str, Any] = worker.train(random_batch(rows, longest=LONGEST, seed=seed), NLLLoss(), gbs=rows, mbs=MBS)
+    report["metrics"].pop("num_graph_replays", None)
+    report["checksums"] = checksums(worker)
+    return report
+
+
+def run_steps(worker: Any, *, visit_phases: bool, rows: tuple[int, ...] = ROWS) -> list[dict[str, Any]]:
+    """Reports of a step each, with log-probs of other shapes and, if wanted, all phases after each."""
+    reports = []
+    for seed, count in enumerate(rows):
+        report = train_step(worker, count, seed)
+        if worker.graphs.fixed_shapes:
+            expected = LAYERS * report["num_microbatches"] if seed >= WARMUP_STEPS else 0
+            assert worker.graphs.num_replays == expected, f"step {seed}"
+        if visit_phases:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+        data = random_batch(4, longest=5 + seed, seed=seed)
+        report["logprobs"] = worker.get_logprobs(data, mbs=3)["logprobs"].tolist()
+        report["validation"] = worker.evaluate(data, NLLLoss(), mbs=2)["loss"]
+        if visit_phases and seed % 3 == 2:
+            worker.residency.prefetch(Phase.TRAIN)
+        reports.append(report)
+    return reports
+
+
+@pytest.mark.parametrize("scope", SCOPES)
+def test_ten_steps_are_bit_equal_to_eager_ones(make_worker, monkeypatch, scope):
+    kind, modules, megatron = SCOPES[scope]
+    plain = run_steps(make_worker(policy_of(kind, None, **megatron)), visit_phases=False)
+    worker = make_worker(policy_of(kind, modules, **megatron))
+    delay_moves(monkeypatch)
+    assert run_steps(worker, visit_phases=True) == plain
+    assert worker.graphs.num_captures == 1
+
+
+def test_packed_rows_replay_the_router(make_worker, monkeypatch):
+    rows = (8, 8, 8, 12, 4, 8)
+    plain = make_worker(policy_of("moe", None, packed_row=2 * LONGEST))
+    want = [train_step(plain, count, seed) for seed, count in enumerate(rows)]
+    worker = make_worker(policy_of("moe", ["moe_router"], packed_row=2 * LONGEST))
+    for seed, count in enumerate(rows):
+        report = train_step(worker, count, seed)
+        assert report == want[seed], f"step {seed}"
+        assert worker.graphs.num_replays == (LAYERS * report["num_microbatches"] if seed >= WARMUP_STEPS else 0)
+        worker.offload_after_refit()
+    assert worker.graphs.num_captures == 1
+    assert len({report["num_microbatches"] for report in want}) > 1
+
+
+def test_overlapped_reduction_and_gather_change_no_number(make_worker):
+    plain = run_steps(make_worker(policy_of("dense", None)), visit_phases=False)
+    worker = make_worker(policy_of("dense", ["attn", "mlp"], distributed_data_parallel_config=OVERLAP))
+    assert run_steps(worker, visit_phases=True) == plain
+
+
+def test_another_size_of_micro_batches_is_captured_again(make_worker):
+    def steps(worker):
+        data = [random_batch(8, longest=LONGEST, seed=seed) for seed in range(6)]
+        out = [
+            worker.train(one, NLLLoss(), gbs=8, mbs=size) for one, size in zip(data, (2, 2, 2, 4, 4, 2), strict=True)
+        ]
+        return [(report["loss"], report["grad_norm"]) for report in out], checksums(worker)
+
+    plain = steps(make_worker(policy_of("dense", None)))
+    worker = make_worker(policy_of("dense", ["attn", "mlp"]))
+    assert steps(worker) == plain
+    assert worker.graphs.num_captures == 3
+
+
+def test_deleted_graphs_give_their_memory_back_and_are_captured_anew(make_worker):
+    plain = run_steps(make_worker(policy_of("dense", None)), visit_phases=False)
+    worker = make_worker(policy_of("dense", ["attn", "mlp"]))
+    reports = run_steps(worker, visit_phases=False, rows=ROWS[:WARMUP_STEPS])
+
+    def reserved():
+        torch.cuda.synchronize()
+        gc.collect()
+        torch.cuda.empty_cache()
+        return torch.cuda.memory_reserved()
+
+    kept = []
+    for seed in range(WARMUP_STEPS, len(ROWS)):
+        reports.append(train_step(worker, ROWS[seed], seed))
+        assert worker.graphs.num_replays > 0
+        held = reserved()
+        worker.graphs.delete()
+        kept.append(reserved())
+        assert kept[-1] < held
+    assert kept[-1] <= kept[1]
+    keys = ("loss", "grad_norm", "checksums")
+    assert [[report[key] for key in keys] for report in reports] == [[report[key] for key in keys] for report in plain]
+    assert worker.graphs.num_captures == len(ROWS) - WARMUP_STEPS
+
+
+def test_a_checkpoint_loaded_between_replays_is_trained_on(make_worker, tmp_path):
+    worker = make_worker(policy_of("dense", ["attn", "mlp"]))
+    for seed in range(4):
+        train_step(worker, 8, seed)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = [train_step(worker, 8, seed) for seed in range(4, 7)]
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert [train_step(worker, 8, seed) for seed in range(4, 7)] == want
+    assert worker.graphs.num_captures == 2
+
+
+def test_a_graph_that_holds_a_stale_address_is_not_replayed(make_worker):
+    worker = make_worker(policy_of("dense", ["attn"]))
+    for seed in range(WARMUP_STEPS + 1):
+        train_step(worker, 8, seed)
+    parameter = next(p for name, p in worker._state.parameters() if "linear_qkv.weight" in name)
+    parameter.data = parameter.data.clone()
+    with pytest.raises(RuntimeError, match="have moved since CUDA graphs captured their addresses"):
+        train_step(worker, 8, 9)
+
+
+LAYOUTS: dict[str, tuple[str, list[str], dict[str, Any]]] = {
+    "dp2": ("dense", ["attn", "mlp"], {"distributed_data_parallel_config": OVERLAP}),
+    "tp2": ("dense", ["attn", "mlp"], {"tensor_model_parallel_size": 2, "sequence_parallel": True}),
+    "pp2": ("dense", ["attn", "mlp"], {"pipeline_model_parallel_size": 2}),
+    "pp2_vpp2": (
+        "dense",
+        ["attn"],
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
+    "ep2": ("moe", ["attn", "moe_router"], {"expert_model_parallel_size": 2}),
+}
+# One capture is enough where a shorter step replays a part of it; then it is captured again for the longest.
+LAYOUT_ROWS = (8, 8, 8, 4, 16, 12, 8, 16)
+NUM_CAPTURES = {"dp2": 1, "tp2": 1, "pp2": 2, "pp2_vpp2": 6, "ep2": 1}
+
+
+def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bool) -> tuple[list[Any], list[int], int]:
+    """Steps on one of two ranks: what they report, the replays in each, and the number of captures."""
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    kind, modules, overrides = LAYOUTS[layout]
+    worker = MegatronPolicyWorker(
+        policy_of(kind, modules if graphs else None, **overrides),
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=3,
+        init_reference_model=False,
+    )
+    ranks = worker.parallel_ranks()
+    reports, replays = [], []
+    for seed, rows in enumerate(LAYOUT_ROWS):
+        share = rows // ranks["dp_size"]
+        data = random_batch(rows, longest=LONGEST, seed=seed)
+        mine = data.slice(ranks["dp_rank"] * share, (ranks["dp_rank"] + 1) * share)
+        report = worker.train(mine, NLLLoss(), gbs=rows, mbs=MBS)
+        report["metrics"].pop("num_graph_replays", None)
+        report["checksums"] = checksums(worker)
+        replays.append(worker.graphs.num_replays)
+        reports.append(report)
+        if graphs:
+            worker.offload_before_refit()
+            worker.offload_after_refit()
+        worker.get_logprobs(mine, mbs=MBS)
+    captures = worker.graphs.num_captures if graphs else 0
+    worker.shutdown()
+    return reports, replays, captures
+
+
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, list[Any]]:
+    """For each layout the eager run and the one with graphs."""
+    free = iter(ports)
+    return {
+        layout: [run_layout(layout, rank, world_size, next(free), graphs=graphs) for graphs in (False, True)]
+        for layout in LAYOUTS
+    }
+
+
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict[str, list[Any]]]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+        return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=480)
+
+
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA GPUs")
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_two_ranks_are_bit_equal_to_eager_ones(two_ranks, layout):
+    for rank, runs in enumerate(two_ranks):
+        (plain, _, _), (reports, replays, captures) = runs[layout]
+        assert reports == plain, f"rank {rank}"
+        assert captures == NUM_CAPTURES[layout], f"rank {rank}"
+        layers = LAYERS // 2 if layout.startswith("pp2") else LAYERS
+        want = [layers * report["num_microbatches"] for report in plain]
+        assert replays == [0] * WARMUP_STEPS + want[WARMUP_STEPS:], f"rank {rank}"

@@ -1,0 +1,358 @@
+"""Activation offloading with the functions that megatron-core's layers call, and copies that come late."""
+
+import random
+from collections.abc import Iterator, Sequence
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Interface,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.late_copies import LateCopies
+
+from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+from nemo_offload_rl.offload.parcel import InPlaceError
+
+WIDTH = 16
+MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp")
+LAYERS = 4
+
+
+class Layer(torch.nn.Module):
+    """Calls the manager where megatron-core's layers do, and shares storages as they do."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__()
+        self.modules_on = modules
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = torch.nn.Linear(WIDTH, WIDTH)
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+
+    def group(self, name: str, tensor: torch.Tensor) -> Interface:
+        return Interface(name in self.modules_on, tensor, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = self.group("qkv_linear", x)
+        with group as x:
+            mixed = self.qkv(x)
+        q, k, v = group.group_offload(mixed).chunk(3, dim=-1)  # views of one storage
+        group = self.group("core_attn", q)
+        with group as q:
+            out = (q * k.sigmoid() + v * q).tanh()  # tanh saves its output
+        out = group.group_offload(out, forced_released_tensors=[q, k, v])
+        group = self.group("attn_proj", out)
+        with group as out:  # saved again
+            y = self.proj(out)
+        y = group.group_offload(y)
+        group = self.group("mlp", y)
+        with group as y:
+            z = self.mlp(y * y).exp()
+        return group.group_offload(z) * 0.1 + x
+
+
+class Model(torch.nn.Module):
+    def __init__(self, modules: Sequence[str], stage: int = 0) -> None:
+        super().__init__()
+        self.stage = stage
+        self.layers = torch.nn.ModuleList(Layer(modules) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Interface.init_chunk_handler(0, None, self.stage, 0, 0, 1.0)
+        for layer in self.layers:
+            x = layer(x)
+        return x.square().sum()
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def offloader(
+    model: torch.nn.Module | None = None, nbytes: int = 1 << 22, copies=None, **options
+) -> ActivationOffloader:
+    settings = {"modules": MODULES, "min_elements": 0} | options
+    made = ActivationOffloader(
+        ActivationOptions(**settings),
+        torch.zeros(nbytes, dtype=torch.uint8),
+        LateCopies() if copies is None else copies,
+        [] if model is None else [p.untyped_storage() for p in model.parameters()],
+    )
+    PipelineOffloadManager.OFFLOAD_MGR = made
+    return made
+
+
+def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, WIDTH, generator=generator, requires_grad=True) for length in lengths]
+
+
+def one_by_one(model: Model, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Forward and backward of each micro-batch in turn; losses, input gradients and parameter gradients."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for x in inputs:
+        loss = model(x)
+        loss.backward()
+        losses.append(loss.detach())
+    Interface.reset()
+    return gathered(model, losses, inputs)
+
+
+def one_forward_one_backward(model: Model, inputs: Sequence[torch.Tensor], warm: int = 2) -> list[torch.Tensor]:
+    """As an earlier pipeline stage does: `warm` micro-batches are ahead of their backward passes."""
+    model.zero_grad(set_to_none=True)
+    waiting, losses = [], []
+    for x in inputs:
+        waiting.append(model(x))
+        losses.append(waiting[-1].detach())
+        if len(waiting) > warm:
+            waiting.pop(0).backward()
+    for loss in waiting:
+        loss.backward()
+    Interface.reset()
+    return gathered(model, losses, inputs)
+
+
+def gathered(model: Model, losses, inputs) -> list[torch.Tensor]:
+    out = [*losses, *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    for x in inputs:
+        x.grad = None
+    return out
+
+
+def plain(model: Model, inputs: Sequence[torch.Tensor], schedule=one_by_one) -> list[torch.Tensor]:
+    with offloader().suspended():
+        return schedule(model, inputs)
+
+
+def assert_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(MODULES)
+
+
+@pytest.mark.parametrize("schedule", [one_by_one, one_forward_one_backward])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fraction": 0.5},
+        {"fraction": 0.0},
+        {"max_inflight": 0},
+        {"max_inflight": 100},
+        {"resident_bytes": 3000},
+        {"margin_stage": None},
+        {"nbytes": 20_000},
+        {"modules": ("core_attn",)},
+        {"modules": ("qkv_linear", "mlp")},
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_a_plain_run_whatever_the_lengths(schedule, options):
+    """Micro-batches change in number and length from step to step; copies are made late and out of order."""
+    torch.manual_seed(0)
+    model = Model(options.get("modules", MODULES))
+    chance = random.Random(0)
+    steps = [batches([chance.randint(1, 40) for _ in range(chance.randint(1, 6))], seed) for seed in range(6)]
+    want = [plain(model, step, schedule) for step in steps]
+    for seed in range(4):
+        made = offloader(model, copies=LateCopies(seed, eager_share=0.3 * (seed % 2)), **options)
+        for step, numbers in zip(steps, want, strict=True):
+            assert_equal(schedule(model, step), numbers)
+            assert made.report.num_micro_batches == len(step)
+        made.slab.take(0)
+        assert made.slab.used_bytes == 0
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_missing_wait_shows(model, direction):
+    class Impatient(LateCopies):
+        def __init__(self) -> None:
+            super().__init__(eager_share=0.0)
+            self.theirs: list[object] = []
+
+        def out(self, pairs, after):
+            ticket = super().out(pairs, after)
+            self.theirs += [ticket] if direction == "out" else []
+            return ticket
+
+        def back(self, pairs, after):
+            ticket = super().back(pairs, [] if direction == "out" else after)
+            self.theirs += [ticket] if direction == "back" else []
+            return ticket
+
+        def wait(self, ticket):
+            if ticket not in self.theirs:
+                super().wait(ticket)
+
+    inputs = batches([8, 8, 8], 0)
+    want = plain(model, inputs)
+    offloader(model, copies=Impatient())
+    assert not all(torch.equal(a, b) for a, b in zip(one_by_one(model, inputs), want, strict=True))
+
+
+def test_a_storage_moves_once_and_its_memory_goes(model):
+    inputs = batches([8] * 3, 0)
+    copies = LateCopies()
+    made = offloader(model, copies=copies)
+    one_by_one(model, inputs)  # learns what a pass looks like
+    out = copies.num_out
+    one_by_one(model, inputs)
+    per_batch = 8 * WIDTH * 4
+    report = made.report.modules
+    # The input of the projection is the output of the attention, which had left by then.
+    assert report["attn_proj"].distinct_bytes == 0
+    assert report["attn_proj"].duplicate_bytes == 3 * LAYERS * per_batch
+    # q, k and v are three views of one storage.
+    assert report["core_attn"].moved_bytes % per_batch == 0
+    total = made.report.total()
+    assert total.moved_bytes == total.distinct_bytes - total.kept_bytes
+    # All but the batches themselves, which the caller holds.
+    assert total.freed_bytes == total.returned_bytes == total.moved_bytes - 3 * per_batch
+    assert total.late_bytes == 0
+    # The last layer's groups are needed at once; they stay.
+    assert report["qkv_linear"].moved_bytes == 3 * (LAYERS - 1) * per_batch
+    assert copies.num_out > out
+
+
+def test_what_somebody_else_keeps_is_not_copied_back(model):
+    made = offloader(model, margin_stage=None, modules=("qkv_linear",))
+    model.layers[0].modules_on = ("qkv_linear",)
+    for layer in model.layers[1:]:
+        layer.modules_on = ()
+    inputs = batches([8], 0)
+    one_by_one(model, inputs)  # layer 0's input is alive all the time: it is the batch
+    total = made.report.total()
+    assert total.moved_bytes > 0
+    assert total.freed_bytes == total.returned_bytes == total.late_bytes == 0
+
+
+def test_forward_only_passes_leave_no_trace(model):
+    made = offloader(model)
+    inputs = batches([8, 9], 0)
+    want = plain(model, inputs)
+    made = offloader(model)
+    with torch.no_grad():
+        model(inputs[0].detach())
+    Interface.reset()
+    assert made.report.num_micro_batches == 0
+    assert_equal(one_by_one(model, inputs), want)
+    before = made.report
+    with torch.no_grad():
+        model(inputs[0].detach())
+    Interface.reset()
+    assert made.report is before
+    assert_equal(one_by_one(model, inputs), want)
+
+
+def test_a_full_slab_is_counted_and_harms_nothing(model):
+    inputs = batches([30, 30], 0)
+    want = plain(model, inputs)
+    made = offloader(model, nbytes=16_384)
+    assert_equal(one_by_one(model, inputs), want)
+    total = made.report.total()
+    assert 0 < total.moved_bytes <= 2 * 16_384
+    assert total.refused_bytes == total.distinct_bytes - total.moved_bytes - total.kept_bytes > 0
+    assert made.report.host_peak_bytes <= made.report.host_bytes == 16_384
+
+
+def test_the_fraction_is_one_of_bytes(model):
+    inputs = batches([10] * 4, 0)
+    for fraction in (0.25, 0.5, 0.75):
+        made = offloader(model, fraction=fraction)
+        one_by_one(model, inputs)
+        one_by_one(model, inputs)
+        total = made.report.total()
+        margin = sum(m.kept_bytes for m in made.report.modules.values()) - (total.distinct_bytes - total.moved_bytes)
+        assert margin == 0
+        whole = offloader(model)
+        one_by_one(model, inputs)
+        one_by_one(model, inputs)
+        share = total.moved_bytes / whole.report.total().moved_bytes
+        assert fraction - 0.2 < share <= fraction
+
+
+def test_parameters_and_small_storages_stay(model):
+    copies = LateCopies()
+    made = offloader(model, copies=copies, min_elements=10_000)
+    one_by_one(model, batches([8], 0))
+    assert copies.num_out == 0
+    total = made.report.total()
+    assert total.small_bytes > 0
+    assert total.distinct_bytes == 0
+    whole = torch.ones(WIDTH, WIDTH)
+    made = offloader(copies=copies)
+    made._keep.add(whole.untyped_storage()._cdata)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x @ whole.t()  # saves a view of `whole`
+    group.group_offload(y).sum().backward()
+    assert copies.num_out == 0
+
+
+def test_a_change_in_place_is_refused(model):
+    offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = (x * 2).exp()  # saves its output
+        y.add_(1)
+    with pytest.raises(
+        InPlaceError, match=r"shape \[2, 16\] that mlp saved .* take mlp out of policy\.megatron_cfg\.offload_modules"
+    ):
+        group.group_offload(y)
+
+
+def test_a_failed_pass_leaves_nothing_behind(model):
+    made = offloader(model)
+    want = plain(model, batches([8], 0))
+    made = offloader(model)
+    loss = model(batches([20], 1)[0])
+    assert made.slab.used_bytes > 0
+    Interface.reset()  # what the worker does in its `finally`
+    del loss
+    made.slab.take(0)
+    assert made.slab.used_bytes == 0
+    assert_equal(one_by_one(model, batches([8], 0)), want)
+
+
+def test_a_graph_may_be_walked_twice(model):
+    inputs = batches([8], 0)
+    model.zero_grad(set_to_none=True)
+    with offloader().suspended():
+        want = torch.autograd.grad(model(inputs[0]), list(model.parameters()))
+    offloader(model)
+    loss = model(inputs[0])
+    PipelineOffloadManager.OFFLOAD_MGR._stash.release(keep=0)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert_equal(first, want)
+
+
+def test_delayed_commits_are_made_when_they_are_flushed(model):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    Interface.enter_replay()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x * 1, "moe_act")
+    with group as y:
+        z = y * y
+    z = group.group_offload(z, delay_offload=True)
+    Interface.exit_replay()
+    assert copies.num_out == 0
+    Interface.flush_delayed_groups()
+    assert copies.num_out > 0
+    z.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    made.reset()
