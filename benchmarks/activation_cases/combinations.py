@@ -136,9 +136,11 @@ ONE_AT_A_TIME: Mapping[str, Levels] = {
     },
 }
 PAIRWISE: Mapping[str, Levels] = {
-    "tiny_dense": ONE_AT_A_TIME["tiny_dense"]
-    | {"modules": [ATTENTION, ("qkv_linear",), ("core_attn", "attn_proj"), ALL_OF_DENSE]},
-    "tiny_moe": ONE_AT_A_TIME["tiny_moe"] | {"modules": [EXPERTS, ("moe_act",), (*ATTENTION, *EXPERTS), ALL_OF_MOE]},
+    "tiny_dense": {
+        **ONE_AT_A_TIME["tiny_dense"],
+        "modules": [ATTENTION, ("qkv_linear",), ("core_attn", "attn_proj"), ALL_OF_DENSE],
+    },
+    "tiny_moe": {**ONE_AT_A_TIME["tiny_moe"], "modules": [EXPERTS, ("moe_act",), (*ATTENTION, *EXPERTS), ALL_OF_MOE]},
 }
 
 

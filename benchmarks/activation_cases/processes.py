@@ -35,7 +35,7 @@ def run_processes(function: Callable[..., Any], num_processes: int, *arguments: 
             while not context.join(timeout=max(0.0, end - time.monotonic())):
                 if time.monotonic() >= end:
                     raise TimeoutError(f"{num_processes} processes were not done in {timeout_s:.0f} s")
-        except torch.multiprocessing.ProcessException as error:
+        except (torch.multiprocessing.ProcessRaisedException, torch.multiprocessing.ProcessExitedException) as error:
             raise RuntimeError(str(error)) from None
         finally:
             for process in context.processes:

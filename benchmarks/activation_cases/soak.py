@@ -53,7 +53,7 @@ def _soak(setting: Setting, part: str, combination: Combination) -> None:
             report, moved = feed.train(data), moved_by(worker)
             whole = moved.num_micro_batches == report["num_microbatches"] and moved.moved == moved.should_leave > 0
             num_whole += whole
-            if not whole:
+            if not whole and num_whole == step - 1:  # the first of them
                 logger.warning("step %d: %s, of %d micro-batches", step, moved, report["num_microbatches"])
             num_micro_batches += report["num_microbatches"]
             num_tokens += report["tokens"]

@@ -6,6 +6,7 @@ from typing import Any
 
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.gpt import GPTModel
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 
 from nemo_offload_rl.offload.activation_copies import CudaCopies
@@ -58,6 +59,10 @@ def install(
     keep = [tensor.untyped_storage() for tensor in _held(model)]
     offloader = ActivationOffloader(options, memory, CudaCopies(device), keep)
     PipelineOffloadManager.OFFLOAD_MGR = offloader
+    for chunk in model:
+        for gpt in chunk.modules():
+            if isinstance(gpt, GPTModel) and gpt.post_process:
+                gpt.output_layer.register_forward_pre_hook(lambda *_: offloader.drain())
     return offloader
 
 

@@ -293,7 +293,7 @@ class ActivationOffloader:
             self._tally.of(group.name).moved_bytes += group.nbytes
             mine = {id(parcel) for parcel in fresh}
             self._stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
-        self._release(profile, group)
+        self._release()
 
     def _stays(self, profile: _Profile | None, group: _Group, fresh: Sequence[Parcel]) -> bool:
         fraction = self.options.fraction
@@ -329,13 +329,17 @@ class ActivationOffloader:
             parcel.leave(region, ticket)
         return ticket
 
-    def _release(self, profile: _Profile | None, group: _Group) -> None:
-        """Drop GPU memory: in good time while the pass goes on, and all of it before what follows the last group."""
-        layer = len(self.options.modules)
-        keep = 2 * layer if self.options.max_inflight is None else self.options.max_inflight
-        if profile is not None and group.index == profile.num_groups - 1:
-            keep = 0 if profile.margin else min(keep, layer)
-        self._stash.release(keep)
+    def _release(self) -> None:
+        """Drop GPU memory in good time, so that what is in flight stays small while the pass goes on."""
+        per_layer = len(self.options.modules)
+        self._stash.release(2 * per_layer if self.options.max_inflight is None else self.options.max_inflight)
+
+    def drain(self) -> None:
+        """What has left is gone from the GPU, as far as the caller's stream can see.
+
+        Called before the logits are made: with the loss they are where most memory is in use.
+        """
+        self._stash.release(keep=0)
 
     def _end_forward(self) -> None:
         chunk, self._chunk = self._chunk, None

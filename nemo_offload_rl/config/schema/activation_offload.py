@@ -14,7 +14,7 @@ class ActivationOffloadConfig(TypedDict):
     # Stop after the first step where a module of offload_modules freed no GPU memory, instead of warning why.
     # Recommended: false; true in tests and where the memory is counted on. Absent: false.
     strict: NotRequired[bool]
-    # Host memory that one rank page-locks for activations at its start, in GiB, within policy.residency's
+    # Host memory that one rank page-locks for activations at its start, all of it, in GiB, within policy.residency's
     # host_memory_limit_gib; what does not fit stays on the GPU. Above 0; null for what the plan says.
     # Recommended: null. Absent: as null.
     host_memory_limit_gib: NotRequired[PositiveFloat | None]
