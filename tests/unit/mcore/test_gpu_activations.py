@@ -36,7 +36,7 @@ def _deterministic():
 
 def policy_of(model: str, *, packed: bool = False, **megatron: Any) -> dict[str, Any]:
     config = TINY_QWEN3_MOE | MOE_SHAPE if model == "moe" else TINY_QWEN3 | SHAPE
-    policy = tiny_policy(config, "bfloat16", **megatron)
+    policy = tiny_policy(config, "bfloat16", moe_grouped_gemm=True, **megatron)
     policy["max_total_sequence_length"] = LONGEST
     if packed:
         policy["sequence_packing"] = {

@@ -130,6 +130,16 @@ def test_a_checkpoint_saved_while_offloaded_has_the_same_bytes(make_worker, monk
     assert offloaded_after == plain_after
 
 
+def test_a_checkpoint_may_be_loaded_while_offloaded(make_worker, monkeypatch, tmp_path):
+    worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
+    run_steps(worker, 2, visit_phases=True)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = run_steps(worker, 2, visit_phases=True)
+    worker.offload_after_refit()
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert run_steps(worker, 2, visit_phases=True) == want
+
+
 def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
     run_steps(worker, 2, visit_phases=True)
