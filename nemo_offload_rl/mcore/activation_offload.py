@@ -66,9 +66,10 @@ def install(
     return offloader
 
 
-def uninstall() -> None:
+def uninstall(offloader: ActivationOffloader) -> None:
     """Let megatron-core make a manager of its own if it wants one."""
-    PipelineOffloadManager.OFFLOAD_MGR = None
+    if PipelineOffloadManager.OFFLOAD_MGR is offloader:
+        PipelineOffloadManager.OFFLOAD_MGR = None
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

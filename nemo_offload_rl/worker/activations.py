@@ -12,6 +12,7 @@ from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.model_config import hf_config
 from nemo_offload_rl.mcore.parallel import mpu
 from nemo_offload_rl.offload.activation_report import ModuleReport, StepReport
+from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.attach import Engine
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import slab_bytes
@@ -68,9 +69,9 @@ class Activations:
     """
 
     def __init__(self, state: TrainingState, plan: OffloadPlan, engine: Engine, nbytes: int) -> None:
-        self.offloader = None
+        self.offloader: ActivationOffloader | None = None
         self._was_told = False
-        if plan.activations is None or state.optimizer is None:
+        if plan.activations is None:
             return
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
@@ -124,9 +125,9 @@ class Activations:
         """Give the host memory back."""
         if self.offloader is None:
             return
-        self.offloader.close()
-        self.offloader = None
-        activation_offload.uninstall()
+        offloader, self.offloader = self.offloader, None
+        activation_offload.uninstall(offloader)
+        offloader.close()
         if self._segment is not None:
             self._arena.release(self._segment)
 

@@ -82,7 +82,7 @@ class MegatronPolicyWorker:
         with contextlib.ExitStack() as undo:
             undo.callback(parallel.destroy)
             self._state = build(config, seed=seed, init_optimizer=init_optimizer)
-            nbytes = activation_bytes(config, plan, world_size=world_size)
+            nbytes = activation_bytes(config, plan, world_size=world_size) if init_optimizer else 0
             self._engine = make_engine(
                 self._state, plan, node=binding.node, keep_reference=init_reference_model, activation_bytes=nbytes
             )

@@ -12,7 +12,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.offload.lanes import Lane
+from nemo_offload_rl.worker.worker import TooManySkippedStepsError
 
 pytestmark = [
     pytest.mark.gpu,
@@ -123,11 +123,14 @@ def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypat
     assert steps(worker, 3) != want
 
 
-def test_copies_follow_each_other(make_worker, monkeypatch):
-    """Without the wait for the copy out, a copy back brings what was there before."""
+def test_a_missing_wait_would_show(make_worker, monkeypatch):
+    """What comes back is used at once, and gradients are wrong, or not finite."""
     want = steps(make_worker(policy_of("dense")), 2)
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
     delay_moves(monkeypatch, seconds=0.01)
     monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda ticket: None)
-    monkeypatch.setattr(Lane, "follow", lambda self, mark: None)
-    assert steps(worker, 2) != want
+    try:
+        got = steps(worker, 2)
+    except TooManySkippedStepsError:
+        return
+    assert got != want
