@@ -42,7 +42,8 @@ class ActivationOptions:
         min_elements: smaller storages stay.
         resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
             rank).
-        max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for two layers.
+        max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for as many as
+            a layer has: fewer would make it wait for copies that are fast enough, more would only take memory.
         margin_stage: the model chunk whose backward pass follows its forward pass at once, on the pipeline's last rank;
             None elsewhere. There the last group of each module stays.
     """
@@ -78,6 +79,8 @@ class _Profile:
     def __init__(self, groups: Sequence[_Group], *, has_margin: bool) -> None:
         last = {group.name: group.index for group in groups}
         self.num_groups = len(groups)
+        self.per_layer = len({group.name for group in groups if group.nbytes})
+        """Modules that have storages of their own to move."""
         self.margin = frozenset(last.values()) if has_margin else frozenset()
         eligible = [0 if group.index in self.margin else group.nbytes for group in groups]
         total = max(1, sum(eligible))
@@ -293,7 +296,8 @@ class ActivationOffloader:
             self._tally.of(group.name).moved_bytes += group.nbytes
             mine = {id(parcel) for parcel in fresh}
             self._stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
-        self._release()
+        per_layer = len(self.options.modules) if profile is None else profile.per_layer
+        self._stash.release(keep=per_layer if self.options.max_inflight is None else self.options.max_inflight)
 
     def _stays(self, profile: _Profile | None, group: _Group, fresh: Sequence[Parcel]) -> bool:
         fraction = self.options.fraction
@@ -302,7 +306,8 @@ class ActivationOffloader:
                 return True
         elif group.index in profile.margin or (fraction < 1 and profile.shares[group.index] > fraction):
             return True
-        if sum(parcel.nbytes for parcel in self._resident) + group.nbytes <= self.options.resident_bytes:
+        limit = self.options.resident_bytes
+        if limit and sum(parcel.nbytes for parcel in self._resident) + group.nbytes <= limit:
             self._resident.update(fresh)
             return True
         return False
@@ -328,11 +333,6 @@ class ActivationOffloader:
         for parcel, region in zip(parcels, regions, strict=True):
             parcel.leave(region, ticket)
         return ticket
-
-    def _release(self) -> None:
-        """Drop GPU memory in good time, so that what is in flight stays small while the pass goes on."""
-        per_layer = len(self.options.modules)
-        self._stash.release(2 * per_layer if self.options.max_inflight is None else self.options.max_inflight)
 
     def drain(self) -> None:
         """What has left is gone from the GPU, as far as the caller's stream can see.
