@@ -122,8 +122,8 @@ class Queue:
     def run(self, beside: Callable[[], None]) -> float:
         """Seconds that the queue takes on the GPU while the caller does something else.
 
-        The same kernels run as long before, or clocks and temperature would tell what the GPU did last: a queue of
-        matrix products that followed an idle time was 4% faster than one that followed another queue.
+        The same kernels run as long before, so that every queue follows the same: after an idle time a queue of matrix
+        products was some 4% faster than after another queue.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
