@@ -98,7 +98,6 @@ class Combination:
 # The first level of each factor is the base.
 _SHARED: Levels = {
     "fraction": [1.0, 0.5, 0.0],
-    "delay": [False, True],
     "micro_batches": ["4", "1", "changing"],
     "phases": [False, True],
 }
@@ -113,7 +112,8 @@ ONE_AT_A_TIME: Mapping[str, Levels] = {
             ("mlp_norm",),
             ALL_OF_DENSE,
         ],
-        "graphs": [(), ("attn",), ("attn", "mlp")],
+        "graphs": [()],  # attn and mlp when recipes may capture them
+        "delay": [False],
         "recompute": [(), ("mlp",), ("layernorm",)],
         **_SHARED,
     },
@@ -130,7 +130,8 @@ ONE_AT_A_TIME: Mapping[str, Levels] = {
             ("mlp_norm",),
             ALL_OF_MOE,
         ],
-        "graphs": [(), ("attn",), ("attn", "moe_router")],
+        "graphs": [(), ("moe_router",)],
+        "delay": [False, True],
         "recompute": [(), ("layernorm",), ("moe_act",)],
         **_SHARED,
     },
@@ -151,7 +152,7 @@ def are_allowed(values: Mapping[str, Any]) -> bool:
         return False
     if "attn" in graphs and "attn_norm" in modules:
         return False
-    at_edge = "attn" in graphs and "mlp" not in graphs
+    at_edge = "moe_router" in graphs or ("attn" in graphs and "mlp" not in graphs)
     return not (at_edge and "mlp_norm" in modules)
 
 

@@ -56,7 +56,7 @@ def dense_refusal(absent: Iterable[str], model: str) -> str:
 
 
 def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
-    """Check modules against a model that has been built; the rules do so only where the recipe tells its kind.
+    """Check modules against a model whose layers are known; the rules do so only where the recipe tells its kind.
 
     Args:
         modules: `policy.megatron_cfg.offload_modules`.
@@ -67,7 +67,7 @@ def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
     """
     absent = modules_without_layer(modules, has_experts=is_moe)
     if absent:
-        raise ValueError(f"{OFFLOAD_MODULES_KEY}: {dense_refusal(absent, 'the model that was built')}")
+        raise ValueError(f"{OFFLOAD_MODULES_KEY}: {dense_refusal(absent, "the policy's model")}")
 
 
 def _listed(names: Iterable[str]) -> str:

@@ -2,11 +2,13 @@
 
 from collections.abc import Iterable, Mapping
 
-from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.problems import show, show_choices
 
 GRAPH_MODULES_KEY = "policy.megatron_cfg.cuda_graph_modules"
+GRAPH_IMPL_KEY = "policy.megatron_cfg.cuda_graph_impl"
 
-# Name in policy.megatron_cfg.cuda_graph_modules: what is captured.
+# Name in policy.megatron_cfg.cuda_graph_modules: what is captured. Recipes may name those without a row in the next
+# table.
 GRAPH_MODULES: Mapping[str, str] = {
     "attn": "the norm before attention, and attention",
     "mlp": "the norm before the MLP, and the MLP, of dense layers",
@@ -14,14 +16,42 @@ GRAPH_MODULES: Mapping[str, str] = {
     "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
 }
 
+# What recipes may not name yet, and why. A row goes once replays of such graphs, alone and with others, have been found
+# bit-equal to eager steps on a GPU.
+UNPROVED_GRAPH_MODULES: Mapping[str, str] = {
+    "attn": "its replays are not bit-equal to eager steps",
+    "mlp": "its replays have not been compared with eager steps on a GPU",
+    "moe_preprocess": "its replays have not been compared with eager steps on a GPU",
+}
+
 # Names that megatron-core has, too, and why they are refused.
 REFUSED_GRAPH_MODULES: Mapping[str, str] = {
-    "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router and moe_preprocess",
+    "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router",
     "mamba": "no model here has Mamba layers",
-    "full": "name the parts: attn and mlp are the whole of a dense layer",
+    "full": "name the parts of a layer that are to be captured",
     "full_iteration": "the schedule of a step is not captured here; name parts of a layer",
     "full_iteration_inference": "generation captures no graphs here",
 }
+
+
+def supported_graph_modules() -> list[str]:
+    """What recipes may name."""
+    return [name for name in GRAPH_MODULES if name not in UNPROVED_GRAPH_MODULES]
+
+
+def unproved_refusal(modules: Iterable[str]) -> str | None:
+    """Why recipes may not name these modules yet; None where they may."""
+    found = [
+        f"{show(name)}, which is not supported here yet: {UNPROVED_GRAPH_MODULES[name]}"
+        for name in dict.fromkeys(modules)
+        if name in UNPROVED_GRAPH_MODULES
+    ]
+    if not found:
+        return None
+    return (
+        f"may hold {show_choices(supported_graph_modules())}; found {', and '.join(found)}; take "
+        f"{'it' if len(found) == 1 else 'them'} out, or set {GRAPH_IMPL_KEY} to none"
+    )
 
 
 def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
@@ -30,7 +60,9 @@ def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense
     of_experts = [name for name in names if name.startswith("moe_")]
     if of_experts and has_experts is False:
         found = " and ".join(show(name) for name in of_experts)
-        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; use attn and mlp"
+        of_dense = [name for name in supported_graph_modules() if not name.startswith("moe_")]
+        remedy = f"use {' and '.join(of_dense)}" if of_dense else f"set {GRAPH_IMPL_KEY} to none"
+        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; {remedy}"
     if "mlp" in names and has_dense_mlps is False:
         return (
             "names 'mlp', which is captured in dense layers, and every layer of the model is a mixture of experts; use "
@@ -40,7 +72,7 @@ def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense
 
 
 def check_graphs_fit_model(modules: Iterable[str], *, has_experts: bool, has_dense_mlps: bool) -> None:
-    """Check modules against a model that has been built; the rules do so only where the recipe tells its kind.
+    """Check modules against a model whose layers are known; the rules do so only where the recipe tells its kind.
 
     Args:
         modules: `policy.megatron_cfg.cuda_graph_modules`.

@@ -57,9 +57,17 @@ def model_kind(
         is_dense = num_experts is not None or family in _DENSE_FAMILIES
         return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
     if moe_layer_freq is not None:
-        some_dense = 0 in moe_layer_freq if isinstance(moe_layer_freq, list) else moe_layer_freq > 1
-        return ModelKind(name, has_experts=True, has_dense_mlps=some_dense)
+        return ModelKind(name, has_experts=True, has_dense_mlps=has_dense_layers(moe_layer_freq))
     return ModelKind(name, has_experts=True, has_dense_mlps=False if family in _EXPERTS_IN_EVERY_LAYER else None)
+
+
+def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:
+    """Whether a mixture of experts has dense layers, too.
+
+    Args:
+        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+    """
+    return 0 in moe_layer_freq if isinstance(moe_layer_freq, list) else moe_layer_freq > 1
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:

@@ -10,6 +10,9 @@ import torch
 from megatron.core.distributed import DistributedDataParallelConfig
 from megatron.core.optimizer import OptimizerConfig
 
+from nemo_offload_rl.config.activation_modules import check_modules_fit_model
+from nemo_offload_rl.config.graph_modules import check_graphs_fit_model
+from nemo_offload_rl.config.model_kind import has_dense_layers
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 
@@ -23,6 +26,12 @@ _WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "moe_permute_fusion": False,
     "moe_router_fusion": False,
     "moe_grouped_gemm": False,
+}
+# Features of Transformer Engine's layers on a GPU, and the value that leaves each off. They are switched off in recipes
+# on a CPU, where tests have them without Transformer Engine.
+_OFF_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
+    "fine_grained_activation_offloading": False,
+    "cuda_graph_impl": "none",
 }
 _WITHOUT_CUDA: Mapping[str, Any] = {"use_cpu_initialization": True, "cross_entropy_loss_fusion": False}
 
@@ -192,6 +201,8 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
     if not have_transformer_engine():
         from nemo_offload_rl.mcore.local_spec import local_block_spec
 
+        if torch.cuda.is_available():
+            _check_features_without_transformer_engine(cfg)
         needed |= _agreed(cfg, _WITHOUT_TRANSFORMER_ENGINE, "layers without Transformer Engine need")
         needed["transformer_layer_spec"] = local_block_spec
     if not torch.cuda.is_available():
@@ -214,14 +225,38 @@ def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapp
     return needed
 
 
+def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
+    for key, off in _OFF_WITHOUT_TRANSFORMER_ENGINE.items():
+        if cfg.get(key) not in (None, off):
+            raise ValueError(
+                f"policy.megatron_cfg.{key} is {str(cfg[key]).lower()}, which needs Transformer Engine, but that is "
+                f"not installed beside this GPU; install it (extra te), or set {key} to {str(off).lower()}."
+            )
+
+
+def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+    """Where the recipe names a model of a hub, its layers are known only here."""
+    freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
+    is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1
+    if cfg.get("fine_grained_activation_offloading"):
+        check_modules_fit_model(cfg["offload_modules"], is_moe=is_moe)
+    if cfg["cuda_graph_impl"] != "none":
+        check_graphs_fit_model(
+            cfg["cuda_graph_modules"], has_experts=is_moe, has_dense_mlps=not is_moe or has_dense_layers(freq)
+        )
+
+
 def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     """A finalized model provider for the policy.
 
     Raises:
-        ValueError: what megatron-core's own checks of the combination say.
+        ValueError: a module is to be offloaded or captured that no layer of the model has, a feature needs Transformer
+            Engine, or megatron-core's own checks refuse the combination.
     """
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
-    provider.apply_overrides_and_finalize(overrides=model_overrides(policy, provider))
+    overrides = model_overrides(policy, provider)
+    _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
+    provider.apply_overrides_and_finalize(overrides=overrides)
     return provider
 
 

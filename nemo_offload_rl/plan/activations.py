@@ -25,7 +25,7 @@ class ActivationSettings:
 
     Attributes:
         modules: names of `SAVED_BY`.
-        fraction: share of the groups (a module of a layer) that leave, the first in the forward pass first.
+        fraction: share of the bytes that leave, the first in the forward pass first.
         min_elements: smaller tensors stay.
         host_memory_limit_bytes: host memory of one rank for activations; None for what they need.
         strict: a module that does nothing is an error.
@@ -139,16 +139,18 @@ def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, 
 def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:
     """Of each module, how many layers of a model chunk leave with the recipe's fraction.
 
-    As megatron-core counts them (core fine_grained_activation_offload.py, `post_warmup_callback`): groups with bytes in
-    the order of the forward pass, of which the last stay.
+    As the manager counts: groups in the order of the forward pass, as long as their bytes are within the fraction.
     """
-    modules = [module for module in SAVED_BY if module in settings.modules]
-    with_bytes = [module for module in modules if _moved(facts, settings, module)]
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
     layers = -(-facts.num_layers // facts.num_model_chunks)
-    groups = with_bytes * layers
-    num_staying = int(len(groups) * (1 - settings.fraction))
-    leaving = groups[: len(groups) - num_staying]
-    return {module: leaving.count(module) for module in modules}
+    room = settings.fraction * layers * sum(sizes.values())
+    counts = dict.fromkeys(sizes, 0)
+    for name in list(sizes) * layers:
+        room -= sizes[name]
+        if room < 0:
+            break
+        counts[name] += 1
+    return counts
 
 
 def _round_up(value: int, multiple: int) -> int:

@@ -45,7 +45,10 @@ LAYERS = {
     "placement.link": layer("offload.pinned_arena", *LEAVES, never="ray megatron transformers"),
     "data": layer(*LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
-    "mcore": layer("offload", "data.batch", "data.loss_contract", *LEAVES, never="ray"),
+    "mcore": layer(
+        "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
+        "config.model_kind", *LEAVES, never="ray",
+    ),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
     "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
     "worker": layer(

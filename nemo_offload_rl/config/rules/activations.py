@@ -10,6 +10,7 @@ from nemo_offload_rl.config.activation_modules import (
     dense_refusal,
     modules_without_layer,
 )
+from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import nearest, show, show_choices
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
@@ -18,7 +19,7 @@ from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_module
 OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
 MODULES = OFFLOAD_MODULES_KEY
 DELAY = f"{MEGATRON}.delay_offload_until_cuda_graph"
-GRAPHS = f"{MEGATRON}.cuda_graph_impl"
+GRAPHS = GRAPH_IMPL_KEY
 OP_FUSER = f"{MEGATRON}.use_transformer_engine_op_fuser"
 LIMIT = "policy.activation_offload.host_memory_limit_gib"
 RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"

@@ -9,6 +9,8 @@ from nemo_offload_rl.config.graph_modules import (
     GRAPH_MODULES_KEY,
     REFUSED_GRAPH_MODULES,
     graph_refusal,
+    supported_graph_modules,
+    unproved_refusal,
 )
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import show, show_choices
@@ -41,8 +43,8 @@ def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
     if impl == "none" or modules:
         return None
     return (
-        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(GRAPH_MODULES)} ([attn, mlp] is the whole "
-        "of a dense layer); found []"
+        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(supported_graph_modules())}; found []: "
+        f"name some, or set {GRAPHS} to none"
     )
 
 
@@ -51,11 +53,18 @@ def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
     """What cannot be captured here is refused by name."""
     unknown = [name for name in captured(impl, modules) if name not in GRAPH_MODULES]
     refused = next((name for name in unknown if name in REFUSED_GRAPH_MODULES), None)
+    supported = supported_graph_modules()
     if refused is not None:
-        return f"may hold {show_choices(GRAPH_MODULES)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
+        return f"may hold {show_choices(supported)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
     if unknown:
-        return f"may hold {show_choices(GRAPH_MODULES)}; found {unknown_names(unknown, list(GRAPH_MODULES))}"
+        return f"may hold {show_choices(supported)}; found {unknown_names(unknown, supported)}"
     return None
+
+
+@rule(CAPTURED, GRAPHS)
+def graph_modules_are_proved(modules: list[str], impl: str) -> Verdict:
+    """A graph may be captured once its replays are known to change no number; the other rules speak of all graphs."""
+    return unproved_refusal(captured(impl, modules))
 
 
 @rule(CAPTURED, GRAPHS)

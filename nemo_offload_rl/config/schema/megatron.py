@@ -165,7 +165,7 @@ class MegatronConfig(TypedDict):
     # fused_group_mlp. Null while that is false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models,
     # [moe_act, expert_fc1] for mixtures of experts.
     offload_modules: list[str] | None
-    # Share of the eligible groups (a module's activations in one layer and micro-batch) that move. 0 to 1; recommended
+    # Share of the eligible bytes of a micro-batch that move, the first in the forward pass first. 0 to 1; recommended
     # 1.0, less where the link is the limit. Absent: 1.0.
     activation_offload_fraction: NotRequired[Fraction]
     # Smallest tensor that moves, in elements (not bytes). 0 or more; recommended 1048576, 0 for tiny models in tests.
@@ -177,16 +177,16 @@ class MegatronConfig(TypedDict):
     # Hold copies to the host back until the next graph has been replayed, when the CPU is idle. Needs cuda_graph_impl
     # transformer_engine. Recommended: false; true for mixtures of experts with moe_router graphs. Absent: false.
     delay_offload_until_cuda_graph: NotRequired[bool]
-    # Most copies to the host of one module that are under way before computation waits for the oldest: 0 waits for
-    # each, null for none. 0 or more; recommended null. Absent: as null.
+    # Groups (a module's activations in one layer) that may be on their way to the host before computation waits for the
+    # oldest: 0 waits for each, null is as many as a layer has. 0 or more; recommended null. Absent: as null.
     fine_grained_offloading_max_inflight_offloads: NotRequired[NonNegativeInt | None]
     # What captures parts of training's layers as CUDA graphs: none, or transformer_engine (local and full_iteration are
-    # refused). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none; transformer_engine where
-    # the CPU cannot launch kernels fast enough.
+    # refused). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none; transformer_engine for
+    # mixtures of experts where the CPU cannot launch kernels fast enough.
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
-    # Parts of a layer that are captured, read only with cuda_graph_impl other than none: attn and mlp (dense layers),
-    # which need padded batches, moe_router and moe_preprocess (with moe_router). Recommended: [] while off, then [attn]
-    # for dense models, [moe_router, moe_preprocess] for mixtures of experts.
+    # Parts of a layer that are captured, read only with cuda_graph_impl other than none: moe_router, of a mixture of
+    # experts, also with packed batches. Not supported yet are attn, mlp and moe_preprocess, whose replays have not been
+    # found bit-equal to eager steps. Recommended: [] while off, then [moe_router].
     cuda_graph_modules: list[str]
     # Training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there; recommended 3.
     cuda_graph_warmup_steps: NonNegativeInt

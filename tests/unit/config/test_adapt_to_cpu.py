@@ -6,6 +6,7 @@ from nemo_offload_rl.config import adapt_to_cpu, load
 from nemo_offload_rl.config.cpu import OFF_ON_CPU
 from nemo_offload_rl.config.keys import is_valid_key
 from tests.unit.config.conftest import CONFIGS
+from tests.unit.config.test_activation_rules import EXPERTS
 
 
 def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
@@ -52,7 +53,8 @@ def test_activation_offloading_and_graphs_are_switched_off():
         "policy.megatron_cfg.offload_modules=[qkv_linear]",
         "policy.megatron_cfg.delay_offload_until_cuda_graph=true",
         "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
-        "policy.megatron_cfg.cuda_graph_modules=[attn]",
+        "policy.megatron_cfg.cuda_graph_modules=[moe_router]",
+        *EXPERTS,
     ]
     adapted, lines = adapt_to_cpu(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config)
     megatron = adapted["policy"]["megatron_cfg"]

@@ -31,5 +31,5 @@ def make_worker() -> Iterator[Callable[..., MegatronPolicyWorker]]:
         return worker
 
     yield make
-    for worker in built:
-        worker.shutdown()
+    if built:
+        built[-1].shutdown()  # the others were, when their successors were built
