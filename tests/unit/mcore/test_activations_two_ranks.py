@@ -1,0 +1,86 @@
+"""Activation offloading with several micro-batches in flight, and in every layout of two ranks, on gloo."""
+
+from typing import Any
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+
+ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "dp2": {},
+    "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
+    "pp2": {"pipeline_model_parallel_size": 2},
+    "pp2, a stage keeps more": {"pipeline_model_parallel_size": 2, "delta_offload_bytes_across_pp_ranks": 30_000},
+    "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    "moe_ep2": {"expert_model_parallel_size": 2},
+}
+ROWS = (8, 12, 4, 16)
+"""Of a data-parallel rank, step by step; two make a micro-batch."""
+
+
+def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) -> tuple[list[dict[str, Any]], int]:
+    """What the steps report on this rank, and the bytes that the last one moved."""
+    from support.late_copies import LateCopies
+    from support.phases import checksums
+
+    from nemo_offload_rl.algorithms.losses import NLLLoss
+    from nemo_offload_rl.mcore import activation_offload
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
+    policy = tiny_policy(config, **LAYOUTS[layout])
+    if offload:
+        policy = offloading_activations(policy, ATTENTION, gbs=max(ROWS))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(activation_offload, "CudaCopies", lambda device: LateCopies(rank, eager_share=0.1))
+        worker = MegatronPolicyWorker(
+            policy,
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            master_addr="localhost",
+            master_port=port,
+            seed=3,
+            init_reference_model=False,
+        )
+    torch.set_num_threads(1)
+    ranks = worker.parallel_ranks()
+    reports = []
+    for step, rows in enumerate(ROWS):
+        data = random_batch(rows, 8 + 4 * step, seed=step * ranks["dp_size"] + ranks["dp_rank"])
+        report = worker.train(data, NLLLoss(), gbs=rows * ranks["dp_size"], mbs=2)
+        reports.append({name: report[name] for name in ("loss", "grad_norm")} | {"checksums": checksums(worker)})
+    moved = worker.activations.offloader.report.total().moved_bytes if offload else 0
+    worker.shutdown()
+    return reports, moved
+
+
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
+    free = iter(ports)
+    return {
+        layout: (
+            run(layout, rank, world_size, next(free), offload=False),
+            run(layout, rank, world_size, next(free), offload=True),
+        )
+        for layout in LAYOUTS
+    }
+
+
+@pytest.fixture(scope="module")
+def both() -> list[dict[str, tuple[Any, Any]]]:
+    return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=400)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_numbers_are_those_of_a_plain_run(both, layout):
+    moved = []
+    for rank, layouts in enumerate(both):
+        (plain, _), (offloaded, nbytes) = layouts[layout]
+        assert offloaded == plain, f"rank {rank}"
+        moved.append(nbytes)
+    assert min(moved) > 0
+    if layout == "pp2, a stage keeps more":  # so the second moves less than it would
+        assert moved[1] < both[1]["pp2"][1][1]
