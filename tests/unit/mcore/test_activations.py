@@ -64,6 +64,23 @@ def test_numbers_are_those_of_a_plain_run(make_worker, late, config, modules, me
     assert PinnedArena.live_bytes() == 0
 
 
+@pytest.mark.parametrize(
+    ("config", "recomputed"),
+    [(TINY_QWEN3, "mlp"), (TINY_QWEN3_MOE, "moe")],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_beside_selective_recomputation(make_worker, late, config, recomputed):
+    selective = {
+        "activation_checkpointing": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": [recomputed],
+    }
+    want = steps(make_worker(tiny_policy(config, **selective)))
+    worker = make_worker(offloading_activations(tiny_policy(config), ATTENTION, **selective))
+    assert steps(worker) == want
+    assert worker.activations.offloader.report.total().moved_bytes > 0
+
+
 def test_norms_too(make_worker, late):
     """A norm here is several operations: marking it changes the order in which their gradients are added up.
 
