@@ -57,7 +57,9 @@ class Tally:
 
     def of(self, module: str) -> ModuleReport:
         """A module's."""
-        return self.modules.setdefault(module, ModuleReport())
+        if module not in self.modules:  # called several times a tensor: setdefault would make a report each time
+            self.modules[module] = ModuleReport()
+        return self.modules[module]
 
     def report(self, slab: HostSlab) -> StepReport:
         """The step has ended."""

@@ -10,7 +10,7 @@ manager takes the place of megatron-core's own (docs/decisions/activation-manage
 Nothing is planned ahead, so micro-batches may change in number and length at any time. Three rules keep numbers right,
 and each is kept in one place:
 
-- GPU memory is held until the compute stream has waited for the copy out of it (`_Stash`);
+- GPU memory is held until the compute stream has waited for the copy out of it (`Stash`);
 - host memory is used again only after the copy out of it: the next copy follows its ticket (`HostSlab`);
 - whoever unpacks waits for the copy back, and that follows the copy out (`Parcel.fetch`).
 """
@@ -20,13 +20,13 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from itertools import accumulate
 from typing import Any
 
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_groups import Group, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.host_slab import HostSlab, Region
 from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_version
@@ -56,78 +56,23 @@ class ActivationOptions:
     margin_stage: int | None = 0
 
 
-class _Group:
-    """One module's forward pass in one layer."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self.index = -1
-        self.parcels: list[weakref.ref[Parcel]] = []
-        self.saved: list[tuple[torch.Tensor, int, Parcel]] = []
-        """Tensors with their versions, until the copies out of them are asked for."""
-        self.nbytes = 0
-
-
-class _Profile:
-    """What the last whole forward pass of a model chunk looked like.
-
-    Args:
-        groups: of that pass, in order.
-        has_margin: the last group of each module stays, since the backward pass needs it before a copy could pay off.
-    """
-
-    def __init__(self, groups: Sequence[_Group], *, has_margin: bool) -> None:
-        last = {group.name: group.index for group in groups}
-        self.num_groups = len(groups)
-        self.per_layer = len({group.name for group in groups if group.nbytes})
-        """Modules that have storages of their own to move."""
-        self.margin = frozenset(last.values()) if has_margin else frozenset()
-        eligible = [0 if group.index in self.margin else group.nbytes for group in groups]
-        total = max(1, sum(eligible))
-        self.shares = [part / total for part in accumulate(eligible)]
-        """Of the bytes that may leave: in the groups up to and with each."""
-
-
-class _Stash:
-    """GPU memory that copies still read."""
-
-    def __init__(self, copies: CopyEngine) -> None:
-        self._copies = copies
-        self._held: deque[tuple[_Group, Ticket, list[tuple[torch.Tensor, int, Parcel]]]] = deque()
-
-    def __len__(self) -> int:
-        return len(self._held)
-
-    def hold(self, group: _Group, ticket: Ticket, saved: list[tuple[torch.Tensor, int, Parcel]]) -> None:
-        self._held.append((group, ticket, saved))
-
-    def release(self, keep: int) -> None:
-        """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held."""
-        while len(self._held) > keep:
-            group, ticket, saved = self._held.popleft()
-            self._copies.wait(ticket)
-            for tensor, version, parcel in saved:
-                check_version(tensor, version, group.name)
-                parcel.storage = None
-
-
 class _Chunk:
     """The forward and backward pass of one micro-batch through one model chunk, in megatron-core's terms."""
 
     def __init__(self, manager: "ActivationOffloader", stage: int) -> None:
         self._manager = manager
         self.stage = stage
-        self.open: list[_Group] = []
+        self.open: list[Group] = []
         """Started, and not committed: a norm's group commits after the module behind it has started."""
-        self.groups: list[_Group] = []
+        self.groups: list[Group] = []
         """Committed, in order: the backward pass takes them in the reverse order."""
         self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
-        self.is_whole = False
-        """Its forward pass has ended."""
-        self._waiting: list[_Group] = []
+        self.num_not_back: int | None = None
+        """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
+        self._waiting: list[Group] = []
 
     def on_group_start_forward(self, name: str) -> None:
-        self.open.append(_Group(name))
+        self.open.append(Group(name))
 
     def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
         """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
@@ -154,7 +99,7 @@ class _Chunk:
         """Nothing: what follows was asked for when this group began."""
 
 
-def _first(groups: Iterable[_Group], name: str) -> _Group | None:
+def _first(groups: Iterable[Group], name: str) -> Group | None:
     return next((group for group in groups if group.name == name), None)
 
 
@@ -184,9 +129,9 @@ class ActivationOffloader:
         self._enabled = True
         self._chunk: _Chunk | None = None
         self._chunks: deque[_Chunk] = deque()
-        self._active: list[_Group | None] = []
-        self._stash = _Stash(copies)
-        self._profiles: dict[int, _Profile] = {}
+        self._active: list[Group | None] = []
+        self._stash = Stash(copies)
+        self._profiles: dict[int, Profile] = {}
         self._resident: weakref.WeakSet[Parcel] = weakref.WeakSet()
         self._tally = Tally()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
@@ -276,7 +221,7 @@ class ActivationOffloader:
 
     # Forward.
 
-    def commit(self, chunk: _Chunk, group: _Group) -> None:
+    def commit(self, chunk: _Chunk, group: Group) -> None:
         """A group's forward pass is queued: ask for the copies of what it saved."""
         saved, group.saved = group.saved, []
         for tensor, version, _ in saved:
@@ -299,7 +244,7 @@ class ActivationOffloader:
         per_layer = len(self.options.modules) if profile is None else profile.per_layer
         self._stash.release(keep=per_layer if self.options.max_inflight is None else self.options.max_inflight)
 
-    def _stays(self, profile: _Profile | None, group: _Group, fresh: Sequence[Parcel]) -> bool:
+    def _stays(self, profile: Profile | None, group: Group, fresh: Sequence[Parcel]) -> bool:
         fraction = self.options.fraction
         if profile is None or group.index >= profile.num_groups:  # the first pass: its size is not known yet
             if fraction == 0:
@@ -345,8 +290,8 @@ class ActivationOffloader:
         chunk, self._chunk = self._chunk, None
         if chunk is None or not chunk.groups:
             return
-        chunk.is_whole = True
-        self._profiles[chunk.stage] = _Profile(chunk.groups, has_margin=chunk.stage == self.options.margin_stage)
+        chunk.num_not_back = len(chunk.groups)
+        self._profiles[chunk.stage] = Profile(chunk.groups, has_margin=chunk.stage == self.options.margin_stage)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         group, chunk = self._active[-1], self._chunk
@@ -383,27 +328,33 @@ class ActivationOffloader:
 
     # Backward.
 
-    def begin_backward(self, chunk: _Chunk, group: _Group) -> None:
+    def begin_backward(self, chunk: _Chunk, group: Group) -> None:
         """A group's backward pass is about to be queued: ask for what the ones after it need."""
         if chunk is self._chunk:
             self._end_forward()
-        depth = len(self.options.modules) + 1
-        self._start_back(chunk.groups[max(0, group.index + 1 - depth) : group.index + 1])
-        if group.index + 1 < depth:
+        first = group.index - len(self.options.modules)
+        self._start_back(chunk, first)
+        if first < 0:
             follower = self._next_backward(chunk)
             if follower is not None:
-                self._start_back(follower.groups[len(follower.groups) - (depth - group.index - 1) :])
+                self._start_back(follower, len(follower.groups) + first)
         if group.index == 0 and chunk in self._chunks:
             self._chunks.remove(chunk)
 
     def _next_backward(self, chunk: _Chunk) -> _Chunk | None:
         """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
-        return next((c for c in self._chunks if c is not chunk and c.is_whole and c.stage == chunk.stage), None)
+        return next(
+            (c for c in self._chunks if c is not chunk and c.num_not_back is not None and c.stage == chunk.stage), None
+        )
 
-    def _start_back(self, groups: Sequence[_Group]) -> None:
-        for group in reversed(groups):
+    def _start_back(self, chunk: _Chunk, first: int) -> None:
+        """Ask for the copies of all groups from `first` on that nobody has asked for."""
+        assert chunk.num_not_back is not None
+        first = max(0, first)
+        for group in reversed(chunk.groups[first : chunk.num_not_back]):
             for parcel in filter(None, (ref() for ref in reversed(group.parcels))):
                 self._tally.of(parcel.module).returned_bytes += self._bring(parcel)
+        chunk.num_not_back = min(chunk.num_not_back, first)
 
     def _bring(self, parcel: Parcel) -> int:
         if parcel.is_gone():

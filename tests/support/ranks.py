@@ -1,6 +1,8 @@
 """Runs a function on several ranks, each a process of its own."""
 
+import contextlib
 import multiprocessing
+import random
 import socket
 import traceback
 from collections.abc import Callable
@@ -8,10 +10,15 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """A port of this machine that nobody listens on.
+
+    It may be used much later, so it lies below the range from which systems give ports to outgoing connections.
+    """
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
 
 
 def _child(function: Callable[..., Any], rank: int, world_size: int, ports: list[int], pipe: Any) -> None:
