@@ -97,11 +97,10 @@ class Activations:
         if self.offloader is None:
             yield
             return
-        try:
+        with contextlib.ExitStack() as on_failure:
+            on_failure.callback(self.offloader.reset)  # a schedule that ends does it itself
             yield
-        except BaseException:
-            self.offloader.reset()
-            raise
+            on_failure.pop_all()
         if not self._was_told:
             self._was_told = True
             self._tell(self.offloader.report)

@@ -31,6 +31,24 @@ def _child(function: Callable[..., Any], rank: int, world_size: int, ports: list
         pipe.send((False, traceback.format_exc()))
 
 
+def worker_of_rank(
+    policy: dict[str, Any], rank: int, world_size: int, port: int, *, init_reference_model: bool = False
+) -> Any:
+    """The `MegatronPolicyWorker` of one rank of this machine; call it on every rank."""
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    return MegatronPolicyWorker(
+        policy,
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        master_addr="localhost",
+        master_port=port,
+        seed=3,
+        init_reference_model=init_reference_model,
+    )
+
+
 def run_ranks(
     function: Callable[[int, int, list[int]], Any], world_size: int, *, num_ports: int, timeout_s: float = 180
 ) -> list[Any]:

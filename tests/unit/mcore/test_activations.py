@@ -1,5 +1,6 @@
 """Activation offloading in megatron-core's own layers and schedules; without a GPU, with copies that come late."""
 
+import gc
 import random
 from typing import Any
 
@@ -108,6 +109,23 @@ def test_a_limit_of_the_host_memory_is_kept(make_worker, late):
     assert report.total().refused_bytes > 0
     assert got == steps(make_worker(tiny_policy()))
     assert worker.activations.offloader is None  # closed with its worker
+
+
+def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
+    want = make_worker(tiny_policy()).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+    worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
+    slab = worker.activations.offloader.slab
+
+    def broken(logprobs, data, counts):
+        assert slab.used_bytes > 0
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
+    gc.collect()
+    slab.take(0)
+    assert slab.used_bytes == 0
+    assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
 
 
 def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late, caplog):

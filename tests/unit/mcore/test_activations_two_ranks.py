@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
@@ -27,7 +27,6 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
 
     from nemo_offload_rl.algorithms.losses import NLLLoss
     from nemo_offload_rl.mcore import activation_offload
-    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
     policy = tiny_policy(config, **LAYOUTS[layout])
@@ -35,16 +34,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
         policy = offloading_activations(policy, ATTENTION, gbs=max(ROWS))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(activation_offload, "CudaCopies", lambda device: LateCopies(rank, eager_share=0.1))
-        worker = MegatronPolicyWorker(
-            policy,
-            rank=rank,
-            world_size=world_size,
-            local_rank=rank,
-            master_addr="localhost",
-            master_port=port,
-            seed=3,
-            init_reference_model=False,
-        )
+        worker = worker_of_rank(policy, rank, world_size, port)
     torch.set_num_threads(1)
     ranks = worker.parallel_ranks()
     reports = []

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.phases import checksums, delay_moves
-from support.ranks import run_ranks
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -212,19 +212,9 @@ NUM_CAPTURES = {"dp2": 1, "tp2": 1, "pp2": 2, "pp2_vpp2": 6, "ep2": 1}
 
 def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bool) -> tuple[list[Any], list[int], int]:
     """Steps on one of two ranks: what they report, the replays in each, and the number of captures."""
-    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     kind, modules, overrides = LAYOUTS[layout]
-    worker = MegatronPolicyWorker(
-        policy_of(kind, modules if graphs else None, **overrides),
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="localhost",
-        master_port=port,
-        seed=3,
-        init_reference_model=False,
-    )
+    worker = worker_of_rank(policy_of(kind, modules if graphs else None, **overrides), rank, world_size, port)
     ranks = worker.parallel_ranks()
     reports, replays = [], []
     for seed, rows in enumerate(LAYOUT_ROWS):

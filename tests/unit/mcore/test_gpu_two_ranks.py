@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
@@ -30,8 +30,6 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     """What five steps report on this rank, with or without all phases between them and everything that moves late."""
     from support.phases import delay_moves, run_steps
 
-    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-
     shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
     hf_config = (TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3) | shape
     overrides = dict(LAYOUTS[layout])
@@ -41,16 +39,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     policy["megatron_cfg"].update(overrides)
     policy["use_pinned_optimizer_offload"] = offload
     policy["residency"] = {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
-    worker = MegatronPolicyWorker(
-        policy,
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="localhost",
-        master_port=port,
-        seed=3,
-        init_reference_model=False,
-    )
+    worker = worker_of_rank(policy, rank, world_size, port)
     with pytest.MonkeyPatch.context() as patch:
         if offload:
             delay_moves(patch)

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -30,17 +30,9 @@ def hf_config_of(layout: str) -> dict[str, Any] | None:
 def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Three steps, then log-probs, with all rows on every rank but those that data parallelism deals out."""
     from nemo_offload_rl.algorithms.losses import NLLLoss
-    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
-    worker = MegatronPolicyWorker(
-        tiny_policy(hf_config_of(layout), **overrides),
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="localhost",
-        master_port=port,
-        seed=3,
-        init_reference_model=True,
+    worker = worker_of_rank(
+        tiny_policy(hf_config_of(layout), **overrides), rank, world_size, port, init_reference_model=True
     )
     torch.set_num_threads(1)
     ranks = worker.parallel_ranks()
