@@ -28,7 +28,7 @@ sft: setup ## Train the tiny model with SFT
 	$(PYTHON) examples/run_sft.py --config $(CONFIG_sft) $(ARGS)
 
 test: setup ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
-	$(PYTHON) -m pytest -q $(ARGS)
+	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup ## Check style, formatting, types and the lock
 	$(PYTHON) -m ruff check .

@@ -1,8 +1,10 @@
 """Fixtures that more than one test module uses."""
 
+import os
 from collections.abc import Iterator
 
 import pytest
+import torch
 
 from nemo_offload_rl.placement.cluster import Cluster
 
@@ -12,3 +14,9 @@ def ray_cluster() -> Iterator[Cluster]:
     """Ray on this machine with two bundles, started once: rank 0 and 1 of a test's worker group or generation."""
     with Cluster(num_nodes=1, gpus_per_node=2) as cluster:
         yield cluster
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_auto_num_workers() -> int:
+    """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""
+    return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
