@@ -112,8 +112,8 @@ ONE_AT_A_TIME: Mapping[str, Levels] = {
             ("mlp_norm",),
             ALL_OF_DENSE,
         ],
-        "graphs": [()],  # attn and mlp when recipes may capture them
-        "delay": [False],
+        "graphs": [(), ("attn",), ("attn", "mlp")],
+        "delay": [False],  # holds copies of experts back
         "recompute": [(), ("mlp",), ("layernorm",)],
         **_SHARED,
     },
@@ -130,7 +130,7 @@ ONE_AT_A_TIME: Mapping[str, Levels] = {
             ("mlp_norm",),
             ALL_OF_MOE,
         ],
-        "graphs": [(), ("moe_router",)],
+        "graphs": [(), ("attn", "moe_router"), ("moe_router",)],
         "delay": [False, True],
         "recompute": [(), ("layernorm",), ("moe_act",)],
         **_SHARED,
@@ -269,11 +269,20 @@ REFUSED: Mapping[str, Combination] = {
     "fused_group_mlp without the fuser": Combination("tiny_moe", ("fused_group_mlp",)),
     "attn_norm with attn captured": Combination("tiny_dense", ("attn_norm",), graphs=("attn",)),
     "mlp_norm with attn captured": Combination("tiny_dense", ("mlp_norm",), graphs=("attn",)),
-    "mlp_norm with moe_router captured": Combination("tiny_moe", ("mlp_norm",), graphs=("attn", "moe_router")),
+    "mlp_norm with moe_router captured": Combination("tiny_moe", ("mlp_norm",), graphs=("moe_router",)),
     "packed rows with attn captured": Combination("tiny_dense", ATTENTION, graphs=("attn",), packed=True),
     "packed rows with mlp captured": Combination("tiny_dense", ATTENTION, graphs=("mlp",), packed=True),
     "mlp captured without dense layers": Combination("tiny_moe", EXPERTS, graphs=("attn", "mlp")),
     "moe_router captured in dense layers": Combination("tiny_dense", ATTENTION, graphs=("moe_router",)),
+    "attn captured in rows of 192 tokens": Combination(
+        "tiny_dense", ATTENTION, graphs=("attn",), extra=("policy.max_total_sequence_length=192",)
+    ),
+    "attention moved inside graphs of a pipeline": Combination(
+        "tiny_dense",
+        ATTENTION,
+        graphs=("attn",),
+        extra=("policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"),
+    ),
     "moe captured": Combination("tiny_moe", EXPERTS, graphs=("moe",)),
     "delay without graphs": Combination("tiny_moe", EXPERTS, delay=True),
     "core_attn recomputed, too": Combination("tiny_dense", ATTENTION, recompute=("core_attn",)),

@@ -2,26 +2,17 @@
 
 from collections.abc import Iterable, Mapping
 
-from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.problems import show
 
 GRAPH_MODULES_KEY = "policy.megatron_cfg.cuda_graph_modules"
 GRAPH_IMPL_KEY = "policy.megatron_cfg.cuda_graph_impl"
 
-# Name in policy.megatron_cfg.cuda_graph_modules: what is captured. Recipes may name those without a row in the next
-# table.
+# Name in policy.megatron_cfg.cuda_graph_modules: what is captured.
 GRAPH_MODULES: Mapping[str, str] = {
     "attn": "the norm before attention, and attention",
     "mlp": "the norm before the MLP, and the MLP, of dense layers",
     "moe_router": "the norm before the experts, and the router, of mixture-of-experts layers",
     "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
-}
-
-# What recipes may not name yet, and why. A row goes once replays of such graphs, alone and with others, have been found
-# bit-equal to eager steps on a GPU.
-UNPROVED_GRAPH_MODULES: Mapping[str, str] = {
-    "attn": "its replays are not bit-equal to eager steps",
-    "mlp": "its replays have not been compared with eager steps on a GPU",
-    "moe_preprocess": "its replays have not been compared with eager steps on a GPU",
 }
 
 # Names that megatron-core has, too, and why they are refused.
@@ -34,35 +25,13 @@ REFUSED_GRAPH_MODULES: Mapping[str, str] = {
 }
 
 
-def supported_graph_modules() -> list[str]:
-    """What recipes may name."""
-    return [name for name in GRAPH_MODULES if name not in UNPROVED_GRAPH_MODULES]
-
-
-def unproved_refusal(modules: Iterable[str]) -> str | None:
-    """Why recipes may not name these modules yet; None where they may."""
-    found = [
-        f"{show(name)}, which is not supported here yet: {UNPROVED_GRAPH_MODULES[name]}"
-        for name in dict.fromkeys(modules)
-        if name in UNPROVED_GRAPH_MODULES
-    ]
-    if not found:
-        return None
-    return (
-        f"may hold {show_choices(supported_graph_modules())}; found {', and '.join(found)}; take "
-        f"{'it' if len(found) == 1 else 'them'} out, or set {GRAPH_IMPL_KEY} to none"
-    )
-
-
 def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
     """Why these modules cannot be captured in a model's layers; None where they can, or its kind is unknown (None)."""
     names = list(modules)
     of_experts = [name for name in names if name.startswith("moe_")]
     if of_experts and has_experts is False:
         found = " and ".join(show(name) for name in of_experts)
-        of_dense = [name for name in supported_graph_modules() if not name.startswith("moe_")]
-        remedy = f"use {' and '.join(of_dense)}" if of_dense else f"set {GRAPH_IMPL_KEY} to none"
-        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; {remedy}"
+        return f"names {found}, which only mixture-of-experts layers have, and the model is dense; use attn and mlp"
     if "mlp" in names and has_dense_mlps is False:
         return (
             "names 'mlp', which is captured in dense layers, and every layer of the model is a mixture of experts; use "

@@ -1,6 +1,7 @@
 """CUDA graphs: parts of a layer that can be captured, in shapes that stay."""
 
 import importlib.metadata
+import math
 import re
 from typing import Any
 
@@ -9,8 +10,6 @@ from nemo_offload_rl.config.graph_modules import (
     GRAPH_MODULES_KEY,
     REFUSED_GRAPH_MODULES,
     graph_refusal,
-    supported_graph_modules,
-    unproved_refusal,
 )
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import show, show_choices
@@ -28,6 +27,11 @@ from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_module
 
 CAPTURED = GRAPH_MODULES_KEY
 PACKING = "policy.sequence_packing.enabled"
+LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by"
+# Transformer Engine keeps cuDNN's fused attention out of graphs of padded training rows whose length is no multiple of
+# this, for a known fault of cuDNN up to 9.15.0; its unfused kernel then runs in the graph, and the fused one in eager
+# passes. The driver does not know the workers' cuDNN, so the rule is the same for all.
+CAPTURED_ATTENTION_MULTIPLE = 128
 # Offloading inside a captured graph needs these (megatron-core's TransformerLayer asserts them in the worker).
 LIBRARIES = {"torch": ("torch", (2, 9)), "Transformer Engine": ("transformer-engine", (2, 14))}
 
@@ -43,7 +47,7 @@ def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
     if impl == "none" or modules:
         return None
     return (
-        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(supported_graph_modules())}; found []: "
+        f"must name what is captured while {GRAPHS} is {impl}: {show_choices(GRAPH_MODULES)}; found []: "
         f"name some, or set {GRAPHS} to none"
     )
 
@@ -53,18 +57,11 @@ def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
     """What cannot be captured here is refused by name."""
     unknown = [name for name in captured(impl, modules) if name not in GRAPH_MODULES]
     refused = next((name for name in unknown if name in REFUSED_GRAPH_MODULES), None)
-    supported = supported_graph_modules()
     if refused is not None:
-        return f"may hold {show_choices(supported)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
+        return f"may hold {show_choices(GRAPH_MODULES)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
     if unknown:
-        return f"may hold {show_choices(supported)}; found {unknown_names(unknown, supported)}"
+        return f"may hold {show_choices(GRAPH_MODULES)}; found {unknown_names(unknown, list(GRAPH_MODULES))}"
     return None
-
-
-@rule(CAPTURED, GRAPHS)
-def graph_modules_are_proved(modules: list[str], impl: str) -> Verdict:
-    """A graph may be captured once its replays are known to change no number; the other rules speak of all graphs."""
-    return unproved_refusal(captured(impl, modules))
 
 
 @rule(CAPTURED, GRAPHS)
@@ -153,8 +150,25 @@ def captured_layers_have_fixed_shapes(modules: list[str], impl: str, packs: bool
     if not fixed or not packs:
         return None
     return (
-        f"has {quoted(fixed)}, whose graphs take padded batches of policy.max_total_sequence_length, but {PACKING} is "
+        f"has {quoted(fixed)}, whose graphs take padded batches of {LENGTH}, but {PACKING} is "
         f"true; set that to false, or capture moe_router alone"
+    )
+
+
+@rule(LENGTH, DIVISOR, CAPTURED, GRAPHS)
+def captured_attention_runs_the_kernel_of_eager_passes(
+    longest: int, divisible_by: int, modules: list[str], impl: str
+) -> Verdict:
+    """Rows of captured attention have a length at which Transformer Engine takes one kernel with and without graphs."""
+    padded = math.ceil(longest / divisible_by) * divisible_by
+    if "attn" not in captured(impl, modules) or padded % CAPTURED_ATTENTION_MULTIPLE == 0:
+        return None
+    both = math.lcm(divisible_by, CAPTURED_ATTENTION_MULTIPLE)
+    found = f"{longest}" if padded == longest else f"{longest}, which {DIVISOR} {divisible_by} makes {padded}"
+    return (
+        f"must be a multiple of {CAPTURED_ATTENTION_MULTIPLE} while {CAPTURED} has attn; found {found}: at other "
+        "lengths Transformer Engine runs another attention kernel in the graph than in eager passes, which gives other "
+        f"numbers and takes more memory; set it to {math.ceil(padded / both) * both}, or take attn out there"
     )
 
 
@@ -231,9 +245,7 @@ def offloading_in_graphs_has_its_libraries(
     modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool
 ) -> Verdict:
     """Copies inside a graph need a recent torch and Transformer Engine; one that is not installed here is not asked."""
-    names, moved = captured(impl, modules), offloaded(enabled, offload_modules)
-    inside = [name for name in moved if "attn" in names and name in ("core_attn", "attn_proj", "qkv_linear")]
-    inside += [name for name in moved if "mlp" in names and name == "mlp_norm"]
+    inside = _offloaded_in_graphs(captured(impl, modules), offloaded(enabled, offload_modules))
     old = [
         f"{title} {'.'.join(map(str, least))} or newer, found {found}"
         for title, (distribution, least) in LIBRARIES.items()
@@ -244,6 +256,27 @@ def offloading_in_graphs_has_its_libraries(
     return (
         f"captures {quoted(inside)} of {MODULES}, which needs {' and '.join(old)}; install that, or capture other parts"
     )
+
+
+@rule(CAPTURED, GRAPHS, MODULES, OFFLOADING, PP)
+def offloading_in_graphs_has_one_stage(
+    modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool, pp: int
+) -> Verdict:
+    """A pipeline has a graph for each micro-batch, of which several hold what they moved at a time."""
+    inside = _offloaded_in_graphs(captured(impl, modules), offloaded(enabled, offload_modules))
+    if not inside or pp == 1:
+        return None
+    return (
+        f"captures {quoted(inside)} of {MODULES} with {PP} {pp}, but copies inside captured graphs are supported on "
+        "one pipeline stage; capture other parts, offload modules outside of the graph, or set the pipeline to 1"
+    )
+
+
+def _offloaded_in_graphs(modules: list[str], moved: list[str]) -> list[str]:
+    """What is offloaded inside a graph; a norm at its edge is refused by a rule of its own."""
+    inside = ["qkv_linear", "core_attn", "attn_proj"] if "attn" in modules else []
+    inside += ["mlp_norm"] if {"attn", "mlp"} <= set(modules) else []
+    return [name for name in moved if name in inside]
 
 
 def _installed(distribution: str) -> str | None:

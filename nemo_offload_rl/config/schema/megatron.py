@@ -184,9 +184,10 @@ class MegatronConfig(TypedDict):
     # refused). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none; transformer_engine for
     # mixtures of experts where the CPU cannot launch kernels fast enough.
     cuda_graph_impl: Literal["none", "local", "transformer_engine", "full_iteration"]
-    # Parts of a layer that are captured, read only with cuda_graph_impl other than none: moe_router, of a mixture of
-    # experts, also with packed batches. Not supported yet are attn, mlp and moe_preprocess, whose replays have not been
-    # found bit-equal to eager steps. Recommended: [] while off, then [moe_router].
+    # Parts of a layer that are captured, read only with cuda_graph_impl other than none: attn; mlp of dense layers;
+    # moe_router and, beside it, moe_preprocess of a mixture of experts. With attn or mlp rows are padded to
+    # policy.max_total_sequence_length, which with attn is a multiple of 128, and not packed. Recommended: [] while off,
+    # then [attn] for dense models, [attn, moe_router] for mixtures of experts, [moe_router] for those with packed rows.
     cuda_graph_modules: list[str]
     # Training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there; recommended 3.
     cuda_graph_warmup_steps: NonNegativeInt

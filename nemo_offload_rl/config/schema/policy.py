@@ -68,7 +68,8 @@ class PolicyConfig(TypedDict):
     tokenizer: TokenizerConfig
     # Type of parameters and activations: bfloat16 or float32. Recommended: bfloat16 on GPUs, float32 on a CPU.
     precision: Precision
-    # Most tokens of a prompt with its answer. 1 or more; as long as the task needs, since memory follows it.
+    # Most tokens of a prompt with its answer. 1 or more; as long as the task needs, since memory follows it. A multiple
+    # of 128 where megatron_cfg.cuda_graph_modules captures attn.
     max_total_sequence_length: PositiveInt
     # Padded lengths are rounded up to a multiple of this. Recommended:
     # "${policy.megatron_cfg.tensor_model_parallel_size}", which sequence parallelism needs.

@@ -13,6 +13,8 @@ from activation_cases.combinations import (
     several_gpus,
     single_gpu,
 )
+from activation_cases.cost import CASES
+from activation_cases.longest import WAYS
 from activation_cases.worker import policy
 
 from nemo_offload_rl.config.problems import RecipeError
@@ -80,14 +82,17 @@ def test_the_plain_run_has_the_same_model_and_batches_and_nothing_else():
 
 
 def test_validation_accepts_what_is_run():
-    for combination in [*single_gpu(), *(combination for _, combination in several_gpus().values())]:
+    of_parity = [*single_gpu(), *(combination for _, combination in several_gpus().values())]
+    of_cost = [case.settings for case in CASES.values()]
+    for combination in [*of_parity, *of_cost, *WAYS.values()]:
         policy(combination.model, combination.overrides())
 
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_validation_refuses_what_cannot_be_right(name):
-    with pytest.raises(RecipeError):
+    with pytest.raises(RecipeError) as caught:
         policy(REFUSED[name].model, REFUSED[name].overrides())
+    assert len(caught.value.problems) == 1  # and nothing that hides whether this is still refused
 
 
 def test_what_is_refused_is_not_refused_for_its_surroundings():

@@ -5,18 +5,12 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.config import RecipeError, graph_modules, load
+from nemo_offload_rl.config import RecipeError, load
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
 
 ErrorOf = Callable[..., str]
-
-
-@pytest.fixture
-def every_graph_is_proved(monkeypatch: pytest.MonkeyPatch) -> None:
-    """For tests of what the other rules say of modules that recipes may not capture yet."""
-    monkeypatch.setattr(graph_modules, "UNPROVED_GRAPH_MODULES", {})
 
 
 @pytest.fixture
