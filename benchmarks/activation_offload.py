@@ -4,10 +4,12 @@
     python benchmarks/activation_offload.py --list
     python benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json
     python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
+    python benchmarks/activation_offload.py --page docs/results/activation_offload.json
 
 Each row is in the file as soon as it is known, and takes the place of an older one of the same part, so that several
 short runs make one result. What a row means is said in activation_cases/, in the module of its table. A part that fails
-is a row with its error, and the next one goes on; the exit status tells.
+is a row with its error, and the next one goes on; the exit status tells. --page and --picture measure nothing and need
+no GPU: they write what is made of a result.
 """
 
 import argparse
@@ -24,11 +26,19 @@ from pathlib import Path
 os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 
 import torch
+from activation_cases.memory_picture import CurveError, draw
+from activation_cases.page import PageError, update_page
 from activation_cases.table import FAILED, ResultFile, Setting
 from offload_ways.report import WAY_FAILURES
 from result_file import print_rows
 
-TABLES: Mapping[str, str] = {"parity": "parity", "cost": "cost", "soak": "soak", "longest_sequence": "longest"}
+TABLES: Mapping[str, str] = {
+    "parity": "parity",
+    "cost": "cost",
+    "soak": "soak",
+    "longest_sequence": "longest",
+    "memory": "memory_curve",
+}
 """Name of a table, and the module that makes it."""
 DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")
@@ -37,6 +47,12 @@ _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", 
 def main() -> None:
     arguments, parser = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
+    if arguments.page or arguments.picture:
+        try:
+            _write(arguments.page, arguments.picture)
+        except (PageError, CurveError) as error:
+            parser.error(str(error))
+        return
     tables = arguments.tables.split(",")
     if unknown := set(tables) - set(TABLES):
         parser.error(f"--tables: there is no {', '.join(sorted(unknown))}; there are {', '.join(TABLES)}")
@@ -67,6 +83,15 @@ def main() -> None:
     print_rows([{name: row.get(name) for name in _SHOWN} for row in setting.file.rows if row["table"] in tables])
     if failed:
         sys.exit(f"{len(failed)} parts failed: {'; '.join(failed)}")
+
+
+def _write(page: Path | None, picture: Path | None) -> None:
+    """What is made of results that are there."""
+    if page:
+        print(update_page(page))
+    if picture:
+        draw(picture, picture.with_suffix(".png"))
+        print(picture.with_suffix(".png"))
 
 
 def _run(setting: Setting, table: str, part: str, run: Callable[[], None]) -> bool:
@@ -107,6 +132,8 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
     parser.add_argument("--out", type=Path, default=Path("build/activation_offload.json"), help="the result file")
+    parser.add_argument("--page", type=Path, metavar="JSON", help="only write a result file's tables into its page")
+    parser.add_argument("--picture", type=Path, metavar="JSON", help="only draw a file of points that memory has made")
     return parser.parse_args(), parser
 
 

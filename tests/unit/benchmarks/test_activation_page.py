@@ -1,0 +1,288 @@
+"""Tables of the results page of benchmarks/activation_offload.py, from rows as the benchmark writes them."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from activation_cases.page import END, PageError, update_page, with_tables
+from activation_cases.page_cells import MISSING
+from activation_cases.page_tables import TABLES
+from activation_cases.table import FIELDS
+
+SCRIPT = Path(__file__).parents[3] / "benchmarks" / "activation_offload.py"
+
+
+def row(table, part, way, **fields):
+    return (
+        dict.fromkeys(FIELDS)
+        | {"table": table, "part": part, "way": way, "machine": "1 x GPU", "commit": "c1"}
+        | fields
+    )
+
+
+def page(*names):
+    return (
+        "# Results\n\n" + "".join(f"Of {name}.\n\n<!-- table: {name} -->\n{END}\n\n" for name in names) + "The end.\n"
+    )
+
+
+def table(name, rows):
+    """Cells of the Markdown table of that name, a dict a row; and what stands around it."""
+    lines = TABLES[name](rows).splitlines()
+    cells = [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines if line.startswith("| ")]
+    return [dict(zip(cells[0], values, strict=True)) for values in cells[1:]], [
+        line for line in lines if line and not line.startswith("|")
+    ]
+
+
+def parity(part, way="offloaded", **fields):
+    known = {"model": "tiny_moe", "modules": "expert_fc1, moe_act", "fraction": 1.0, "graphs": "none", "delay": False}
+    known |= {"micro_batches": "changing packed", "phases": True, "recompute": "none", "parallel": "one GPU"}
+    return row("parity", part, way, **(known | {"bit_equal": True, "steps": 10, "moved_mib": 12.25} | fields))
+
+
+def test_parity_is_counted_with_what_failed_and_apart_from_plain_runs():
+    rows = [
+        parity("a"),
+        parity("b", bit_equal=False, difference="rank 0, step 2: loss 1.0 for 1.5"),
+        row("parity", "c", "failed", error="RuntimeError: out of | memory\nTraceback"),
+        parity("plain", modules="none"),
+        parity("a", "late copies"),
+        row("parity", "b", "late copies", error="RuntimeError: none was seen"),
+        parity("refused/moe captured", bit_equal=None, refused="policy.x: may hold 'attn'; found 'moe': use others"),
+    ]
+    shown, around = table("parity", rows)
+    assert around[0] == (
+        "**1 of 3 bit-equal** as copies are. Of plain runs taken twice, 1 of 1 are equal. "
+        "**1 of 2 bit-equal** with late copies."
+    )
+    assert around[1:] == [
+        "- **failed**: c, at c1: RuntimeError: out of \\| memory",
+        "- **failed** with late copies: b, at c1: RuntimeError: none was seen",
+        "Machine: 1 x GPU. Commit: c1.",
+    ]
+    assert shown[0] == {
+        "model": "tiny_moe",
+        "modules": "`expert_fc1`, `moe_act`",
+        "fraction": "1",
+        "graphs": "none",
+        "delay": "no",
+        "micro-batches": "changing packed",
+        "phases between": "yes",
+        "recomputed": "none",
+        "GPUs": "one GPU",
+        "copies": "as they are",
+        "left, MiB in the last step": "12.2",
+        "steps": "10",
+        "equal": "yes",
+    }
+    assert [r["equal"] for r in shown] == ["yes", "**no**: rank 0, step 2: loss 1.0 for 1.5", "yes", "yes"]
+    assert [r["copies"] for r in shown] == ["as they are"] * 3 + ["late"]
+
+
+def test_refused_combinations_are_there_once_with_the_first_sentence():
+    why = (
+        "policy.megatron_cfg.cuda_graph_modules: may hold 'attn' or 'mlp'; found 'moe': it drops tokens; use moe_router"
+    )
+    rows = [parity("refused/moe captured", way, refused=why) for way in ("offloaded", "late copies")]
+    rows.append(row("parity", "refused/gone", "failed", error="RuntimeError: validation accepts it"))
+    shown, around = table("refused", rows)
+    assert shown == [
+        {"combination": "moe captured", "why": "policy.megatron_cfg.cuda_graph_modules: may hold 'attn' or 'mlp'"}
+    ]
+    assert around[0] == "- **failed**: refused/gone, at c1: RuntimeError: validation accepts it"
+
+
+def cost(way, micro_batch=4, part="dense/attention", **fields):
+    known = {
+        "model": "dense",
+        "modules": "qkv_linear, core_attn",
+        "graphs": "none",
+        "num_micro_batches": 2,
+        "steps": 50,
+    }
+    return row("cost", part, way, micro_batch=micro_batch, **(known | fields))
+
+
+PLAIN = cost("plain", modules="none", step_ms=500.0, tokens_per_s=65000, allocated_peak_mib=40000)
+OFFLOADED = cost(
+    "offloaded",
+    step_ms=502.0,
+    tokens_per_s=64741,
+    allocated_peak_mib=35250,
+    moved_mib=9600.0,
+    distinct_mib=10240.0,
+    kept_mib=640.0,
+    refused_mib=0.0,
+    late_mib=0.0,
+    overhead_percent=0.4,
+    overhead_low_95=0.1,
+    overhead_high_95=0.75,
+    bound_percent=0.0,
+    bar_percent=0.3,
+    link_ms=91.2,
+    forward_ms=83.04,
+    r=0.9896,
+    r_bar=0.99,
+    driver_saved_mib=4700,
+)
+
+
+def test_costs_stand_beside_the_plain_run_of_the_same_size():
+    other = cost("plain", micro_batch=8, step_ms=1000.0)
+    [shown], _ = table("cost", [other, PLAIN, OFFLOADED])
+    assert shown == {
+        "model": "dense",
+        "modules": "`qkv_linear`, `core_attn`",
+        "rows a micro-batch": "4",
+        "plain, ms": "500.0",
+        "offloaded, ms": "502.0",
+        "overhead, % (95% interval)": "0.40 (0.10 to 0.75)",
+        "bar, %": "0.3, **missed by 0.1**",
+        "the link's bound, %": "0.00",
+        "link, ms a micro-batch": "91.2",
+        "forward, ms a micro-batch": "83.0",
+        "plain, tokens/s": "65,000",
+        "offloaded, tokens/s": "64,741",
+        "steps": "50",
+    }
+
+
+def test_savings_are_of_a_micro_batch_and_judged_by_their_bar():
+    [shown], _ = table("saving", [PLAIN, OFFLOADED])
+    assert shown["distinct, MiB a micro-batch"] == "5,120"
+    assert (shown["kept by choice"], shown["left"]) == ("320", "4,800")
+    assert (shown["peak, plain, MiB"], shown["it fell by, MiB"]) == ("40,000", "4,750")
+    assert (shown["R"], shown["bar"]) == ("0.9896", "0.99, **missed by 0.0004**")
+    [met], _ = table("saving", [PLAIN, OFFLOADED | {"r": 0.99}])
+    assert met["bar"] == "0.99, met"
+
+
+def test_what_a_row_does_not_have_is_a_dash():
+    [shown], _ = table("cost", [cost("offloaded", step_ms=502.0)])
+    assert shown["plain, ms"] == shown["bar, %"] == shown["overhead, % (95% interval)"] == MISSING
+    [shown], _ = table("saving", [cost("offloaded")])
+    assert shown["left"] == shown["it fell by, MiB"] == shown["bar"] == MISSING
+
+
+def test_graphs_are_a_table_of_their_own_failures_too():
+    part = "dense/attention/graphs=attn"
+    rows = [
+        PLAIN,
+        OFFLOADED,
+        cost("eager offloaded", part=part, step_ms=510.0),
+        cost("graphs offloaded", part=part, graphs="attn", step_ms=500.0, overhead_percent=-1.96, bar_percent=3.0),
+        row("cost", "dense/attention/graphs=attn+mlp", "failed", error="RuntimeError: no graph was replayed"),
+        row("cost", "moe/moe_act", "failed", error="OutOfMemoryError: out of memory"),
+    ]
+    [shown], around = table("graphs", rows)
+    assert (shown["eager, ms"], shown["graphs, ms"], shown["bar, %"]) == ("510.0", "500.0", "3, met")
+    assert [line for line in around if "failed" in line] == [
+        "- **failed**: dense/attention/graphs=attn+mlp, at c1: RuntimeError: no graph was replayed"
+    ]
+    costs, around = table("cost", rows)
+    assert len(costs) == 1
+    assert [line for line in around if "failed" in line] == [
+        "- **failed**: moe/moe_act, at c1: OutOfMemoryError: out of memory"
+    ]
+
+
+def test_the_longest_sequence_is_compared_with_the_plain_run_and_with_what_does_not_fit():
+    def of(part, way, length, **fields):
+        return row("longest_sequence", part, way, modules="none", seq_length=length, **fields)
+
+    rows = [
+        of("dense/off/tries", "65536 tokens", 65536, fits=False),
+        of("dense/off/tries", "40960 tokens", 40960, fits=True),
+        of("dense/off/tries", "41984 tokens", 41984, fits=False),
+        of("dense/off", "longest", 40960),
+        of("dense/offloaded", "longest", 61440) | {"modules": "core_attn"},
+    ]
+    shown, _ = table("longest_sequence", rows)
+    assert [r["longest, tokens"] for r in shown] == ["40,960", "61,440"]
+    assert [r["of the plain run's"] for r in shown] == ["1.00", "1.50"]
+    assert [r["does not fit"] for r in shown] == ["41,984", MISSING]
+
+
+def test_growth_and_peaks_of_the_other_tables():
+    soak = row("soak", "tiny_moe", "offloaded", steps=500, pinned_mib_growth=0.0, reserved_mib_growth=None)
+    [shown], _ = table("soak", [soak])
+    assert shown["steps"] == "500"
+    assert (shown["page-locked grew by, MiB"], shown["reserved grew by, MiB"]) == ("0.0", MISSING)
+    memory = [
+        row("memory", "a", way, allocated_peak_mib=peak) for way, peak in (("plain", 900.0), ("offloaded", 700.0))
+    ]
+    [shown], _ = table("memory", memory)
+    assert shown["it fell by, MiB"] == "200"
+
+
+def test_commits_and_machines_are_columns_where_rows_differ():
+    rows = [parity("a"), parity("b", commit="c2", machine="2 x GPU"), parity("c")]
+    shown, around = table("parity", rows)
+    assert [(r["commit"], r["machine"]) for r in shown] == [("c1", "1"), ("c2", "2"), ("c1", "1")]
+    assert around[-1] == "Machines: 1: 1 x GPU; 2: 2 x GPU."
+
+
+@pytest.mark.parametrize("name", TABLES)
+def test_no_rows_are_no_table(name):
+    assert TABLES[name]([]) is None
+
+
+def test_only_what_is_between_markers_changes():
+    text = with_tables(page("soak", "parity"), [parity("a")])
+    assert text.startswith(f"# Results\n\nOf soak.\n\n<!-- table: soak -->\n\nNot measured.\n\n{END}\n\nOf parity.\n\n")
+    assert text.endswith(f"Machine: 1 x GPU. Commit: c1.\n\n{END}\n\nThe end.\n")
+    assert with_tables(text, [parity("a")]) == text
+    assert "**2 of 2 bit-equal**" in with_tables(text, [parity("a"), parity("b")])
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (page(), "<!-- table: parity --> 0 times"),
+        (page("parity", "parity"), "<!-- table: parity --> 2 times"),
+        (page("parity", "costs"), "a table costs; there are parity, refused"),
+        (page("parity").replace(END, ""), "no <!-- end --> below <!-- table: parity -->"),
+        (page("parity", "soak").replace(END, "", 1), "no <!-- end --> below <!-- table: parity -->"),
+    ],
+)
+def test_wrong_markers_are_named(text, message):
+    with pytest.raises(PageError, match=message):
+        with_tables(text, [parity("a")])
+
+
+def test_the_page_beside_the_result_is_updated_or_left_alone(tmp_path):
+    result = tmp_path / "result.json"
+    with pytest.raises(PageError, match=r"result\.json is no file"):
+        update_page(result)
+    result.write_text(json.dumps({"rows": [parity("a")]}))
+    with pytest.raises(PageError, match=r"result\.md is no file"):
+        update_page(result)
+    beside = tmp_path / "result.md"
+    beside.write_text(page("parity"))
+    assert update_page(result) == beside
+    assert "**1 of 1 bit-equal**" in beside.read_text()
+    result.write_text(json.dumps({"rows": [parity("a"), {"table": "parity", "way": "offloaded"}]}))
+    before = beside.read_text()
+    with pytest.raises(PageError, match=r"row 2 of .* has no part"):
+        update_page(result)
+    assert beside.read_text() == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["result.json", "result.md"]
+
+
+def test_the_command_writes_a_page_and_says_what_is_wrong_with_one(tmp_path):
+    result, beside = tmp_path / "result.json", tmp_path / "result.md"
+    result.write_text(json.dumps({"rows": [PLAIN, OFFLOADED]}))
+    beside.write_text(page("cost"))
+    command = [sys.executable, str(SCRIPT), "--page", str(result)]
+    refused = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert refused.returncode == 2
+    assert refused.stderr.endswith(
+        f"the page has <!-- table: saving --> 0 times; it must be there once, {END} below it\n"
+    )
+    beside.write_text(page("cost", "saving"))
+    done = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert done.stdout == f"{beside}\n"
+    assert "| 0.3, **missed by 0.1** |" in beside.read_text()
