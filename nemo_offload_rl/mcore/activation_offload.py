@@ -7,7 +7,11 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
-from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface,
+    PipelineOffloadManager,
+)
+from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.offload.activation_copies import CudaCopies
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
@@ -45,8 +49,54 @@ def require_tested_version() -> None:
         )
 
 
+class _EndOfCapturedBackward(torch.autograd.Function):
+    """Nothing, and in a captured backward pass the last thing in it."""
+
+    @staticmethod
+    def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
+        return tensor
+
+    @staticmethod
+    def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+        _end_capture(forward=False)
+        return grads
+
+
+class CapturedLayerInterface(FineGrainedActivationOffloadingInterface):
+    """What a layer calls while its graphs are captured, for our manager.
+
+    megatron-core's own joins its manager's copy streams, which is an error in a capture that has copied nothing.
+    """
+
+    @staticmethod
+    def forward_record() -> None:
+        """The end of a captured forward pass."""
+        _end_capture(forward=True)
+
+    @staticmethod
+    def backward_record(tensor: torch.Tensor) -> torch.Tensor:
+        """The start of a captured forward pass, where the backward pass will end."""
+        recorded: torch.Tensor = _EndOfCapturedBackward.apply(tensor)
+        return recorded
+
+
+def _end_capture(*, forward: bool) -> None:
+    if not torch.cuda.is_current_stream_capturing():  # Transformer Engine warms up before it captures
+        return
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    assert isinstance(manager, ActivationOffloader)
+    # The main stream goes on from here; the copies that the graph itself still waits for run beside it.
+    torch.cuda.current_stream().record_event(manager.cuda_graph_event)
+    manager.end_capture(forward=forward)
+
+
 def install(
-    model: Sequence[torch.nn.Module], options: ActivationOptions, memory: torch.Tensor, device: torch.device
+    model: Sequence[torch.nn.Module],
+    options: ActivationOptions,
+    memory: torch.Tensor,
+    device: torch.device,
+    *,
+    graphs: bool = False,
 ) -> ActivationOffloader:
     """Let megatron-core's layers call our manager from now on, one in a process.
 
@@ -55,14 +105,19 @@ def install(
         options: what to offload.
         memory: page-locked host memory, uint8 [nbytes].
         device: the GPU.
+        graphs: whether layers are captured in CUDA graphs.
     """
     keep = [tensor.untyped_storage() for tensor in _held(model)]
     offloader = ActivationOffloader(options, memory, CudaCopies(device), keep)
     PipelineOffloadManager.OFFLOAD_MGR = offloader
-    for chunk in model:
-        for gpt in chunk.modules():
-            if isinstance(gpt, GPTModel) and gpt.post_process:
-                gpt.output_layer.register_forward_pre_hook(lambda *_: offloader.drain())
+    if graphs:
+        offloader.cuda_graph_stream = torch.cuda.Stream(device)
+        offloader.cuda_graph_event = torch.cuda.Event(external=True)
+    for module in (module for chunk in model for module in chunk.modules()):
+        if isinstance(module, GPTModel) and module.post_process:
+            module.output_layer.register_forward_pre_hook(lambda *_: offloader.drain())
+        if isinstance(module, TransformerLayer):
+            module.off_interface = CapturedLayerInterface
     return offloader
 
 

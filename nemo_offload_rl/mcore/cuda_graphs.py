@@ -19,6 +19,8 @@ from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.mcore.graph_capture import (
+    CaptureObserver,
+    NoObserver,
     addresses,
     num_microbatches_told,
     param_gather_hooks_off,
@@ -134,6 +136,7 @@ class CudaGraphs:
         warmup_steps: eager steps before the first capture.
         settle: called before a capture; brings parameters and gradients to the GPU and returns when no other thread
             and no other stream moves anything, since any allocation beside a capture ends it.
+        observer: told of captures and replays.
         make_helper: megatron-core's helper.
 
     Raises:
@@ -150,6 +153,7 @@ class CudaGraphs:
         *,
         warmup_steps: int,
         settle: Callable[[], None],
+        observer: CaptureObserver | None = None,
         make_helper: Callable[..., TECudaGraphHelper] = TECudaGraphHelper,
     ) -> None:
         check_environment(os.environ)
@@ -159,6 +163,7 @@ class CudaGraphs:
         self._optimizer = optimizer
         self._warmup_steps_left = warmup_steps
         self._settle = settle
+        self._observer = NoObserver() if observer is None else observer
         self._make_helper = make_helper
         self._captured: _Captured | None = None
         self.num_replays = self.num_captures = 0
@@ -201,6 +206,7 @@ class CudaGraphs:
             with _attached(captured):
                 captured.helper.delete_cuda_graphs()
         del captured
+        self._observer.forget_captures()
         gc.collect()  # autograd nodes and closures of graphs refer to each other
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -217,6 +223,9 @@ class CudaGraphs:
 
     def _capture(self, shape: StepShape) -> _Captured:
         self._settle()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        self._observer.prepare_capture()
         start, before = time.perf_counter(), reserved_bytes()
         with param_gather_hooks_off(self._model) as were_on, num_microbatches_told(shape.num_microbatches):
             helper = self._make_helper(
@@ -228,11 +237,14 @@ class CudaGraphs:
             )
             layers = list(helper.flattened_callables)
             self._check_some_layer(layers)
-            with without_attention_mask(layers):
+            with without_attention_mask(layers, self._observer.keep_graph_input):
                 helper.create_cudagraphs()
         if were_on:
             helper.cuda_graph_set_manual_hooks()
-        graphs = [[_CountedGraph(graph, self._count) for graph in layer.cuda_graphs] for layer in layers]
+        graphs = [
+            [_CountedGraph(graph, functools.partial(self._count, layer)) for graph in layer.cuda_graphs]
+            for layer in layers
+        ]
         for layer in layers:
             layer.cuda_graphs = []
             layer._get_te_cuda_graph_replay_args = functools.partial(replay_args, layer)
@@ -246,8 +258,10 @@ class CudaGraphs:
         )
         return _Captured(helper, shape, layers, graphs, addresses(layers))
 
-    def _count(self) -> None:
+    def _count(self, layer: Any) -> None:
         self.num_replays += 1
+        if layer.offload_module_in_cuda_graph:
+            self._observer.count_replay()
 
     def _check_some_layer(self, layers: Sequence[Any]) -> None:
         """A stage may have nothing to capture, but not all stages of a pipeline."""

@@ -2,13 +2,49 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.core.transformer.module import GraphableMegatronModule
+
+
+class CaptureObserver(Protocol):
+    """Who has to know of graphs, since it has calls of its own in what they capture."""
+
+    def prepare_capture(self) -> None:
+        """Captures follow; the GPU is idle."""
+        ...
+
+    def keep_graph_input(self, storage: torch.UntypedStorage) -> None:
+        """A graph reads its input there for as long as it lives."""
+        ...
+
+    def count_replay(self) -> None:
+        """A layer's forward graph in which it made calls has been replayed."""
+        ...
+
+    def forget_captures(self) -> None:
+        """The graphs have been deleted."""
+        ...
+
+
+class NoObserver(CaptureObserver):
+    """Nobody."""
+
+    def prepare_capture(self) -> None:
+        """Nothing."""
+
+    def keep_graph_input(self, storage: torch.UntypedStorage) -> None:
+        """Nothing."""
+
+    def count_replay(self) -> None:
+        """Nothing."""
+
+    def forget_captures(self) -> None:
+        """Nothing."""
 
 
 def addresses(layers: Sequence[Any]) -> list[int]:
@@ -43,19 +79,26 @@ def num_microbatches_told(num_microbatches: int) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def without_attention_mask(layers: Sequence[Any]) -> Iterator[None]:
-    """Capture layers with no attention mask, as our forward passes call them.
+def without_attention_mask(layers: Sequence[Any], seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
+    """Capture layers with no attention mask, as our forward passes call them; `seen` is told of their inputs.
 
     A layer's own static inputs have a causal one of [n, 1, S, S] bools, for every layer, which causal kernels do not
     read: at 16 layers and 32,768 tokens 16 GiB.
     """
     for layer in layers:
-        layer.get_layer_static_inputs = functools.partial(GraphableMegatronModule.get_layer_static_inputs, layer)
+        layer.get_layer_static_inputs = functools.partial(_static_inputs, layer, seen)
     try:
         yield
     finally:
         for layer in layers:
             del layer.get_layer_static_inputs
+
+
+def _static_inputs(layer: Any, seen: Callable[[torch.UntypedStorage], None], *args: Any) -> dict[str, torch.Tensor]:
+    inputs: dict[str, torch.Tensor] = GraphableMegatronModule.get_layer_static_inputs(layer, *args)
+    for tensor in inputs.values():
+        seen(tensor.untyped_storage())
+    return inputs
 
 
 def replay_args(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:

@@ -15,6 +15,10 @@ class Ticket(Protocol):
         """Whether they are done."""
         ...
 
+    def covers(self, other: "Ticket") -> bool:
+        """Whether the other copies are done once these are."""
+        ...
+
 
 Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 """Destination and source of each copy, uint8 and as long as each other."""
@@ -22,6 +26,10 @@ Pairs = Sequence[tuple[torch.Tensor, torch.Tensor]]
 
 class CopyEngine(Protocol):
     """Copies in the order that tickets say, and in no other."""
+
+    def is_capturing(self) -> bool:
+        """Whether what the caller's stream is given becomes part of a CUDA graph."""
+        ...
 
     def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         """To the host: after what the caller's stream has been given, and after `after`."""
@@ -36,13 +44,20 @@ class CopyEngine(Protocol):
         ...
 
 
-class _Event:
-    def __init__(self, stream: torch.cuda.Stream) -> None:
+class _Event(Ticket):
+    """The copies that a lane has been given so far; it makes them in order."""
+
+    def __init__(self, lane: Lane, number: int) -> None:
+        assert lane.stream is not None
+        self._lane, self._number = lane, number
         self.event = torch.cuda.Event()
-        self.event.record(stream)
+        self.event.record(lane.stream)
 
     def reached(self) -> bool:
         return bool(self.event.query())
+
+    def covers(self, other: Ticket) -> bool:
+        return isinstance(other, _Event) and self._lane is other._lane and self._number >= other._number
 
 
 class CudaCopies(CopyEngine):
@@ -50,6 +65,11 @@ class CudaCopies(CopyEngine):
 
     def __init__(self, device: torch.device) -> None:
         self.lanes = {"out": Lane(device), "back": Lane(device)}
+        self._num_asked = 0
+
+    def is_capturing(self) -> bool:
+        """See `CopyEngine`."""
+        return torch.cuda.is_current_stream_capturing()
 
     def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         """See `CopyEngine`."""
@@ -72,4 +92,5 @@ class CudaCopies(CopyEngine):
             lane.stream.wait_event(ticket.event)
         for destination, source in pairs:
             lane.copy(destination, source)
-        return _Event(lane.stream)
+        self._num_asked += 1
+        return _Event(lane, self._num_asked)

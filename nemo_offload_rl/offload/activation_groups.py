@@ -1,13 +1,14 @@
-"""Groups of activations: one module's forward pass in one layer; what a whole pass looked like; what is on its way."""
+"""Groups of activations: one module's forward pass in one layer; the passes they are part of; what is on its way."""
 
 import weakref
-from collections import deque
-from collections.abc import Sequence
-from itertools import accumulate
+from collections import Counter, deque
+from collections.abc import Iterable, Sequence
+from typing import Protocol
 
 import torch
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.parcel import Parcel, check_version
 
 Saved = tuple[torch.Tensor, int, Parcel]
@@ -20,30 +21,115 @@ class Group:
     def __init__(self, name: str) -> None:
         self.name = name
         self.index = -1
+        self.key = (name, -1)
+        """The module, and how many of its groups come before this one in the pass."""
         self.parcels: list[weakref.ref[Parcel]] = []
         self.saved: list[Saved] = []
         """Tensors with their versions, until the copies out of them are asked for."""
         self.nbytes = 0
 
 
+class GroupListener(Protocol):
+    """Who decides what becomes of groups."""
+
+    def commit(self, chunk: "Chunk", group: Group) -> None:
+        """A group's forward pass is queued."""
+        ...
+
+    def begin_backward(self, chunk: "Chunk", group: Group) -> None:
+        """A group's backward pass is about to be queued."""
+        ...
+
+
+class Chunk:
+    """The forward and backward pass of one micro-batch through one model chunk, in megatron-core's terms.
+
+    Args:
+        listener: told of each group.
+        stage: the model chunk's number on this rank.
+        route: that its activations take.
+    """
+
+    def __init__(self, listener: GroupListener, stage: int, route: Route) -> None:
+        self._listener = listener
+        self.stage = stage
+        self.route = route
+        self.open: list[Group] = []
+        """Started, and not committed: a norm's group commits after the module behind it has started."""
+        self.groups: list[Group] = []
+        """Committed, in order: the backward pass takes them in the reverse order."""
+        self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+        self.num_not_back: int | None = None
+        """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
+        self._num_of: Counter[str] = Counter()
+        self._waiting: list[Group] = []
+
+    @property
+    def num_modules(self) -> int:
+        """Different modules that have groups here: as many as a layer has."""
+        return len(self._num_of)
+
+    # What megatron-core calls, by its names.
+
+    def on_group_start_forward(self, name: str) -> None:
+        """What is saved from now on is part of this group."""
+        self.open.append(Group(name))
+
+    def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
+        """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
+        group = _first(self.open, name)
+        if group is None:  # it was delayed until after its backward pass
+            return
+        self.open.remove(group)
+        group.index = len(self.groups)
+        group.key = (name, self._num_of[name])
+        self._num_of[name] += 1
+        self.groups.append(group)
+        self._waiting.append(group)
+        self._listener.commit(self, group)
+
+    def on_group_commit_backward(self, name: str) -> None:
+        """A group's backward pass begins where its forward pass ended."""
+        group = _first(reversed(self._waiting), name)
+        if group is not None:
+            self._waiting.remove(group)
+            self._listener.begin_backward(self, group)
+            return
+        delayed = _first(reversed(self.open), name)
+        assert delayed is not None, f"the backward pass of a group {name} that never started"
+        self.open.remove(delayed)
+
+    def on_group_start_backward(self) -> None:
+        """Nothing: what follows was asked for when this group began."""
+
+
+def _first(groups: Iterable[Group], name: str) -> Group | None:
+    return next((group for group in groups if group.name == name), None)
+
+
 class Profile:
-    """What the last whole forward pass of a model chunk looked like.
+    """What the last whole forward pass of a model chunk looked like, and which of its groups leave therefore.
+
+    What stays for the fraction's sake is spread over the layers, so that the link is used evenly: with the first groups
+    leaving and the last ones staying, a link that is fast enough on average makes the GPU wait in the first layers.
 
     Args:
         groups: of that pass, in order.
+        fraction: of the eligible bytes that leave, at most.
         has_margin: the last group of each module stays, since the backward pass needs it before a copy could pay off.
     """
 
-    def __init__(self, groups: Sequence[Group], *, has_margin: bool) -> None:
-        last = {group.name: group.index for group in groups}
-        self.num_groups = len(groups)
+    def __init__(self, groups: Sequence[Group], fraction: float, *, has_margin: bool) -> None:
+        margin = {group.name: group.key for group in groups}.values() if has_margin else ()
         self.per_layer = len({group.name for group in groups if group.nbytes})
         """Modules that have storages of their own to move."""
-        self.margin = frozenset(last.values()) if has_margin else frozenset()
-        eligible = [0 if group.index in self.margin else group.nbytes for group in groups]
-        total = max(1, sum(eligible))
-        self.shares = [part / total for part in accumulate(eligible)]
-        """Of the bytes that may leave: in the groups up to and with each."""
+        self.leaves: dict[tuple[str, int], bool] = {}
+        """Of each group's key."""
+        eligible = left = 0
+        for group in groups:
+            eligible += 0 if group.key in margin else group.nbytes
+            self.leaves[group.key] = group.key not in margin and left + group.nbytes <= fraction * eligible
+            left += group.nbytes if self.leaves[group.key] else 0
 
 
 class Stash:

@@ -1,9 +1,7 @@
 """What activation offloading did in a step, for each module."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields
-
-from nemo_offload_rl.offload.host_slab import HostSlab
+from dataclasses import asdict, dataclass, field
 
 
 @dataclass
@@ -29,6 +27,13 @@ class ModuleReport:
     small_bytes: int = 0
     """In storages below the minimum."""
 
+    def scaled(self, times: int, by: int) -> "ModuleReport":
+        """All of it `times` / `by`."""
+        return ModuleReport(**{name: value * times // by for name, value in asdict(self).items()})
+
+    def __add__(self, other: "ModuleReport") -> "ModuleReport":
+        return ModuleReport(**{name: value + getattr(other, name) for name, value in asdict(self).items()})
+
 
 @dataclass(frozen=True)
 class StepReport:
@@ -41,11 +46,12 @@ class StepReport:
     """Host memory for activations, page-locked once."""
     host_peak_bytes: int
     """Of it in use at the worst time."""
+    captured_host_bytes: int = 0
+    """Of it kept by CUDA graphs until they are deleted."""
 
     def total(self) -> ModuleReport:
         """All modules together."""
-        names = [f.name for f in fields(ModuleReport)]
-        return ModuleReport(**{name: sum(getattr(m, name) for m in self.modules.values()) for name in names})
+        return sum(self.modules.values(), ModuleReport())
 
 
 @dataclass
@@ -61,6 +67,7 @@ class Tally:
             self.modules[module] = ModuleReport()
         return self.modules[module]
 
-    def report(self, slab: HostSlab) -> StepReport:
-        """The step has ended."""
-        return StepReport(self.modules, self.num_chunks, slab.nbytes, slab.peak_bytes)
+    def add(self, modules: Mapping[str, ModuleReport]) -> None:
+        """Count what was counted elsewhere."""
+        for name, report in modules.items():
+            self.modules[name] = self.of(name) + report

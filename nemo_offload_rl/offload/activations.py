@@ -13,6 +13,8 @@ and each is kept in one place:
 - GPU memory is held until the compute stream has waited for the copy out of it (`Stash`);
 - host memory is used again only after the copy out of it: the next copy follows its ticket (`HostSlab`);
 - whoever unpacks waits for the copy back, and that follows the copy out (`Parcel.fetch`).
+
+Passes that CUDA graphs capture go the same way once, and their replays repeat it (`Captures`).
 """
 
 import weakref
@@ -26,9 +28,11 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
-from nemo_offload_rl.offload.activation_groups import Group, Profile, Stash
+from nemo_offload_rl.offload.activation_groups import Chunk, Group, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
-from nemo_offload_rl.offload.host_slab import HostSlab, Region
+from nemo_offload_rl.offload.activation_route import Route
+from nemo_offload_rl.offload.captured_activations import Captures
+from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_version
 
 
@@ -38,7 +42,7 @@ class ActivationOptions:
 
     Attributes:
         modules: as in `policy.megatron_cfg.offload_modules`.
-        fraction: of a micro-batch's eligible bytes, from 0 to 1; the groups that come first leave.
+        fraction: of a micro-batch's eligible bytes, from 0 to 1; what stays is spread over the layers.
         min_elements: smaller storages stay.
         resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
             rank).
@@ -56,53 +60,6 @@ class ActivationOptions:
     margin_stage: int | None = 0
 
 
-class _Chunk:
-    """The forward and backward pass of one micro-batch through one model chunk, in megatron-core's terms."""
-
-    def __init__(self, manager: "ActivationOffloader", stage: int) -> None:
-        self._manager = manager
-        self.stage = stage
-        self.open: list[Group] = []
-        """Started, and not committed: a norm's group commits after the module behind it has started."""
-        self.groups: list[Group] = []
-        """Committed, in order: the backward pass takes them in the reverse order."""
-        self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
-        self.num_not_back: int | None = None
-        """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
-        self._waiting: list[Group] = []
-
-    def on_group_start_forward(self, name: str) -> None:
-        self.open.append(Group(name))
-
-    def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
-        """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
-        group = _first(self.open, name)
-        if group is None:  # it was delayed until after its backward pass
-            return
-        self.open.remove(group)
-        group.index = len(self.groups)
-        self.groups.append(group)
-        self._waiting.append(group)
-        self._manager.commit(self, group)
-
-    def on_group_commit_backward(self, name: str) -> None:
-        group = _first(reversed(self._waiting), name)
-        if group is not None:
-            self._waiting.remove(group)
-            self._manager.begin_backward(self, group)
-            return
-        delayed = _first(reversed(self.open), name)
-        assert delayed is not None, f"the backward pass of a group {name} that never started"
-        self.open.remove(delayed)
-
-    def on_group_start_backward(self) -> None:
-        """Nothing: what follows was asked for when this group began."""
-
-
-def _first(groups: Iterable[Group], name: str) -> Group | None:
-    return next((group for group in groups if group.name == name), None)
-
-
 class ActivationOffloader:
     """Behind the functions that megatron-core's layers call; has what they use of `PipelineOffloadManager`.
 
@@ -112,6 +69,11 @@ class ActivationOffloader:
         copies: makes them.
         keep: storages that are never offloaded: those of parameters and buffers.
     """
+
+    cuda_graph_stream: Any = None
+    """Graphs with copies inside are replayed on it, one after the other."""
+    cuda_graph_event: Any = None
+    """Recorded in each of them where its computation ends, and copies may be under way."""
 
     def __init__(
         self,
@@ -123,17 +85,18 @@ class ActivationOffloader:
         self.options = options
         self.slab = HostSlab(memory)
         self.copies = copies
+        self.captures = Captures(self.slab, copies)
         self.report = StepReport({}, 0, 0, 0)
         """Of the last step."""
         self._keep = {storage._cdata for storage in keep}
         self._enabled = True
-        self._chunk: _Chunk | None = None
-        self._chunks: deque[_Chunk] = deque()
-        self._active: list[Group | None] = []
+        self._route = Route(self.slab, copies)
+        self._chunk: Chunk | None = None
+        self._chunks: deque[Chunk] = deque()
+        self._active: list[tuple[Chunk, Group] | None] = []
         self._stash = Stash(copies)
         self._profiles: dict[int, Profile] = {}
         self._resident: weakref.WeakSet[Parcel] = weakref.WeakSet()
-        self._tally = Tally()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._delayed: list[Callable[[], None]] = []
         self._in_replay = False  # megatron-core sets it
@@ -156,21 +119,23 @@ class ActivationOffloader:
         self._end_forward()
         if not (self._enabled and torch.is_grad_enabled()):
             return
-        self._chunk = _Chunk(self, vp_stage or 0)
+        self._chunk = Chunk(self, vp_stage or 0, self._route)
         self._chunks.append(self._chunk)
-        self._tally.num_chunks += 1
+        self._route.tally.num_chunks += 1
 
-    def pop_forward_chunk(self, name: str | None = None) -> _Chunk | None:
+    def pop_forward_chunk(self, name: str | None = None) -> Chunk | None:
         """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
         return self.cur_forward_chunk()
 
-    def cur_forward_chunk(self) -> _Chunk | None:
+    def cur_forward_chunk(self) -> Chunk | None:
         """As `pop_forward_chunk`."""
-        return self._chunk if self._enabled and torch.is_grad_enabled() else None
+        if not (self._enabled and torch.is_grad_enabled()):
+            return None
+        return self._captured_chunk() if self.copies.is_capturing() else self._chunk
 
     def __enter__(self) -> None:
         chunk = self.cur_forward_chunk()
-        self._active.append(chunk.open[-1] if chunk is not None else None)
+        self._active.append((chunk, chunk.open[-1]) if chunk is not None else None)
         if chunk is not None:
             self._hooks.__enter__()
 
@@ -209,19 +174,53 @@ class ActivationOffloader:
         self._chunks.clear()
         self._active.clear()
         self._delayed.clear()
-        if self._tally.num_chunks:  # not after forward-only passes
-            self.report = self._tally.report(self.slab)
-            self._tally = Tally()
+        self.captures.chunk = None
+        if self.cuda_graph_stream is not None:  # copies in the last graphs may be under way
+            torch.cuda.current_stream().wait_stream(self.cuda_graph_stream)
+        if self._route.tally.num_chunks:  # not after forward-only passes, nor after captures
+            tally, self._route.tally = self._route.tally, Tally()
+            tally.add(self.captures.take_report())
+            kept = self.captures.regions.nbytes
+            self.report = StepReport(tally.modules, tally.num_chunks, self.slab.nbytes, self.slab.peak_bytes, kept)
+            self.slab.forget_reached()  # here, where the GPU has work: the next step would begin with it
             self.slab.peak_bytes = self.slab.used_bytes
 
     def close(self) -> None:
         """Let go of the host memory; nothing can be offloaded any more."""
         self.reset()
-        self.slab = HostSlab(torch.empty(0, dtype=torch.uint8))
+        self.slab.close()
+
+    # CUDA graphs.
+
+    def prepare_capture(self) -> None:
+        """Captures follow; the GPU is idle, and nothing is on its way."""
+        self.slab.forget_reached()
+
+    def keep_graph_input(self, storage: torch.UntypedStorage) -> None:
+        """A graph will read its input there in each replay: it can neither be freed nor, therefore, be moved."""
+        self.captures.keep.add(storage._cdata)
+
+    def end_capture(self, *, forward: bool) -> None:
+        """The last thing in a captured pass of a layer."""
+        self.captures.end(forward=forward)
+
+    def count_replay(self) -> None:
+        """A layer's forward graph with copies inside has been replayed."""
+        self.captures.count_replay()
+
+    def forget_captures(self) -> None:
+        """The graphs have been deleted."""
+        self.captures.regions.release()
+        self.captures = Captures(self.slab, self.copies)
+
+    def _captured_chunk(self) -> Chunk:
+        if self.captures.chunk is None:
+            self.captures.chunk = Chunk(self, 0, self.captures.route)  # of the one pipeline stage
+        return self.captures.chunk
 
     # Forward.
 
-    def commit(self, chunk: _Chunk, group: Group) -> None:
+    def commit(self, chunk: Chunk, group: Group) -> None:
         """A group's forward pass is queued: ask for the copies of what it saved."""
         saved, group.saved = group.saved, []
         for tensor, version, _ in saved:
@@ -230,26 +229,30 @@ class ActivationOffloader:
         for parcel in fresh:
             parcel.is_settled = True
         group.nbytes = sum(parcel.nbytes for parcel in fresh)
-        self._tally.of(group.name).distinct_bytes += group.nbytes
+        is_captured = chunk.route is self.captures.route
+        report = chunk.route.tally.of(group.name)
+        report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
         if fresh and self._stays(profile, group, fresh):
-            self._tally.of(group.name).kept_bytes += group.nbytes
-        elif fresh and (ticket := self._copy_out(fresh)) is None:
-            self._tally.of(group.name).refused_bytes += group.nbytes
+            report.kept_bytes += group.nbytes
+        elif fresh and (ticket := self._copy_out(chunk.route, fresh)) is None:
+            report.refused_bytes += group.nbytes
         elif fresh:
             assert ticket is not None
-            self._tally.of(group.name).moved_bytes += group.nbytes
+            report.moved_bytes += group.nbytes
             mine = {id(parcel) for parcel in fresh}
-            self._stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
+            stash = self.captures.stash if is_captured else self._stash
+            stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
+        if is_captured:  # the wait is at the end of the graph
+            return
         per_layer = len(self.options.modules) if profile is None else profile.per_layer
         self._stash.release(keep=per_layer if self.options.max_inflight is None else self.options.max_inflight)
 
     def _stays(self, profile: Profile | None, group: Group, fresh: Sequence[Parcel]) -> bool:
-        fraction = self.options.fraction
-        if profile is None or group.index >= profile.num_groups:  # the first pass: its size is not known yet
-            if fraction == 0:
+        if profile is None or group.key not in profile.leaves:  # the first pass: its size is not known yet
+            if self.options.fraction == 0:
                 return True
-        elif group.index in profile.margin or (fraction < 1 and profile.shares[group.index] > fraction):
+        elif not profile.leaves[group.key]:
             return True
         limit = self.options.resident_bytes
         if limit and sum(parcel.nbytes for parcel in self._resident) + group.nbytes <= limit:
@@ -257,24 +260,20 @@ class ActivationOffloader:
             return True
         return False
 
-    def _copy_out(self, parcels: Sequence[Parcel]) -> Ticket | None:
-        """None if the slab has no room for all of them."""
-        regions: list[Region] = []
-        for parcel in parcels:
-            region = self.slab.take(parcel.nbytes)
-            if region is None:
-                for taken in regions:
-                    self.slab.give_back(taken, None)
-                return None
-            regions.append(region)
+    @staticmethod
+    def _copy_out(route: Route, parcels: Sequence[Parcel]) -> Ticket | None:
+        """None if the host memory has no room for all of them."""
+        regions = route.host.take_all([parcel.nbytes for parcel in parcels])
+        if regions is None:
+            return None
         pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
         after: list[Ticket] = []
         for parcel, region in zip(parcels, regions, strict=True):
             assert parcel.storage is not None
             here = as_bytes(parcel.storage)
-            pairs += [(piece, here[offset : offset + len(piece)]) for offset, piece in self.slab.pieces(region)]
+            pairs += [(piece, here[offset : offset + len(piece)]) for offset, piece in route.host.pieces(region)]
             after += region.after
-        ticket = self.copies.out(pairs, after)
+        ticket = route.copies.out(pairs, after)
         for parcel, region in zip(parcels, regions, strict=True):
             parcel.leave(region, ticket)
         return ticket
@@ -291,23 +290,26 @@ class ActivationOffloader:
         if chunk is None or not chunk.groups:
             return
         chunk.num_not_back = len(chunk.groups)
-        self._profiles[chunk.stage] = Profile(chunk.groups, has_margin=chunk.stage == self.options.margin_stage)
+        if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
+            has_margin = chunk.stage == self.options.margin_stage
+            self._profiles[chunk.stage] = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        group, chunk = self._active[-1], self._chunk
-        assert group is not None and chunk is not None
+        active = self._active[-1]
+        assert active is not None
+        chunk, group = active
         if not self._is_candidate(tensor):
             return tensor
         storage = tensor.untyped_storage()
-        tally = self._tally.of(group.name)
-        if storage._cdata in self._keep:
+        tally = chunk.route.tally.of(group.name)
+        if storage._cdata in self._keep or storage._cdata in self.captures.keep:
             return tensor
         if storage.nbytes() < self.options.min_elements * tensor.element_size():
             tally.small_bytes += storage.nbytes()
             return tensor
         parcel = chunk.parcels.get(storage._cdata)
         if parcel is None:
-            parcel = Parcel(storage, group.name, self.slab, self.copies)
+            parcel = Parcel(storage, group.name, chunk.route)
             chunk.parcels[storage._cdata] = parcel
         elif parcel.module != group.name:
             tally.duplicate_bytes += parcel.nbytes
@@ -328,11 +330,13 @@ class ActivationOffloader:
 
     # Backward.
 
-    def begin_backward(self, chunk: _Chunk, group: Group) -> None:
+    def begin_backward(self, chunk: Chunk, group: Group) -> None:
         """A group's backward pass is about to be queued: ask for what the ones after it need."""
         if chunk is self._chunk:
             self._end_forward()
-        first = group.index - len(self.options.modules)
+        elif chunk.num_not_back is None:
+            chunk.num_not_back = len(chunk.groups)
+        first = group.index - chunk.num_modules
         self._start_back(chunk, first)
         if first < 0:
             follower = self._next_backward(chunk)
@@ -341,29 +345,30 @@ class ActivationOffloader:
         if group.index == 0 and chunk in self._chunks:
             self._chunks.remove(chunk)
 
-    def _next_backward(self, chunk: _Chunk) -> _Chunk | None:
+    def _next_backward(self, chunk: Chunk) -> Chunk | None:
         """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
         return next(
             (c for c in self._chunks if c is not chunk and c.num_not_back is not None and c.stage == chunk.stage), None
         )
 
-    def _start_back(self, chunk: _Chunk, first: int) -> None:
+    def _start_back(self, chunk: Chunk, first: int) -> None:
         """Ask for the copies of all groups from `first` on that nobody has asked for."""
         assert chunk.num_not_back is not None
         first = max(0, first)
         for group in reversed(chunk.groups[first : chunk.num_not_back]):
             for parcel in filter(None, (ref() for ref in reversed(group.parcels))):
-                self._tally.of(parcel.module).returned_bytes += self._bring(parcel)
+                chunk.route.tally.of(parcel.module).returned_bytes += self._bring(parcel)
         chunk.num_not_back = min(chunk.num_not_back, first)
 
     def _bring(self, parcel: Parcel) -> int:
         if parcel.is_gone():
-            self._tally.of(parcel.module).freed_bytes += parcel.nbytes
+            parcel.route.tally.of(parcel.module).freed_bytes += parcel.nbytes
         return parcel.start_back()
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
             assert isinstance(packed, torch.Tensor)
             return packed
-        self._tally.of(packed.parcel.module).late_bytes += self._bring(packed.parcel)
+        parcel = packed.parcel
+        parcel.route.tally.of(parcel.module).late_bytes += self._bring(parcel)
         return packed.tensor()

@@ -1,7 +1,7 @@
 """One slab of host memory, handed out by bytes, whatever the shapes are."""
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -73,6 +73,26 @@ class HostSlab:
             return Region(gap.offset, nbytes, gap.after)
         return None
 
+    def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
+        """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        regions: list[Region] = []
+        for nbytes in sizes:
+            region = self.take(nbytes)
+            if region is None:
+                for taken in regions:
+                    self.give_back(taken, None)
+                return None
+            regions.append(region)
+        return regions
+
+    def forget_reached(self) -> None:
+        """Regions that are free do not name copies that are done; where the GPU is idle, none at all."""
+        self._collect()
+        self._gaps = [
+            _Gap(gap.offset, gap.nbytes, tuple(ticket for ticket in gap.after if not ticket.reached()))
+            for gap in self._gaps
+        ]
+
     def give_back(self, region: Region, after: Ticket | None) -> None:
         """Return a region.
 
@@ -81,6 +101,13 @@ class HostSlab:
             after: the copy that reads it last, if it may still be under way.
         """
         self._returned.append((region, after))
+
+    def close(self) -> None:
+        """Let go of the memory, whoever still knows this slab; there is no room in it any more."""
+        self.nbytes = 0
+        self._memory = self._memory[:0].clone()
+        self._gaps = []
+        self._returned.clear()
 
     def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
         """The region cut where page-locking was (see `LOCK_CHUNK_BYTES`): offset inside it, and uint8 memory."""
@@ -95,22 +122,27 @@ class HostSlab:
             region, after = self._returned.popleft()
             self.used_bytes -= region.reserved_bytes
             held = region.after if after is None else (*region.after, after)
-            self._insert(_Gap(region.offset, region.reserved_bytes, _unfinished(held)))
+            self._insert(_Gap(region.offset, region.reserved_bytes, _last(held)))
 
     def _insert(self, gap: _Gap) -> None:
         at = next((i for i, other in enumerate(self._gaps) if other.offset > gap.offset), len(self._gaps))
         if at < len(self._gaps) and gap.offset + gap.nbytes == self._gaps[at].offset:
             behind = self._gaps.pop(at)
-            gap = _Gap(gap.offset, gap.nbytes + behind.nbytes, _unfinished((*gap.after, *behind.after)))
+            gap = _Gap(gap.offset, gap.nbytes + behind.nbytes, _last((*gap.after, *behind.after)))
         if at > 0 and self._gaps[at - 1].offset + self._gaps[at - 1].nbytes == gap.offset:
             before = self._gaps.pop(at - 1)
             at -= 1
-            gap = _Gap(before.offset, before.nbytes + gap.nbytes, _unfinished((*before.after, *gap.after)))
+            gap = _Gap(before.offset, before.nbytes + gap.nbytes, _last((*before.after, *gap.after)))
         self._gaps.insert(at, gap)
 
 
-def _unfinished(tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
-    return tuple(dict.fromkeys(ticket for ticket in tickets if not ticket.reached()))
+def _last(tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
+    """Those after which all of them are done; nobody is asked whether it is, since that takes a microsecond each."""
+    last: list[Ticket] = []
+    for ticket in tickets:
+        if not any(other.covers(ticket) for other in last):
+            last = [other for other in last if not ticket.covers(other)] + [ticket]
+    return tuple(last)
 
 
 def _aligned(nbytes: int) -> int:

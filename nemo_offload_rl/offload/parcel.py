@@ -5,8 +5,9 @@ from dataclasses import dataclass
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
-from nemo_offload_rl.offload.host_slab import HostSlab, Region
+from nemo_offload_rl.offload.activation_copies import Ticket
+from nemo_offload_rl.offload.activation_route import Route
+from nemo_offload_rl.offload.host_slab import Region
 
 
 class InPlaceError(RuntimeError):
@@ -18,20 +19,20 @@ class Parcel:
 
     Attributes:
         module: that saved it first.
+        route: that it takes.
         nbytes: of the storage.
         storage: on the GPU; None while it is on the host alone.
         is_settled: a group has committed it: it leaves, or it stays.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, module: str, slab: HostSlab, copies: CopyEngine) -> None:
+    def __init__(self, storage: torch.UntypedStorage, module: str, route: Route) -> None:
         self.module = module
+        self.route = route
         self.nbytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
         self.is_settled = False
         self._device = storage.device
         self._weak = StorageWeakRef(storage)
-        self._slab = slab
-        self._copies = copies
         self._region: Region | None = None
         self._left: Ticket | None = None
         self._returning: Ticket | None = None
@@ -64,9 +65,9 @@ class Parcel:
         assert self._region is not None and self._left is not None
         self.storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
         there = as_bytes(self.storage)
-        pairs = [(there[offset : offset + len(piece)], piece) for offset, piece in self._slab.pieces(self._region)]
-        self._returning = self._copies.back(pairs, [self._left])
-        self._slab.give_back(self._region, self._returning)
+        pairs = [(there[offset : offset + len(piece)], piece) for offset, piece in self.route.host.pieces(self._region)]
+        self._returning = self.route.copies.back(pairs, [self._left])
+        self.route.host.give_back(self._region, self._returning)
         self._region = None
         return self.nbytes
 
@@ -74,16 +75,16 @@ class Parcel:
         """Its storage on the GPU; the caller's stream has waited for it."""
         self.start_back()
         if self._returning is not None:
-            self._copies.wait(self._returning)
+            self.route.copies.wait(self._returning)
             self._returning = None
         assert self.storage is not None
         return self.storage
 
     def __del__(self) -> None:
         if self._returning is not None:  # prefetched and not needed: its memory must not be used again before
-            self._copies.wait(self._returning)
+            self.route.copies.wait(self._returning)
         if self._region is not None:
-            self._slab.give_back(self._region, self._left)
+            self.route.host.give_back(self._region, self._left)
 
 
 @dataclass(frozen=True)

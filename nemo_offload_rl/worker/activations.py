@@ -85,7 +85,8 @@ class Activations:
             )
         options = activation_offload.activation_options(state.config)
         memory = torch.empty(0, dtype=torch.uint8) if self._segment is None else self._segment.tensor
-        self.offloader = activation_offload.install(state.model, options, memory, device)
+        graphs = state.config.cuda_graph_impl != "none"
+        self.offloader = activation_offload.install(state.model, options, memory, device, graphs=graphs)
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -117,6 +118,7 @@ class Activations:
             "activations/late_gib": total.late_bytes / GIB,
             "activations/refused_gib": total.refused_bytes / GIB,
             "activations/host_peak_gib": report.host_peak_bytes / GIB,
+            "activations/host_captured_gib": report.captured_host_bytes / GIB,
             "activations/host_gib": report.host_bytes / GIB,
         }
 

@@ -8,6 +8,7 @@ import torch
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
+from nemo_offload_rl.mcore.graph_capture import CaptureObserver
 from nemo_offload_rl.offload.attach import Engine, attach, needed_host_bytes
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.site import Options
@@ -61,8 +62,8 @@ def make_engine(
     return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
 
 
-def make_graphs(state: TrainingState, engine: Engine) -> StepGraphs:
-    """The CUDA graphs that the model was built for, to be captured when nothing moves."""
+def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver | None) -> StepGraphs:
+    """The CUDA graphs that the model was built for, to be captured when nothing moves; `observer` is told of them."""
     if state.config.cuda_graph_impl == "none" or state.optimizer is None:
         return NoCudaGraphs()
 
@@ -76,6 +77,7 @@ def make_graphs(state: TrainingState, engine: Engine) -> StepGraphs:
         state.optimizer,
         warmup_steps=state.config.cuda_graph_warmup_steps,
         settle=settle,
+        observer=observer,
     )
 
 

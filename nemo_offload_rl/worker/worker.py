@@ -89,7 +89,7 @@ class MegatronPolicyWorker:
             undo.callback(self._engine.close)
             self.activations = Activations(self._state, plan, self._engine, nbytes)
             undo.callback(self.activations.close)
-            self.graphs = make_graphs(self._state, self._engine)
+            self.graphs = make_graphs(self._state, self._engine, self.activations.offloader)
             undo.pop_all()
         self.residency = self._engine.residency
         self._batcher = MicroBatcher(config, self.device)

@@ -22,6 +22,9 @@ class LateTicket:
     def reached(self) -> bool:
         return self._copy is None
 
+    def covers(self, other: Ticket) -> bool:
+        return other is self
+
     def run(self) -> None:
         """Make what this follows, then this."""
         copy, self._copy = self._copy, None
@@ -45,6 +48,11 @@ class LateCopies(CopyEngine):
         self._pending: list[LateTicket] = []
         self.num_out = 0
         self.num_back = 0
+        self.captures = False
+        """What `is_capturing` says."""
+
+    def is_capturing(self) -> bool:
+        return self.captures
 
     def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         self.num_out += len(pairs)

@@ -11,12 +11,17 @@ from nemo_offload_rl.offload.host_slab import ALIGNMENT_BYTES, HostSlab
 PAGE = ALIGNMENT_BYTES
 
 
-class Done:
-    def __init__(self, done: bool = False) -> None:
-        self.done = done
+class Copy:
+    """One of a lane, which makes its copies in order."""
+
+    def __init__(self, lane: str, number: int, done: bool = False) -> None:
+        self.lane, self.number, self.done = lane, number, done
 
     def reached(self) -> bool:
         return self.done
+
+    def covers(self, other: "Copy") -> bool:
+        return self.lane == other.lane and self.number >= other.number
 
 
 def slab(pages: int) -> HostSlab:
@@ -44,13 +49,33 @@ def test_regions_never_overlap_and_gaps_grow_together():
 
 def test_memory_that_a_copy_still_reads_says_so_to_its_next_owner():
     made = slab(4)
-    one, other = made.take(2 * PAGE), made.take(2 * PAGE)
-    reading, finished = Done(), Done(True)
-    made.give_back(one, reading)
-    made.give_back(other, finished)
-    assert made.take(PAGE).after == (reading,)
-    # What is left of the gap was, in part, the same memory.
-    assert made.take(3 * PAGE).after == (reading,)
+    regions = [made.take(PAGE) for _ in range(4)]
+    back = [Copy("back", number) for number in range(3)]
+    out = Copy("out", 9)
+    for region, copy in zip(regions, (back[1], back[0], out, back[2]), strict=True):
+        made.give_back(region, copy)
+    # The last of each lane: those before it are done when it is. All four pages are one gap again.
+    first = made.take(PAGE)
+    assert set(first.after) == {back[2], out}
+    assert set(made.take(3 * PAGE).after) == {back[2], out}
+
+
+def test_free_memory_forgets_copies_that_are_done():
+    made = slab(4)
+    copies = [Copy("back", 0, done=True), Copy("out", 1)]
+    for region, copy in zip([made.take(2 * PAGE), made.take(2 * PAGE)], copies, strict=True):
+        made.give_back(region, copy)
+    made.forget_reached()
+    assert made.take(PAGE).after == (copies[1],)
+    copies[1].done = True
+    made.forget_reached()
+    assert made.take(PAGE).after == ()
+
+
+def test_all_regions_or_none():
+    made = slab(4)
+    assert made.take_all([PAGE, 4 * PAGE]) is None
+    assert [region.offset for region in made.take_all([3 * PAGE, PAGE])] == [0, 3 * PAGE]
 
 
 def test_a_region_is_cut_where_pages_were_locked(monkeypatch):

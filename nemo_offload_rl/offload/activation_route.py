@@ -1,0 +1,36 @@
+"""Which way the activations of a pass go: to which host memory, by which copies, counted by whom."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import torch
+
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_report import Tally
+from nemo_offload_rl.offload.host_slab import Region
+
+
+class HostMemory(Protocol):
+    """Hands out host memory by bytes, as `HostSlab` does."""
+
+    def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
+        """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        ...
+
+    def give_back(self, region: Region, after: Ticket | None) -> None:
+        """Return a region; `after` is the copy that reads it last, if it may still be under way."""
+        ...
+
+    def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
+        """The region in pieces that one copy can take: offset inside it, and uint8 memory."""
+        ...
+
+
+@dataclass
+class Route:
+    """Of the passes that run eagerly, or of those that are captured in CUDA graphs."""
+
+    host: HostMemory
+    copies: CopyEngine
+    tally: Tally = field(default_factory=Tally)

@@ -1,0 +1,156 @@
+"""Activations of passes that CUDA graphs capture: their copies are part of the graphs, and run again in each replay.
+
+megatron-core captures a graph for each layer's forward pass, then one for each layer's backward pass, and replays all
+of them on one stream, where they follow each other. Rules that come with captures, and the place that keeps each:
+
+- a stream that copies has to be joined before a capture ends, and an event of one capture means nothing in another
+  (`CapturedCopies`); what an earlier graph copied is there, since that graph has ended;
+- GPU memory that a graph frees is used again by graphs captured later: only after this one has waited for the copies
+  out of it (`Captures.end`);
+- graphs hold addresses, so host memory is theirs until they are deleted (`KeptRegions`).
+"""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.activation_groups import Chunk, Stash
+from nemo_offload_rl.offload.activation_report import ModuleReport
+from nemo_offload_rl.offload.activation_route import HostMemory, Route
+from nemo_offload_rl.offload.host_slab import HostSlab, Region
+
+
+class KeptRegions(HostMemory):
+    """Regions of a slab that graphs have the addresses of."""
+
+    def __init__(self, slab: HostSlab) -> None:
+        self._slab = slab
+        self._regions: list[Region] = []
+
+    @property
+    def nbytes(self) -> int:
+        """Taken from the slab."""
+        return sum(region.reserved_bytes for region in self._regions)
+
+    def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
+        """See `HostMemory`."""
+        regions = self._slab.take_all(sizes)
+        self._regions += regions or []
+        return regions
+
+    def give_back(self, region: Region, after: Ticket | None) -> None:
+        """Nothing: the next replay copies there again."""
+
+    def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
+        """See `HostMemory`."""
+        return self._slab.pieces(region)
+
+    def release(self) -> None:
+        """The graphs are gone."""
+        for region in self._regions:
+            self._slab.give_back(region, None)
+        self._regions = []
+
+
+@dataclass(frozen=True)
+class _CapturedTicket(Ticket):
+    ticket: Ticket
+    capture: int
+
+    def reached(self) -> bool:
+        """Whenever anybody outside of a capture can ask."""
+        return True
+
+    def covers(self, other: Ticket) -> bool:
+        """Only itself."""
+        return other is self
+
+
+class CapturedCopies(CopyEngine):
+    """Copies that become part of the graph under capture.
+
+    Args:
+        copies: makes them, on streams that follow the capturing one.
+    """
+
+    def __init__(self, copies: CopyEngine) -> None:
+        self._copies = copies
+        self._capture = 0
+        self._unjoined: list[Ticket] = []
+
+    def is_capturing(self) -> bool:
+        """See `CopyEngine`."""
+        return self._copies.is_capturing()
+
+    def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+        """See `CopyEngine`."""
+        return self._asked(self._copies.out(pairs, self._of_this_capture(after)))
+
+    def back(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+        """See `CopyEngine`."""
+        return self._asked(self._copies.back(pairs, self._of_this_capture(after)))
+
+    def wait(self, ticket: Ticket) -> None:
+        """See `CopyEngine`; graphs before this one have ended when it begins, their copies included."""
+        for mine in self._of_this_capture([ticket]):
+            self._copies.wait(mine)
+
+    def end_capture(self) -> None:
+        """The capturing stream waits for all copies of this capture, and for none of another."""
+        for ticket in self._unjoined:
+            self._copies.wait(ticket)
+        self._unjoined = []
+        self._capture += 1
+
+    def _asked(self, ticket: Ticket) -> Ticket:
+        self._unjoined.append(ticket)
+        return _CapturedTicket(ticket, self._capture)
+
+    def _of_this_capture(self, tickets: Iterable[Ticket]) -> list[Ticket]:
+        mine = []
+        for ticket in tickets:
+            assert isinstance(ticket, _CapturedTicket), "host memory that an eager copy may still use"
+            if ticket.capture == self._capture:
+                mine.append(ticket.ticket)
+        return mine
+
+
+class Captures:
+    """What the captured graphs of a model do with its activations.
+
+    Args:
+        slab: gives the host memory.
+        copies: as for eager passes.
+    """
+
+    def __init__(self, slab: HostSlab, copies: CopyEngine) -> None:
+        self.regions = KeptRegions(slab)
+        self._copies = CapturedCopies(copies)
+        self.route = Route(self.regions, self._copies)
+        self.stash = Stash(self._copies)
+        self.chunk: Chunk | None = None
+        """Under capture."""
+        self.keep: set[int] = set()
+        """Storages of the graphs' own inputs: they live as long as the graphs do."""
+        self._num_forward = 0
+        self._num_replays = 0
+
+    def end(self, *, forward: bool) -> None:
+        """A graph's last calls: its copies are waited for, and what they read is free for the graphs behind it."""
+        self.stash.release(keep=0)
+        self._copies.end_capture()
+        self._num_forward += forward
+
+    def count_replay(self) -> None:
+        """A layer's forward graph has been replayed."""
+        self._num_replays += 1
+
+    def take_report(self) -> dict[str, ModuleReport]:
+        """What the replays since the last report have moved."""
+        replays, self._num_replays = self._num_replays, 0
+        if not replays:
+            return {}
+        # Layers are replayed alike, each of them once a micro-batch.
+        return {name: report.scaled(replays, self._num_forward) for name, report in self.route.tally.modules.items()}

@@ -1,0 +1,64 @@
+"""Layers that mark what may be offloaded, as megatron-core's do."""
+
+from collections.abc import Sequence
+
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Interface,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+WIDTH = 16
+MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp")
+LAYERS = 4
+
+
+class Layer(torch.nn.Module):
+    """Calls the manager where megatron-core's layers do, and shares storages as they do."""
+
+    def __init__(self, modules: Sequence[str]) -> None:
+        super().__init__()
+        self.modules_on = modules
+        self.qkv = torch.nn.Linear(WIDTH, 3 * WIDTH)
+        self.proj = torch.nn.Linear(WIDTH, WIDTH)
+        self.mlp = torch.nn.Linear(WIDTH, WIDTH)
+
+    def group(self, name: str, tensor: torch.Tensor) -> Interface:
+        return Interface(name in self.modules_on, tensor, name)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        group = self.group("qkv_linear", x)
+        with group as x:
+            mixed = self.qkv(x)
+        q, k, v = group.group_offload(mixed).chunk(3, dim=-1)  # views of one storage
+        group = self.group("core_attn", q)
+        with group as q:
+            out = (q * k.sigmoid() + v * q).tanh()  # tanh saves its output
+        out = group.group_offload(out, forced_released_tensors=[q, k, v])
+        group = self.group("attn_proj", out)
+        with group as out:  # saved again
+            y = self.proj(out)
+        y = group.group_offload(y)
+        group = self.group("mlp", y)
+        with group as y:
+            z = self.mlp(y * y).exp()
+        return group.group_offload(z) * 0.1 + x
+
+
+class Model(torch.nn.Module):
+    def __init__(self, modules: Sequence[str], stage: int = 0) -> None:
+        super().__init__()
+        self.stage = stage
+        self.layers = torch.nn.ModuleList(Layer(modules) for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        Interface.init_chunk_handler(0, None, self.stage, 0, 0, 1.0)
+        for layer in self.layers:
+            x = layer(x)
+        PipelineOffloadManager.get_instance().drain()
+        return x.square().sum()
+
+
+def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return [torch.randn(length, WIDTH, generator=generator, requires_grad=True) for length in lengths]

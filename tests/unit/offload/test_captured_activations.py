@@ -1,0 +1,176 @@
+"""Activations that leave inside of CUDA graphs: what is asked of streams while each layer is captured by itself."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.late_copies import LateCopies
+from support.marked_layers import LAYERS, MODULES, Model, batches
+
+from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+
+NBYTES = 1 << 20
+
+
+class CaptureRules(LateCopies):
+    """Refuses what a capture refuses: waits for another capture's copies, and an end before its own are joined."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._mine: list = []
+
+    def out(self, pairs, after):
+        return self._asked(super().out(pairs, self._checked(after)))
+
+    def back(self, pairs, after):
+        return self._asked(super().back(pairs, self._checked(after)))
+
+    def wait(self, ticket):
+        super().wait(*self._checked([ticket]))
+
+    def end(self) -> None:
+        assert all(ticket.reached() for ticket in self._mine), "a stream that was forked is not joined"
+        self._mine = []
+
+    def _asked(self, ticket):
+        self._mine += [ticket] if self.captures else []
+        return ticket
+
+    def _checked(self, tickets):
+        tickets = list(tickets)
+        assert not self.captures or all(ticket in self._mine for ticket in tickets), "an event of another capture"
+        return tickets
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(MODULES)
+
+
+def offloader(model: Model, seed: int = 0) -> ActivationOffloader:
+    made = ActivationOffloader(
+        ActivationOptions(MODULES, min_elements=0),
+        torch.zeros(NBYTES, dtype=torch.uint8),
+        CaptureRules(seed),
+        [p.untyped_storage() for p in model.parameters()],
+    )
+    PipelineOffloadManager.OFFLOAD_MGR = made
+    return made
+
+
+@pytest.fixture
+def made(model: Model) -> Iterator[ActivationOffloader]:
+    yield offloader(model)
+    PipelineOffloadManager.OFFLOAD_MGR = None
+
+
+def capture(made: ActivationOffloader, model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+    """Forward passes layer by layer, then backward passes from the last one; output and all gradients."""
+    rules, inputs, outputs = made.copies, [], []
+    assert isinstance(rules, CaptureRules)
+    made.prepare_capture()
+    for layer in model.layers:
+        inputs.append(x.detach().clone().requires_grad_())
+        made.keep_graph_input(inputs[-1].untyped_storage())
+        rules.captures = True
+        x = layer(inputs[-1])
+        made.end_capture(forward=True)
+        rules.captures = False
+        rules.end()
+        outputs.append(x)
+    grad = torch.ones_like(x)
+    last = x.detach()
+    for layer_input in reversed(inputs):
+        output = outputs.pop()
+        rules.captures = True
+        output.backward(grad)
+        made.end_capture(forward=False)
+        rules.captures = False
+        rules.end()
+        grad = layer_input.grad
+    del output
+    made.reset()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return [last, grad, *grads]
+
+
+def eager_step(model: Model, lengths: list[int]) -> None:
+    for x in batches(lengths, 0):
+        model(x).backward()
+    PipelineOffloadManager.get_instance().reset()
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_numbers_are_those_of_a_plain_capture(model, made, seed):
+    (x,) = batches([12], seed)
+    with made.suspended():
+        want = capture(made, model, x)
+    assert made.captures.regions.nbytes == 0
+    made = offloader(model, seed)
+    eager_step(model, [12, 12])  # the warm-up: tells how many groups there are
+    found = capture(made, model, x)
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert made.copies.num_out > 0
+
+
+def test_host_memory_is_the_graphs_until_they_are_deleted(model, made):
+    eager_step(model, [12])
+    eager_step(model, [12])
+    eager = made.report
+    capture(made, model, *batches([12], 0))
+    kept = made.captures.regions.nbytes
+    assert kept == made.slab.used_bytes > 0
+    eager_step(model, [12, 30])
+    assert made.report.captured_host_bytes == kept
+    assert made.report.host_peak_bytes > kept
+    assert made.slab.used_bytes == kept
+    made.forget_captures()
+    eager_step(model, [12])
+    assert made.report.captured_host_bytes == made.slab.used_bytes == 0
+    assert made.report.host_peak_bytes == eager.host_peak_bytes
+
+
+def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
+    eager_step(model, [12])
+    eager_step(model, [12])
+    eager = made.report.total()
+    capture(made, model, *batches([12], 0))
+    model_forward = PipelineOffloadManager.get_instance().init_model_chunk_offload_handler
+    for _ in range(3):  # micro-batches of which every layer is replayed
+        model_forward(0, None, 0)
+        for _ in range(LAYERS):
+            made.count_replay()
+    made.reset()
+    replayed = made.report.total()
+    assert made.report.num_micro_batches == 3
+    assert replayed.moved_bytes == replayed.freed_bytes
+    assert 0 < replayed.moved_bytes < 3 * eager.moved_bytes  # qkv_linear's input is the graph's own
+    assert set(made.report.modules) == set(MODULES)
+    made.init_model_chunk_offload_handler(0, None, 0)
+    made.reset()
+    assert made.report.total().moved_bytes == 0  # nothing was replayed in this step
+
+
+def test_a_pass_that_only_warms_up_moves_nothing(model, made):
+    made.disable_offload()
+    capture(made, model, *batches([12], 0))
+    made.enable_offload()
+    assert made.copies.num_out == 0
+    assert made.captures.regions.nbytes == 0
+
+
+def test_a_failed_capture_leaves_no_chunk_behind(model, made):
+    (x,) = batches([12], 0)
+    made.copies.captures = True
+    model.layers[0](x)
+    made.copies.captures = False
+    made.reset()
+    assert made.captures.chunk is None
+    made.forget_captures()
+    made.slab.take_all([])
+    made.slab.forget_reached()
+    assert made.slab.used_bytes == 0
