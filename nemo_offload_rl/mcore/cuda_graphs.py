@@ -20,6 +20,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.mcore.graph_capture import (
     CaptureObserver,
+    FrozenShapes,
     NoObserver,
     addresses,
     num_microbatches_told,
@@ -103,6 +104,7 @@ class _Captured:
     layers: list[Any]
     graphs: list[list[Any]]  # of each layer, one a captured micro-batch
     addresses: list[int]
+    shapes: FrozenShapes
 
 
 class _CountedGraph:
@@ -256,7 +258,7 @@ class CudaGraphs:
             time.perf_counter() - start,
             (reserved_bytes() - before) / 2**30,
         )
-        return _Captured(helper, shape, layers, graphs, addresses(layers))
+        return _Captured(helper, shape, layers, graphs, addresses(layers), FrozenShapes(layers))
 
     def _count(self, layer: Any) -> None:
         self.num_replays += 1
@@ -352,6 +354,7 @@ def _check_addresses(captured: _Captured) -> None:
 @contextlib.contextmanager
 def _attached(captured: _Captured) -> Iterator[None]:
     """The layers replay meanwhile; a layer without graphs runs eagerly."""
+    captured.shapes.restore()
     for layer, graphs in zip(captured.layers, captured.graphs, strict=True):
         layer.cuda_graphs = graphs
     try:

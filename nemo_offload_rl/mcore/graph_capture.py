@@ -54,6 +54,33 @@ def addresses(layers: Sequence[Any]) -> list[int]:
     return [tensor.data_ptr() for tensor in held]
 
 
+class FrozenShapes:
+    """Shapes and numbers that the preparation of a tokens' exchange (moe_preprocess) leaves in its dispatcher.
+
+    A replay sets the tensors among them, and nothing else: after a pass in another shape, such as log-probs, experts
+    would go on with that shape, with an error or, for as many tokens, without one.
+
+    Args:
+        layers: as they are after their capture.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        self._values: list[tuple[Any, str, Any]] = []
+        for layer in layers:
+            dispatcher = getattr(layer.mlp, "token_dispatcher", None)
+            if dispatcher is None or dispatcher.valid_cudagraph_attrs is None:  # not part of the graph
+                continue
+            names = [name for name in dispatcher.cudagraph_attrs if name not in dispatcher.valid_cudagraph_attrs]
+            self._values += [
+                (dispatcher, name, getattr(dispatcher, name)) for name in names if hasattr(dispatcher, name)
+            ]
+
+    def restore(self) -> None:
+        """As they were after the capture; before replays."""
+        for dispatcher, name, value in self._values:
+            setattr(dispatcher, name, value)
+
+
 @contextlib.contextmanager
 def param_gather_hooks_off(model: Sequence[Any]) -> Iterator[bool]:
     """Transformer Engine captures no module with hooks, such as those of overlap_param_gather; yields if there were."""

@@ -20,6 +20,7 @@ from support.tiny import random_batch, tiny_policy
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, check_environment, step_shape
+from nemo_offload_rl.mcore.graph_capture import FrozenShapes
 
 LAYERS = 4
 WARMUP_STEPS = 2
@@ -149,6 +150,25 @@ def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_captu
     # Ten warm-up passes of a layer, of which two steps of three micro-batches have made six.
     assert captures[0]["options"]["num_warmup_iters"] == 4
     assert mcore_graphs.get_num_microbatches() == 1
+
+
+def test_a_dispatcher_gets_the_captured_shapes_back():
+    """Of what a captured preparation leaves behind, replays set the tensors alone."""
+    dispatcher = types.SimpleNamespace(
+        cudagraph_attrs=["hidden_shape", "num_out_tokens", "probs", "shared_experts.gate_score"],
+        valid_cudagraph_attrs=["probs"],
+        hidden_shape=torch.Size([128, 2, 64]),
+        num_out_tokens=512,
+        probs="of the last replay",
+    )
+    eager = types.SimpleNamespace(cudagraph_attrs=["hidden_shape"], valid_cudagraph_attrs=None, hidden_shape=1)
+    layers = [types.SimpleNamespace(mlp=types.SimpleNamespace(token_dispatcher=one)) for one in (dispatcher, eager)]
+    frozen = FrozenShapes([*layers, types.SimpleNamespace(mlp=types.SimpleNamespace())])
+    dispatcher.hidden_shape, dispatcher.num_out_tokens, dispatcher.probs = torch.Size([8, 3, 64]), 48, "newer"
+    eager.hidden_shape = 2
+    frozen.restore()
+    assert (dispatcher.hidden_shape, dispatcher.num_out_tokens) == (torch.Size([128, 2, 64]), 512)
+    assert (dispatcher.probs, eager.hidden_shape) == ("newer", 2)
 
 
 def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
