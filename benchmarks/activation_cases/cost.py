@@ -36,6 +36,8 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 NUM_STEPS = 50
 NUM_MICRO_BATCHES = {1: 4, 4: 2, 8: 2}
 """Of a step, by their size."""
+# Captured layers keep their host memory, and eager steps of the same worker need as much again.
+_ROOM_FOR_BOTH = "policy.activation_offload.host_memory_limit_gib=24"
 _R_BARS = (("qkv_linear",), ATTENTION)
 
 
@@ -60,6 +62,7 @@ class Case:
 CASES: Mapping[str, Case] = {
     "dense/qkv_linear": Case(Combination("dense", ("qkv_linear",)), (4, 1, 8)),
     "dense/attention": Case(Combination("dense", ATTENTION), (4, 1, 8)),
+    "dense/attention/fraction=0.75": Case(Combination("dense", ATTENTION, fraction=0.75), (4,)),
     "dense/core_attn+attn_proj": Case(Combination("dense", ("core_attn", "attn_proj")), (4, 1, 8)),
     "dense/core_attn": Case(Combination("dense", ("core_attn",)), (4,)),
     "dense/attention/graphs=attn": Case(Combination("dense", ATTENTION, graphs=("attn",)), (4, 1)),
@@ -85,7 +88,8 @@ def _measure_case(setting: Setting, part: str, case: Case) -> None:
     workers = [[size] for size in sizes] if case.settings.graphs else [sizes] if sizes else []
     for of_worker in workers:
         largest = f"policy.train_micro_batch_size={max(of_worker)}"
-        section = policy(case.settings.model, [*case.settings.overrides(), *STATE_STAYS, largest])
+        room = [_ROOM_FOR_BOTH] if case.settings.graphs else []
+        section = policy(case.settings.model, [*case.settings.overrides(), *STATE_STAYS, *room, largest])
         with running(section) as worker:
             for size in of_worker:
                 measurement = _Measurement(setting, part, case, worker, section, size)
