@@ -197,9 +197,13 @@ def pairwise(levels: Levels, allowed: Callable[[Mapping[str, Any]], bool]) -> li
 
 
 def _combination(model: str, values: Mapping[str, Any]) -> Combination:
-    """Changing micro-batches are packed, unless captured attention takes padded rows."""
+    """Changing micro-batches are packed, unless captured attention takes padded rows.
+
+    Packed rows of a step with graphs are padded to all of their tokens; then those of its plain run are, too.
+    """
     packed = values["micro_batches"] == "changing" and "attn" not in values["graphs"]
-    return Combination(model, packed=packed, **values)
+    whole_rows = "policy.sequence_packing.sequence_length_round=${policy.sequence_packing.train_mb_tokens}"
+    return Combination(model, packed=packed, extra=(whole_rows,) if packed and values["graphs"] else (), **values)
 
 
 LAYOUTS: Mapping[str, tuple[int, Combination]] = {

@@ -70,10 +70,9 @@ class FrozenShapes:
             dispatcher = getattr(layer.mlp, "token_dispatcher", None)
             if dispatcher is None or dispatcher.valid_cudagraph_attrs is None:  # not part of the graph
                 continue
-            names = [name for name in dispatcher.cudagraph_attrs if name not in dispatcher.valid_cudagraph_attrs]
-            self._values += [
-                (dispatcher, name, getattr(dispatcher, name)) for name in names if hasattr(dispatcher, name)
-            ]
+            shapes = {name for name, value in vars(dispatcher).items() if isinstance(value, torch.Size)}
+            named = shapes.union(dispatcher.cudagraph_attrs).difference(dispatcher.valid_cudagraph_attrs)
+            self._values += [(dispatcher, name, vars(dispatcher)[name]) for name in named if name in vars(dispatcher)]
 
     def restore(self) -> None:
         """As they were after the capture; before replays."""

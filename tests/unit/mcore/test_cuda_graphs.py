@@ -158,6 +158,7 @@ def test_a_dispatcher_gets_the_captured_shapes_back():
         cudagraph_attrs=["hidden_shape", "num_out_tokens", "probs", "shared_experts.gate_score"],
         valid_cudagraph_attrs=["probs"],
         hidden_shape=torch.Size([128, 2, 64]),
+        hidden_shape_before_permute=torch.Size([256, 64]),  # not in the list
         num_out_tokens=512,
         probs="of the last replay",
     )
@@ -165,9 +166,11 @@ def test_a_dispatcher_gets_the_captured_shapes_back():
     layers = [types.SimpleNamespace(mlp=types.SimpleNamespace(token_dispatcher=one)) for one in (dispatcher, eager)]
     frozen = FrozenShapes([*layers, types.SimpleNamespace(mlp=types.SimpleNamespace())])
     dispatcher.hidden_shape, dispatcher.num_out_tokens, dispatcher.probs = torch.Size([8, 3, 64]), 48, "newer"
+    dispatcher.hidden_shape_before_permute = torch.Size([24, 64])
     eager.hidden_shape = 2
     frozen.restore()
     assert (dispatcher.hidden_shape, dispatcher.num_out_tokens) == (torch.Size([128, 2, 64]), 512)
+    assert dispatcher.hidden_shape_before_permute == torch.Size([256, 64])
     assert (dispatcher.probs, eager.hidden_shape) == ("newer", 2)
 
 
