@@ -2,8 +2,10 @@
 
 import contextlib
 import gc
+import os
+import random
 import socket
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.cpu import adapt_to_cpu
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.worker.environment import library_environment
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 RECIPES = Path(__file__).parent / "recipes"
@@ -37,9 +40,30 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
+    """A port that nobody listens on, below those of outgoing connections: runs may go on side by side."""
+    while True:
+        port = random.SystemRandom().randrange(20_000, 32_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("localhost", port))
+            return port
+
+
+@contextlib.contextmanager
+def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
+    """The environment of a worker group's ranks, until the block ends.
+
+    What is read as layers are built counts; what Transformer Engine reads on import is set before (but for its fused
+    experts of quantized models on later GPUs than an H200).
+    """
+    variables = library_environment(megatron_cfg)
+    before = {name: os.environ[name] for name in variables if name in os.environ}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name in variables:
+            os.environ.pop(name, None)
+        os.environ.update(before)
 
 
 @contextlib.contextmanager
@@ -48,21 +72,22 @@ def running(
 ) -> Iterator[MegatronPolicyWorker]:
     """A worker that has given everything back when the block ends; one at a time in a process."""
     release_memory()
-    worker = MegatronPolicyWorker(
-        section,  # type: ignore[arg-type]
-        rank=rank,
-        world_size=world_size,
-        local_rank=rank,
-        master_addr="localhost",
-        master_port=free_port() if port is None else port,
-        seed=3,
-        init_reference_model=False,
-    )
-    try:
-        yield worker
-    finally:
-        worker.shutdown()
-        release_memory()
+    with environment_of(section["megatron_cfg"]):
+        worker = MegatronPolicyWorker(
+            section,  # type: ignore[arg-type]
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            master_addr="localhost",
+            master_port=free_port() if port is None else port,
+            seed=3,
+            init_reference_model=False,
+        )
+        try:
+            yield worker
+        finally:
+            worker.shutdown()
+            release_memory()
 
 
 def release_memory() -> None:

@@ -87,21 +87,3 @@ def free_port(address: str, port_range: tuple[int, int] | None) -> int:
         f"No port of {address} from {candidates.start} to {candidates.stop - 1} is free; widen "
         "cluster.master_port_range_low and cluster.master_port_range_high, or leave them out."
     )
-
-
-def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
-    """Environment variables of one rank, for its process to start with: torch and others read some on import.
-
-    Args:
-        megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
-        rank: This rank.
-        world_size: Number of ranks.
-        threads: CPU threads of the rank.
-    """
-    environment = {"NVTE_CPU_OFFLOAD_V1": "1", "OMP_NUM_THREADS": str(threads)}
-    if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
-        # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
-    environment |= {name: str(value) for name, value in (megatron_cfg.get("env_vars") or {}).items()}
-    # Ray shows an actor its own GPU alone, so that this is device 0 on every rank.
-    return environment | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}

@@ -17,7 +17,8 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
-from nemo_offload_rl.worker.actor import WorkerActor, worker_environment
+from nemo_offload_rl.worker.actor import WorkerActor
+from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.rank_log import relay
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training

@@ -13,7 +13,7 @@ from nemo_offload_rl.config.activation_modules import (
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import nearest, show, show_choices
-from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
+from nemo_offload_rl.config.rules.base import ETP, MEGATRON, MODEL, Verdict, rule
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers
 
 OFFLOADING = f"{MEGATRON}.fine_grained_activation_offloading"
@@ -21,6 +21,8 @@ MODULES = OFFLOAD_MODULES_KEY
 DELAY = f"{MEGATRON}.delay_offload_until_cuda_graph"
 GRAPHS = GRAPH_IMPL_KEY
 OP_FUSER = f"{MEGATRON}.use_transformer_engine_op_fuser"
+# The arguments of `fuses_experts`.
+EXPERT_FUSION = (f"{OP_FUSER}?", MODULES, OFFLOADING, *MODEL)
 LIMIT = "policy.activation_offload.host_memory_limit_gib"
 RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"
 
@@ -28,6 +30,12 @@ RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"
 def offloaded(enabled: bool, modules: list[str] | None) -> list[str]:
     """The modules whose activations move; none where the feature is off."""
     return list(modules or []) if enabled else []
+
+
+def fuses_experts(fused: bool | None, modules: list[str] | None, enabled: bool, *model: Any) -> bool:
+    """Whether Transformer Engine fuses experts; fused_group_mlp tells where the model's kind is not known."""
+    has_experts = model_kind(*model).has_experts
+    return bool(fused) and (has_experts or (has_experts is None and "fused_group_mlp" in offloaded(enabled, modules)))
 
 
 def quoted(names: Sequence[str]) -> str:
@@ -142,6 +150,44 @@ def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused:
     if not parts or not fused or "fused_group_mlp" in moved:
         return None
     return f"names {quoted(parts)}, which are fused while {OP_FUSER} is true; name fused_group_mlp instead"
+
+
+@rule(f"{MEGATRON}.env_vars?", *EXPERT_FUSION)
+def fused_experts_are_switched_on_in_workers(env_vars: dict[str, str] | None, *fusion: Any) -> Verdict:
+    """megatron-core builds no fused experts without the variable; workers have it at 1, and env_vars win."""
+    name = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+    if not fuses_experts(*fusion) or not env_vars or name not in env_vars or env_vars[name] == "1":
+        return None
+    return (
+        f"{MEGATRON}.env_vars.{name}",
+        f'must be "1" while {OP_FUSER} is true, or no fused experts can be built; found {show(env_vars[name])}; '
+        "delete it, since workers set it",
+    )
+
+
+@rule(ETP, *EXPERT_FUSION)
+def fused_experts_are_whole(etp: int, *fusion: Any) -> Verdict:
+    """Fused experts have no tensor parallelism."""
+    if etp == 1 or not fuses_experts(*fusion):
+        return None
+    return f"must be 1 while {OP_FUSER} is true, which fuses whole experts only; found {etp}: change either"
+
+
+@rule(f"{MEGATRON}.moe_grouped_gemm?", *EXPERT_FUSION)
+def fused_experts_are_grouped(grouped: bool | None, *fusion: Any) -> Verdict:
+    """Experts that are computed one by one are not fused; one that is to move has a rule of its own."""
+    _, modules, enabled, *_ = fusion
+    if grouped is not False or "fused_group_mlp" in offloaded(enabled, modules) or not fuses_experts(*fusion):
+        return None
+    return f"must be true while {OP_FUSER} is true, which fuses grouped experts only; found false: change either"
+
+
+@rule(f"{MEGATRON}.moe_apply_probs_on_input?", *EXPERT_FUSION)
+def fused_experts_scale_their_output(on_input: bool | None, *fusion: Any) -> Verdict:
+    """The router's probabilities are part of the fused activation."""
+    if not on_input or not fuses_experts(*fusion):
+        return None
+    return f"must be false while {OP_FUSER} is true, which applies them after the activation; found true: change either"
 
 
 @rule(OFFLOADING, *RECOMPUTATION)

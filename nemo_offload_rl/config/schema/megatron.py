@@ -162,8 +162,8 @@ class MegatronConfig(TypedDict):
     fine_grained_activation_offloading: bool
     # Parts of a layer whose activations move, read only with fine_grained_activation_offloading: attn_norm, qkv_linear,
     # core_attn, attn_proj (with core_attn), mlp_norm; of a mixture of experts also expert_fc1 and moe_act, or
-    # fused_group_mlp. Null while that is false. Recommended: [qkv_linear, core_attn, attn_proj] for dense models,
-    # [moe_act, expert_fc1] for mixtures of experts.
+    # fused_group_mlp (with use_transformer_engine_op_fuser). Null while that is false. Recommended: [qkv_linear,
+    # core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of experts.
     offload_modules: list[str] | None
     # Share of the eligible bytes of a micro-batch that move, the first in the forward pass first. 0 to 1; recommended
     # 1.0, less where the link is the limit. Absent: 1.0.

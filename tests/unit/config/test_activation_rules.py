@@ -17,6 +17,9 @@ ON = f"{MEGATRON}.fine_grained_activation_offloading=true"
 # A model of experts; without the dense one that GRPO would start from.
 EXPERTS = ["~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=8"]
 FUSER = f"+{MEGATRON}.use_transformer_engine_op_fuser=true"
+UNFUSED = f"{MEGATRON}.env_vars={{NVTE_CUTEDSL_FUSED_GROUPED_MLP: '0'}}"
+HUB_NAME = ["~warm_start", "policy.model_name=org/model", "policy.hf_config=null", "policy.tokenizer.name=x"]
+TWO_RANKS_AN_EXPERT = [f"{MEGATRON}.expert_tensor_parallel_size=2", "cluster.gpus_per_node=2"]
 SELECTIVE = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"]
 
 
@@ -58,6 +61,10 @@ BROKEN = {
             [*EXPERTS, *offload("moe_act"), f"+{MEGATRON}.moe_grouped_gemm=false"],
             f"names 'moe_act', which need {MEGATRON}.moe_grouped_gemm true",
         ),
+        (
+            [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_grouped_gemm=false"],
+            f"names 'fused_group_mlp', which need {MEGATRON}.moe_grouped_gemm true",
+        ),
     ],
     "fused_group_mlp_moves_as_a_whole": [
         (
@@ -77,6 +84,38 @@ BROKEN = {
     ],
     "fused_experts_have_no_parts": [
         ([*EXPERTS, FUSER, *offload("moe_act")], "names 'moe_act', which are fused while policy.megatron_cfg.use_tr"),
+    ],
+    "fused_experts_are_switched_on_in_workers": [
+        (
+            [*EXPERTS, FUSER, UNFUSED],
+            f'{MEGATRON}.env_vars.NVTE_CUTEDSL_FUSED_GROUPED_MLP: must be "1" while {MEGATRON}.use_transformer_engine'
+            "_op_fuser is true, or no fused experts can be built; found '0'; delete it, since workers set it",
+        ),
+        (
+            [*HUB_NAME, FUSER, *offload("fused_group_mlp"), UNFUSED],
+            f'{MEGATRON}.env_vars.NVTE_CUTEDSL_FUSED_GROUPED_MLP: must be "1"',
+        ),
+    ],
+    "fused_experts_are_whole": [
+        (
+            [*EXPERTS, FUSER, *offload("fused_group_mlp"), *TWO_RANKS_AN_EXPERT],
+            f"{MEGATRON}.expert_tensor_parallel_size: must be 1 while {MEGATRON}.use_transformer_engine_op_fuser is "
+            "true, which fuses whole experts only; found 2: change either",
+        ),
+    ],
+    "fused_experts_are_grouped": [
+        (
+            [*EXPERTS, FUSER, f"+{MEGATRON}.moe_grouped_gemm=false"],
+            f"{MEGATRON}.moe_grouped_gemm: must be true while {MEGATRON}.use_transformer_engine_op_fuser is true, "
+            "which fuses grouped experts only; found false: change either",
+        ),
+    ],
+    "fused_experts_scale_their_output": [
+        (
+            [*EXPERTS, FUSER, *offload("fused_group_mlp"), f"+{MEGATRON}.moe_apply_probs_on_input=true"],
+            f"{MEGATRON}.moe_apply_probs_on_input: must be false while {MEGATRON}.use_transformer_engine_op_fuser is "
+            "true, which applies them after the activation; found true: change either",
+        ),
     ],
     "recomputed_layers_keep_nothing_to_offload": [
         (
@@ -156,6 +195,11 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
         [*EXPERTS, *offload("qkv_linear", "expert_fc1", "moe_act")],
         [*EXPERTS, FUSER, *offload("fused_group_mlp", "core_attn")],
         [*EXPERTS, FUSER],
+        [*EXPERTS, FUSER, *offload("fused_group_mlp"), UNFUSED.replace("'0'", "'1'")],
+        # What fused experts cannot have concerns neither others, nor dense models, nor where nothing tells of experts.
+        [*EXPERTS, UNFUSED, *TWO_RANKS_AN_EXPERT, f"+{MEGATRON}.moe_apply_probs_on_input=true"],
+        [FUSER, UNFUSED, f"+{MEGATRON}.moe_grouped_gemm=false"],
+        [*HUB_NAME, FUSER, UNFUSED],
         # With recomputation that does not count, or that discards outputs while inputs move.
         [*offload("core_attn"), f"{MEGATRON}.recompute_modules=[core_attn]"],
         [*offload("qkv_linear"), *SELECTIVE],

@@ -11,7 +11,7 @@ import torch
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
-from nemo_offload_rl.worker.actor import free_port, worker_environment
+from nemo_offload_rl.worker.actor import free_port
 from nemo_offload_rl.worker.group import PolicyWorkerGroup, WorkerError
 
 SIZES = {
@@ -116,20 +116,6 @@ def test_moves_are_those_of_the_slowest_rank(group, tensor_parallel_group):
             "train/optimizer_state/copy_s": 2.0,
             "train/optimizer_state/gb_per_s": 3.0,
         }
-
-
-def test_hardware_queues_are_limited_only_where_communication_overlaps():
-    environment = {"rank": 0, "world_size": 2, "threads": 1}
-    one = worker_environment(SIZES, **environment)
-    assert "CUDA_DEVICE_MAX_CONNECTIONS" not in one
-    two = worker_environment(SIZES | {"tensor_model_parallel_size": 2}, **environment)
-    assert two["CUDA_DEVICE_MAX_CONNECTIONS"] == "1"
-    own = SIZES | {"tensor_model_parallel_size": 2, "env_vars": {"CUDA_DEVICE_MAX_CONNECTIONS": "8", "RANK": "5"}}
-    assert worker_environment(own, **environment)["CUDA_DEVICE_MAX_CONNECTIONS"] == "8"
-    assert worker_environment(own, **environment)["RANK"] == "0"
-    assert worker_environment(SIZES | {"env_vars": None}, **environment) == {
-        name: value for name, value in one.items() if name != "TOY_VARIABLE"
-    }
 
 
 def test_ports_come_from_the_range():

@@ -1,0 +1,34 @@
+"""Environment variables of the processes that train."""
+
+from collections.abc import Mapping
+from typing import Any
+
+
+def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
+    """What Transformer Engine, megatron-core and CUDA read for a recipe: some on import, some as layers are built.
+
+    Args:
+        megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.
+    """
+    environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
+    if megatron_cfg.get("use_transformer_engine_op_fuser"):
+        # megatron-core fuses no gated experts without it, also where Transformer Engine then has no kernel for the GPU.
+        environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
+    if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
+        # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
+        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+    return environment | {name: str(value) for name, value in (megatron_cfg.get("env_vars") or {}).items()}
+
+
+def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
+    """Environment variables of one rank, for its process to start with: torch and others read some on import.
+
+    Args:
+        megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults, but not over the ranks.
+        rank: This rank.
+        world_size: Number of ranks.
+        threads: CPU threads of the rank.
+    """
+    environment = {"OMP_NUM_THREADS": str(threads)} | library_environment(megatron_cfg)
+    # Ray shows an actor its own GPU alone, so that this is device 0 on every rank.
+    return environment | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}

@@ -1,0 +1,44 @@
+import pytest
+
+from nemo_offload_rl.worker.environment import library_environment, worker_environment
+
+RECIPE = {"tensor_model_parallel_size": 1, "sequence_parallel": False}
+FUSED_EXPERTS = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
+
+
+def test_hardware_queues_are_limited_only_where_communication_overlaps():
+    name = "CUDA_DEVICE_MAX_CONNECTIONS"
+    assert name not in library_environment(RECIPE)
+    for overlapping in ({"tensor_model_parallel_size": 2}, {"sequence_parallel": True}):
+        assert library_environment(RECIPE | overlapping)[name] == "1"
+    own = {"tensor_model_parallel_size": 2, "env_vars": {name: "8"}}
+    assert library_environment(RECIPE | own)[name] == "8"
+
+
+@pytest.mark.parametrize("fused", [True, False, None])
+def test_fused_experts_are_switched_on_with_the_op_fuser(fused):
+    recipe = RECIPE | {"use_transformer_engine_op_fuser": fused}
+    assert (FUSED_EXPERTS in library_environment(recipe)) is bool(fused)
+    assert library_environment(recipe | {"env_vars": {FUSED_EXPERTS: "0"}})[FUSED_EXPERTS] == "0"
+    if fused:
+        assert library_environment(recipe)[FUSED_EXPERTS] == "1"
+
+
+def test_a_recipe_that_says_nothing_has_the_defaults():
+    for recipe in (RECIPE, RECIPE | {"env_vars": None}):
+        assert library_environment(recipe) == {"NVTE_CPU_OFFLOAD_V1": "1"}
+
+
+def test_a_rank_has_its_place_and_its_threads_beside_what_libraries_read():
+    recipe = RECIPE | {"use_transformer_engine_op_fuser": True, "env_vars": {"RANK": "5", "TOY_VARIABLE": "1"}}
+    assert worker_environment(recipe, rank=1, world_size=2, threads=3) == {
+        "NVTE_CPU_OFFLOAD_V1": "1",
+        FUSED_EXPERTS: "1",
+        "TOY_VARIABLE": "1",
+        "OMP_NUM_THREADS": "3",
+        "RANK": "1",
+        "LOCAL_RANK": "0",
+        "WORLD_SIZE": "2",
+    }
+    own = RECIPE | {"env_vars": {"OMP_NUM_THREADS": "7"}}
+    assert worker_environment(own, rank=0, world_size=1, threads=3)["OMP_NUM_THREADS"] == "7"
