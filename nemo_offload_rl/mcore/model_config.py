@@ -191,6 +191,9 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "seq_length": policy["max_total_sequence_length"],
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
     }
+    if derived["variable_seq_lengths"] and not provider.num_moe_experts:
+        # The default is allgather, which megatron-core refuses beside lengths that vary, in models without experts too.
+        derived["moe_token_dispatcher_type"] = "alltoall"
     if provider.vocab_size % cfg["tensor_model_parallel_size"]:
         derived |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
     needed: dict[str, Any] = {}

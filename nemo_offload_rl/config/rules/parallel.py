@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import NUM_EXPERTS_KEYS
-from nemo_offload_rl.config.rules.base import CP, EP, ETP, GPUS, MEGATRON, NODES, PP, TP, Verdict, rule
+from nemo_offload_rl.config.model_kind import NUM_EXPERTS_KEYS, model_kind
+from nemo_offload_rl.config.rules.base import CP, EP, ETP, GPUS, MEGATRON, MODEL, NODES, PP, TP, Verdict, rule
 
 
 @rule(TP, PP, CP, GPUS, NODES)
@@ -25,6 +25,17 @@ def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: in
     return (
         f"expert {ep} x expert tensor {etp} x pipeline {pp} = {ep * etp * pp} ranks do not divide the {gpus * nodes} "
         f"ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}); change either"
+    )
+
+
+@rule(f"{MEGATRON}.moe_token_dispatcher_type?", "policy.sequence_packing.enabled", PP, *MODEL)
+def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool, pp: int, *model: Any) -> Verdict:
+    """Packed rows differ in length, which stages tell each other; megatron-core's allgather dispatcher cannot."""
+    if dispatcher != "allgather" or not packs or pp == 1 or not model_kind(*model).has_experts:
+        return None
+    return (
+        f"is allgather, which takes no packed rows on a pipeline ({PP} {pp}, policy.sequence_packing.enabled true); "
+        "set it to alltoall"
     )
 
 

@@ -29,6 +29,17 @@ BROKEN = {
         [f"{EP}=3", "cluster.gpus_per_node=2", "policy.hf_config.num_experts=6"],
         f"{EP}: expert 3 x expert tensor 1 x pipeline 1 = 3 ranks do not divide the 2 ranks",
     ),
+    "pipelined_packed_tokens_are_not_gathered": (
+        [
+            f"{PP}=2",
+            "cluster.gpus_per_node=2",
+            "policy.sequence_packing.enabled=true",
+            "policy.hf_config.model_type=qwen3_moe",
+            "+policy.hf_config.num_experts=4",
+            f"++{MEGATRON}.moe_token_dispatcher_type=allgather",
+        ],
+        f"moe_token_dispatcher_type: is allgather, which takes no packed rows on a pipeline ({PP} 2",
+    ),
     "virtual_pipeline_needs_pipeline": (
         [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
         f"virtual_pipeline_model_parallel_size: is 2, but {PP} is 1",

@@ -4,8 +4,9 @@ from support.tiny import tiny_policy
 from nemo_offload_rl.mcore import model_config
 
 
-def overrides_of(**megatron):
+def overrides_of(*, packed=False, **megatron):
     policy = tiny_policy(**megatron)
+    policy["sequence_packing"] = {"enabled": packed}
     bridge = model_config.make_bridge(policy)
     return model_config.model_overrides(policy, bridge.to_megatron_provider(load_weights=False))
 
@@ -30,6 +31,14 @@ def test_virtual_stages_never_send_in_batches():
         ValueError, match=r"batch_p2p_comm is True, but virtual pipeline stages need batch_p2p_comm False"
     ):
         overrides_of(**layout, batch_p2p_comm=True)
+
+
+def test_packed_rows_of_a_dense_model_go_through_a_pipeline():
+    """megatron-core's default dispatcher of experts refuses them, in models without experts too."""
+    megatron = {"moe_token_dispatcher_type": "allgather", "pipeline_model_parallel_size": 2}
+    packed = overrides_of(packed=True, **megatron)
+    assert (packed["variable_seq_lengths"], packed["moe_token_dispatcher_type"]) == (True, "alltoall")
+    assert overrides_of(**megatron)["moe_token_dispatcher_type"] == "allgather"
 
 
 def test_what_local_layers_cannot_do_is_refused():
