@@ -23,6 +23,7 @@ LATE = "late copies"
 _REFUSED = "refused/"
 
 _SETTINGS = (Column("model", field("model")), Column("modules", names("modules")))
+_FRACTION = Column("fraction", field("fraction"))
 _CAPTURED, _DELAY = Column("graphs", names("graphs")), Column("delay", field("delay"))
 _ROWS = Column("rows a micro-batch", field("micro_batch"))
 _STEPS = Column("steps", field("steps"))
@@ -45,7 +46,7 @@ _OVERHEAD = (
 def _parity(rows: Sequence[Row]) -> str | None:
     columns = (
         *_SETTINGS,
-        Column("fraction", field("fraction")),
+        _FRACTION,
         _CAPTURED,
         _DELAY,
         Column("micro-batches", field("micro_batches")),
@@ -98,6 +99,7 @@ def _first_sentence(message: str | None) -> str:
 def _cost(rows: Sequence[Row]) -> str | None:
     columns = (
         *_SETTINGS,
+        _FRACTION,
         _ROWS,
         Column("plain, ms", number("base_step_ms", 1)),
         Column("offloaded, ms", number("step_ms", 1)),
@@ -115,6 +117,7 @@ def _cost(rows: Sequence[Row]) -> str | None:
 def _saving(rows: Sequence[Row]) -> str | None:
     columns = (
         *_SETTINGS,
+        _FRACTION,
         _ROWS,
         Column("distinct, MiB a micro-batch", quotient("distinct_mib", "num_micro_batches")),
         Column("kept by choice", quotient("kept_mib", "num_micro_batches")),

@@ -25,7 +25,7 @@ class ActivationSettings:
 
     Attributes:
         modules: names of `SAVED_BY`.
-        fraction: share of the bytes that leave, the first in the forward pass first.
+        fraction: share of the bytes that leave, at most; what stays is spread over the layers.
         min_elements: smaller tensors stay.
         host_memory_limit_bytes: host memory of one rank for activations; None for what they need.
         strict: a module that does nothing is an error.
@@ -139,17 +139,18 @@ def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, 
 def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:
     """Of each module, how many layers of a model chunk leave with the recipe's fraction.
 
-    As the manager counts: groups in the order of the forward pass, as long as their bytes are within the fraction.
+    As the manager counts (offload/activation_groups.py, `Profile`): in the order of the forward pass a group leaves if
+    what has left is then within the fraction of what has come by.
     """
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
     layers = -(-facts.num_layers // facts.num_model_chunks)
-    room = settings.fraction * layers * sum(sizes.values())
     counts = dict.fromkeys(sizes, 0)
+    eligible = left = 0
     for name in list(sizes) * layers:
-        room -= sizes[name]
-        if room < 0:
-            break
-        counts[name] += 1
+        eligible += sizes[name]
+        if left + sizes[name] <= settings.fraction * eligible:
+            left += sizes[name]
+            counts[name] += 1
     return counts
 
 

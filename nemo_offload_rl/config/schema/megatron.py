@@ -165,8 +165,8 @@ class MegatronConfig(TypedDict):
     # fused_group_mlp (with use_transformer_engine_op_fuser). Null while that is false. Recommended: [qkv_linear,
     # core_attn, attn_proj] for dense models, [moe_act, expert_fc1] for mixtures of experts.
     offload_modules: list[str] | None
-    # Share of the eligible bytes of a micro-batch that move, the first in the forward pass first. 0 to 1; recommended
-    # 1.0, less where the link is the limit. Absent: 1.0.
+    # Share of the eligible bytes of a micro-batch that move, at most; what stays is spread over the layers. 0 to 1;
+    # recommended 1.0, less where the link is the limit. Absent: 1.0.
     activation_offload_fraction: NotRequired[Fraction]
     # Smallest tensor that moves, in elements (not bytes). 0 or more; recommended 1048576, 0 for tiny models in tests.
     # Absent: 1048576.

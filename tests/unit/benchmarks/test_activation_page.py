@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from activation_cases.page import END, PageError, update_page, with_tables
+from activation_cases.page import END, PageError, read_rows, update_page, with_tables
 from activation_cases.page_cells import MISSING
 from activation_cases.page_tables import TABLES
 from activation_cases.table import FIELDS
@@ -136,6 +136,7 @@ def test_costs_stand_beside_the_plain_run_of_the_same_size():
     assert shown == {
         "model": "dense",
         "modules": "`qkv_linear`, `core_attn`",
+        "fraction": MISSING,
         "rows a micro-batch": "4",
         "plain, ms": "500.0",
         "offloaded, ms": "502.0",
@@ -286,3 +287,9 @@ def test_the_command_writes_a_page_and_says_what_is_wrong_with_one(tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, check=True)
     assert done.stdout == f"{beside}\n"
     assert "| 0.3, **missed by 0.1** |" in beside.read_text()
+
+
+def test_the_page_has_the_tables_of_its_results():
+    page = Path(__file__).parents[3] / "docs/results/activation_offload.md"
+    text = page.read_text(encoding="utf-8")
+    assert with_tables(text, read_rows(page.with_suffix(".json"))) == text

@@ -10,6 +10,7 @@ from support.tiny import TINY_QWEN3_MOE
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
+from nemo_offload_rl.offload.activation_groups import Group, Profile
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
     EXPERT_LOAD_FACTOR,
@@ -192,18 +193,34 @@ def test_the_recipe_may_size_the_slab():
     assert slab_bytes(DENSE, asked("core_attn")) == 3 * GIB
 
 
-def test_a_fraction_leaves_the_last_groups_on_the_gpu():
+def test_a_fraction_is_kept_layer_by_layer():
     def layers(fraction: float) -> list[float]:
         sizes = module_bytes(DENSE, asked("qkv_linear", "core_attn", "attn_norm", fraction=fraction))
         return [sizes[name].micro_batch / (size * MIB) for name, size in (("qkv_linear", 128), ("core_attn", 192))]
 
     assert layers(1.0) == [16, 16]
+    assert layers(0.75) == [12, 12]
     assert layers(0.5) == [8, 8]
-    assert layers(0.47) == [8, 7]  # 2,368 MiB of 5,120, of which 0.47 are 2,406
-    assert layers(0.46) == [7, 7]
+    # Of 128, 192, 128, ... the 5th group is the first within a quarter of what has come by (768 MiB); 192 never are.
+    assert layers(0.25) == [9, 0]
     assert layers(0.0) == [0, 0]
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.25)) == 4 * 192 * MIB
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.0)) == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.33, 0.5, 0.7, 0.99, 1.0])
+def test_the_manager_chooses_as_many_groups(fraction):
+    modules = ("qkv_linear", "core_attn")
+    groups = []
+    for layer in range(16):
+        for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
+            group = Group(name)
+            group.key, group.nbytes = (name, layer), size
+            groups.append(group)
+    leaves = Profile(groups, fraction, has_margin=False).leaves
+    planned = module_bytes(DENSE, asked(*modules, fraction=fraction))
+    for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
+        assert planned[name].micro_batch == size * sum(leaves[name, layer] for layer in range(16))
 
 
 def policy_of(*overrides: str) -> Any:
