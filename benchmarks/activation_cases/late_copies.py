@@ -1,7 +1,7 @@
 """Copies that begin late, so that a wait that is missing shows in the numbers."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 import torch
@@ -26,18 +26,19 @@ class Delays:
 def late_copies(milliseconds: float) -> Iterator[Delays]:
     """Before every copy of the offload engine, in either direction, its stream spins; nothing at 0."""
     delays = Delays()
-    copy = Lane.copy
+    copy_all = Lane.copy_all
 
-    def late_copy(self: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if self.stream is not None:
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
-            delays.num_copies += 1
-        copy(self, destination, source)
+    def late_copy_all(self: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for pair in pairs:
+            if self.stream is not None:
+                with torch.cuda.stream(self.stream):
+                    torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
+                delays.num_copies += 1
+            copy_all(self, [pair])
 
     if milliseconds:
-        Lane.copy = late_copy  # type: ignore[method-assign]
+        Lane.copy_all = late_copy_all  # type: ignore[method-assign]
     try:
         yield delays
     finally:
-        Lane.copy = copy  # type: ignore[method-assign]
+        Lane.copy_all = copy_all  # type: ignore[method-assign]

@@ -87,10 +87,9 @@ class CudaCopies(CopyEngine):
     def _copy(self, lane: Lane, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         assert lane.stream is not None
         lane.follow_current_stream()
-        for ticket in after:
+        for ticket in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
             assert isinstance(ticket, _Event)
             lane.stream.wait_event(ticket.event)
-        for destination, source in pairs:
-            lane.copy(destination, source)
+        lane.copy_all(pairs)
         self._num_asked += 1
         return _Event(lane, self._num_asked)

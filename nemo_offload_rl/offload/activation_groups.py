@@ -1,5 +1,6 @@
 """Groups of activations: one module's forward pass in one layer; the passes they are part of; what is on its way."""
 
+import functools
 import weakref
 from collections import Counter, deque
 from collections.abc import Iterable, Sequence
@@ -9,10 +10,7 @@ import torch
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
-from nemo_offload_rl.offload.parcel import Parcel, check_version
-
-Saved = tuple[torch.Tensor, int, Parcel]
-"""A tensor that autograd saved, its version then, and its storage."""
+from nemo_offload_rl.offload.parcel import Parcel, Saved, check_versions
 
 
 class Group:
@@ -24,9 +22,14 @@ class Group:
         self.key = (name, -1)
         """The module, and how many of its groups come before this one in the pass."""
         self.parcels: list[weakref.ref[Parcel]] = []
+        """The storages of what it saved, in the order in which its backward pass needs them."""
         self.saved: list[Saved] = []
         """Tensors with their versions, until the copies out of them are asked for."""
         self.nbytes = 0
+
+    def has_left(self) -> bool:
+        """Whether something that it saved was copied to the host, perhaps for another group."""
+        return any(parcel is not None and parcel.has_left for parcel in (ref() for ref in self.parcels))
 
 
 class GroupListener(Protocol):
@@ -58,11 +61,18 @@ class Chunk:
         """Started, and not committed: a norm's group commits after the module behind it has started."""
         self.groups: list[Group] = []
         """Committed, in order: the backward pass takes them in the reverse order."""
-        self.parcels: weakref.WeakValueDictionary[int, Parcel] = weakref.WeakValueDictionary()
+        self.parcels: dict[int, weakref.ref[Parcel]] = {}
+        """By the address of a storage, which is another one's once the parcel is gone."""
         self.num_not_back: int | None = None
         """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
         self._num_of: Counter[str] = Counter()
         self._waiting: list[Group] = []
+
+    @functools.cached_property
+    def resident_from(self) -> int:
+        """Groups from this one on have nothing on the host; asked for when the forward pass is over."""
+        away = [group.index for group in self.groups if group.has_left()]
+        return max(away, default=-1) + 1
 
     @property
     def num_modules(self) -> int:
@@ -77,10 +87,9 @@ class Chunk:
 
     def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
         """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
-        group = _first(self.open, name)
+        group = _taken(self.open, name, range(len(self.open)))
         if group is None:  # it was delayed until after its backward pass
             return
-        self.open.remove(group)
         group.index = len(self.groups)
         group.key = (name, self._num_of[name])
         self._num_of[name] += 1
@@ -90,21 +99,23 @@ class Chunk:
 
     def on_group_commit_backward(self, name: str) -> None:
         """A group's backward pass begins where its forward pass ended."""
-        group = _first(reversed(self._waiting), name)
+        group = _taken(self._waiting, name, reversed(range(len(self._waiting))))
         if group is not None:
-            self._waiting.remove(group)
             self._listener.begin_backward(self, group)
             return
-        delayed = _first(reversed(self.open), name)
+        delayed = _taken(self.open, name, reversed(range(len(self.open))))
         assert delayed is not None, f"the backward pass of a group {name} that never started"
-        self.open.remove(delayed)
 
     def on_group_start_backward(self) -> None:
         """Nothing: what follows was asked for when this group began."""
 
 
-def _first(groups: Iterable[Group], name: str) -> Group | None:
-    return next((group for group in groups if group.name == name), None)
+def _taken(groups: list[Group], name: str, order: Iterable[int]) -> Group | None:
+    """The first of this name in `order`; it is no longer in the list."""
+    for index in order:
+        if groups[index].name == name:
+            return groups.pop(index)
+    return None
 
 
 class Profile:
@@ -151,6 +162,6 @@ class Stash:
         while len(self._held) > keep:
             group, ticket, saved = self._held.popleft()
             self._copies.wait(ticket)
-            for tensor, version, parcel in saved:
-                check_version(tensor, version, group.name)
+            check_versions(saved, group.name)
+            for _, _, parcel in saved:
                 parcel.storage = None

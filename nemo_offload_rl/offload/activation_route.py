@@ -1,6 +1,6 @@
 """Which way the activations of a pass go: to which host memory, by which copies, counted by whom."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -22,7 +22,7 @@ class HostMemory(Protocol):
         """Return a region; `after` is the copy that reads it last, if it may still be under way."""
         ...
 
-    def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
         """The region in pieces that one copy can take: offset inside it, and uint8 memory."""
         ...
 

@@ -33,7 +33,7 @@ from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_version
+from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_versions, cut, start_back
 
 
 @dataclass(frozen=True)
@@ -223,9 +223,10 @@ class ActivationOffloader:
     def commit(self, chunk: Chunk, group: Group) -> None:
         """A group's forward pass is queued: ask for the copies of what it saved."""
         saved, group.saved = group.saved, []
-        for tensor, version, _ in saved:
-            check_version(tensor, version, group.name)
-        fresh = list({id(parcel): parcel for _, _, parcel in saved if not parcel.is_settled}.values())
+        check_versions(saved, group.name)
+        parcels = list(dict.fromkeys(parcel for _, _, parcel in reversed(saved)))
+        group.parcels = [weakref.ref(parcel) for parcel in parcels]
+        fresh = [parcel for parcel in reversed(parcels) if not parcel.is_settled]
         for parcel in fresh:
             parcel.is_settled = True
         group.nbytes = sum(parcel.nbytes for parcel in fresh)
@@ -240,9 +241,8 @@ class ActivationOffloader:
         elif fresh:
             assert ticket is not None
             report.moved_bytes += group.nbytes
-            mine = {id(parcel) for parcel in fresh}
             stash = self.captures.stash if is_captured else self._stash
-            stash.hold(group, ticket, [entry for entry in saved if id(entry[2]) in mine])
+            stash.hold(group, ticket, [entry for entry in saved if entry[2] in fresh])
         if is_captured:  # the wait is at the end of the graph
             return
         per_layer = len(self.options.modules) if profile is None else profile.per_layer
@@ -270,8 +270,7 @@ class ActivationOffloader:
         after: list[Ticket] = []
         for parcel, region in zip(parcels, regions, strict=True):
             assert parcel.storage is not None
-            here = as_bytes(parcel.storage)
-            pairs += [(piece, here[offset : offset + len(piece)]) for offset, piece in route.host.pieces(region)]
+            pairs += cut(as_bytes(parcel.storage), route.host.pieces(region))
             after += region.after
         ticket = route.copies.out(pairs, after)
         for parcel, region in zip(parcels, regions, strict=True):
@@ -297,23 +296,23 @@ class ActivationOffloader:
     def _pack(self, tensor: torch.Tensor) -> Any:
         active = self._active[-1]
         assert active is not None
-        chunk, group = active
         if not self._is_candidate(tensor):
             return tensor
+        chunk, group = active
         storage = tensor.untyped_storage()
-        tally = chunk.route.tally.of(group.name)
-        if storage._cdata in self._keep or storage._cdata in self.captures.keep:
+        number = storage._cdata
+        if number in self._keep or number in self.captures.keep:
             return tensor
         if storage.nbytes() < self.options.min_elements * tensor.element_size():
-            tally.small_bytes += storage.nbytes()
+            chunk.route.tally.of(group.name).small_bytes += storage.nbytes()
             return tensor
-        parcel = chunk.parcels.get(storage._cdata)
+        known = chunk.parcels.get(number)
+        parcel = known() if known is not None else None
         if parcel is None:
             parcel = Parcel(storage, group.name, chunk.route)
-            chunk.parcels[storage._cdata] = parcel
+            chunk.parcels[number] = weakref.ref(parcel)
         elif parcel.module != group.name:
-            tally.duplicate_bytes += parcel.nbytes
-        group.parcels.append(weakref.ref(parcel))
+            chunk.route.tally.of(group.name).duplicate_bytes += parcel.nbytes
         group.saved.append((tensor, tensor._version, parcel))
         return SavedView(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
@@ -336,6 +335,8 @@ class ActivationOffloader:
             self._end_forward()
         elif chunk.num_not_back is None:
             chunk.num_not_back = len(chunk.groups)
+        if group.index > chunk.resident_from:  # the next one is here, too; most memory is in use about now
+            return
         first = group.index - chunk.num_modules
         self._start_back(chunk, first)
         if first < 0:
@@ -356,19 +357,23 @@ class ActivationOffloader:
         assert chunk.num_not_back is not None
         first = max(0, first)
         for group in reversed(chunk.groups[first : chunk.num_not_back]):
-            for parcel in filter(None, (ref() for ref in reversed(group.parcels))):
-                chunk.route.tally.of(parcel.module).returned_bytes += self._bring(parcel)
+            absent = [parcel for ref in group.parcels if (parcel := ref()) is not None and parcel.storage is None]
+            for parcel in self._bring(absent):
+                parcel.route.tally.of(parcel.module).returned_bytes += parcel.nbytes
         chunk.num_not_back = min(chunk.num_not_back, first)
 
-    def _bring(self, parcel: Parcel) -> int:
-        if parcel.is_gone():
-            parcel.route.tally.of(parcel.module).freed_bytes += parcel.nbytes
-        return parcel.start_back()
+    @staticmethod
+    def _bring(parcels: Sequence[Parcel]) -> list[Parcel]:
+        for parcel in parcels:
+            if parcel.is_gone():
+                parcel.route.tally.of(parcel.module).freed_bytes += parcel.nbytes
+        return start_back(parcels) if parcels else []
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         if not isinstance(packed, SavedView):
             assert isinstance(packed, torch.Tensor)
             return packed
-        parcel = packed.parcel
-        parcel.route.tally.of(parcel.module).late_bytes += self._bring(parcel)
+        if packed.parcel.storage is None:
+            for parcel in self._bring([packed.parcel]):
+                parcel.route.tally.of(parcel.module).late_bytes += parcel.nbytes
         return packed.tensor()

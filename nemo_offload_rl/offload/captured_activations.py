@@ -10,7 +10,7 @@ of them on one stream, where they follow each other. Rules that come with captur
 - graphs hold addresses, so host memory is theirs until they are deleted (`KeptRegions`).
 """
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -43,7 +43,7 @@ class KeptRegions(HostMemory):
     def give_back(self, region: Region, after: Ticket | None) -> None:
         """Nothing: the next replay copies there again."""
 
-    def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
         """See `HostMemory`."""
         return self._slab.pieces(region)
 

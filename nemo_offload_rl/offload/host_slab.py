@@ -1,8 +1,9 @@
 """One slab of host memory, handed out by bytes, whatever the shapes are."""
 
+from bisect import bisect
 from collections import deque
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -13,8 +14,7 @@ ALIGNMENT_BYTES = 4096
 """Regions start on pages, for copies at full speed."""
 
 
-@dataclass(frozen=True)
-class Region:
+class Region(NamedTuple):
     """A part of a slab that one storage was given.
 
     Attributes:
@@ -33,10 +33,9 @@ class Region:
         return _aligned(self.nbytes)
 
 
-@dataclass(frozen=True)
-class _Gap:
-    offset: int
-    nbytes: int
+class _Gap(NamedTuple):
+    start: int
+    stop: int
     after: tuple[Ticket, ...]
 
 
@@ -64,13 +63,16 @@ class HostSlab:
         self._collect()
         wanted = _aligned(nbytes)
         for index, gap in enumerate(self._gaps):
-            if gap.nbytes < wanted:
+            stop = gap.start + wanted
+            if stop > gap.stop:
                 continue
-            rest = _Gap(gap.offset + wanted, gap.nbytes - wanted, gap.after)
-            self._gaps[index : index + 1] = [rest] if rest.nbytes else []
+            if stop < gap.stop:
+                self._gaps[index] = _Gap(stop, gap.stop, gap.after)
+            else:
+                del self._gaps[index]
             self.used_bytes += wanted
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return Region(gap.offset, nbytes, gap.after)
+            return Region(gap.start, nbytes, gap.after)
         return None
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
@@ -89,7 +91,7 @@ class HostSlab:
         """Regions that are free do not name copies that are done; where the GPU is idle, none at all."""
         self._collect()
         self._gaps = [
-            _Gap(gap.offset, gap.nbytes, tuple(ticket for ticket in gap.after if not ticket.reached()))
+            _Gap(gap.start, gap.stop, tuple(ticket for ticket in gap.after if not ticket.reached()))
             for gap in self._gaps
         ]
 
@@ -98,7 +100,7 @@ class HostSlab:
 
         Args:
             region: from `take`.
-            after: the copy that reads it last, if it may still be under way.
+            after: the copy that uses it last, if it may still be under way; it follows those that the region names.
         """
         self._returned.append((region, after))
 
@@ -109,39 +111,43 @@ class HostSlab:
         self._gaps = []
         self._returned.clear()
 
-    def pieces(self, region: Region) -> Iterator[tuple[int, torch.Tensor]]:
+    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
         """The region cut where page-locking was (see `LOCK_CHUNK_BYTES`): offset inside it, and uint8 memory."""
+        pieces = []
         start, end = region.offset, region.offset + region.nbytes
         while start < end:
             stop = min(end, (start // LOCK_CHUNK_BYTES + 1) * LOCK_CHUNK_BYTES)
-            yield start - region.offset, self._memory[start:stop]
+            pieces.append((start - region.offset, self._memory[start:stop]))
             start = stop
+        return pieces
 
     def _collect(self) -> None:
         while self._returned:
             region, after = self._returned.popleft()
-            self.used_bytes -= region.reserved_bytes
-            held = region.after if after is None else (*region.after, after)
-            self._insert(_Gap(region.offset, region.reserved_bytes, _last(held)))
+            reserved_bytes = region.reserved_bytes
+            self.used_bytes -= reserved_bytes
+            held = region.after if after is None else (after,)
+            if reserved_bytes:
+                self._insert(_Gap(region.offset, region.offset + reserved_bytes, held))
 
     def _insert(self, gap: _Gap) -> None:
-        at = next((i for i, other in enumerate(self._gaps) if other.offset > gap.offset), len(self._gaps))
-        if at < len(self._gaps) and gap.offset + gap.nbytes == self._gaps[at].offset:
+        at = bisect(self._gaps, (gap.start,))  # no two begin at the same place
+        if at < len(self._gaps) and gap.stop == self._gaps[at].start:
             behind = self._gaps.pop(at)
-            gap = _Gap(gap.offset, gap.nbytes + behind.nbytes, _last((*gap.after, *behind.after)))
-        if at > 0 and self._gaps[at - 1].offset + self._gaps[at - 1].nbytes == gap.offset:
-            before = self._gaps.pop(at - 1)
-            at -= 1
-            gap = _Gap(before.offset, before.nbytes + gap.nbytes, _last((*before.after, *gap.after)))
-        self._gaps.insert(at, gap)
+            gap = _Gap(gap.start, behind.stop, _last(gap.after, behind.after))
+        if at > 0 and self._gaps[at - 1].stop == gap.start:
+            before = self._gaps[at - 1]
+            self._gaps[at - 1] = _Gap(before.start, gap.stop, _last(before.after, gap.after))
+        else:
+            self._gaps.insert(at, gap)
 
 
-def _last(tickets: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
+def _last(some: tuple[Ticket, ...], others: tuple[Ticket, ...]) -> tuple[Ticket, ...]:
     """Those after which all of them are done; nobody is asked whether it is, since that takes a microsecond each."""
-    last: list[Ticket] = []
-    for ticket in tickets:
-        if not any(other.covers(ticket) for other in last):
-            last = [other for other in last if not ticket.covers(other)] + [ticket]
+    last = list(some)
+    for ticket in others:
+        if not any(known.covers(ticket) for known in last):
+            last = [known for known in last if not ticket.covers(known)] + [ticket]
     return tuple(last)
 
 

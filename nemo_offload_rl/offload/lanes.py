@@ -1,6 +1,7 @@
 """Streams for copies, and marks in them; without a GPU the same words mean plain copies by the calling thread."""
 
 import time
+from collections.abc import Iterable
 from typing import Protocol, Self
 
 import torch
@@ -80,11 +81,17 @@ class Lane:
 
     def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
         """Queue a copy."""
+        self.copy_all([(destination, source)])
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies, each of a destination and its source, and change the caller's stream once for all of them."""
         if self.stream is None:
-            destination.copy_(source)
+            for destination, source in pairs:
+                destination.copy_(source)
             return
         with torch.cuda.stream(self.stream):
-            destination.copy_(source, non_blocking=True)
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
 
     def mark(self, *, spins: bool = False) -> Mark:
         """What has been queued so far.

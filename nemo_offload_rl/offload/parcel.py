@@ -1,6 +1,7 @@
 """A storage that autograd saved, on its way to the host and back."""
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -21,6 +22,7 @@ class Parcel:
         module: that saved it first.
         route: that it takes.
         nbytes: of the storage.
+        device: the GPU.
         storage: on the GPU; None while it is on the host alone.
         is_settled: a group has committed it: it leaves, or it stays.
     """
@@ -31,7 +33,7 @@ class Parcel:
         self.nbytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
         self.is_settled = False
-        self._device = storage.device
+        self.device = storage.device
         self._weak = StorageWeakRef(storage)
         self._region: Region | None = None
         self._left: Ticket | None = None
@@ -46,34 +48,37 @@ class Parcel:
         """Its copy to the host was asked for."""
         self._region, self._left = region, ticket
 
+    def on_host(self) -> tuple[Region, Ticket]:
+        """Where it is there, and the copy that has taken it there."""
+        assert self._region is not None and self._left is not None
+        return self._region, self._left
+
+    def come_back(self, storage: torch.UntypedStorage, ticket: Ticket) -> None:
+        """Its copy to the GPU was asked for."""
+        region, _ = self.on_host()
+        self.storage, self._returning = storage, ticket
+        self._region = None
+        self.route.host.give_back(region, ticket)
+
     def is_gone(self) -> bool:
         """Whether its memory on the GPU is."""
         return self.storage is None and self._weak.expired()
 
-    def start_back(self) -> int:
-        """Ask for the copy to the GPU, unless it is there.
+    def revive(self) -> bool:
+        """Use its memory on the GPU again if somebody else has kept it.
 
         Returns:
-            Bytes that will be copied.
+            Whether somebody has.
         """
-        if self.storage is not None:
-            return 0
         alive = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
-        if alive is not None and alive.nbytes() == self.nbytes:  # somebody else has kept it
+        if alive is not None and alive.nbytes() == self.nbytes:
             self.storage = alive
-            return 0
-        assert self._region is not None and self._left is not None
-        self.storage = torch.empty(self.nbytes, dtype=torch.uint8, device=self._device).untyped_storage()
-        there = as_bytes(self.storage)
-        pairs = [(there[offset : offset + len(piece)], piece) for offset, piece in self.route.host.pieces(self._region)]
-        self._returning = self.route.copies.back(pairs, [self._left])
-        self.route.host.give_back(self._region, self._returning)
-        self._region = None
-        return self.nbytes
+        return self.storage is not None
 
     def fetch(self) -> torch.UntypedStorage:
         """Its storage on the GPU; the caller's stream has waited for it."""
-        self.start_back()
+        if self.storage is None:
+            start_back([self])
         if self._returning is not None:
             self.route.copies.wait(self._returning)
             self._returning = None
@@ -87,8 +92,37 @@ class Parcel:
             self.route.host.give_back(self._region, self._left)
 
 
-@dataclass(frozen=True)
-class SavedView:
+Saved = tuple[torch.Tensor, int, Parcel]
+"""A tensor that autograd saved, its version then, and its storage."""
+
+
+def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
+    """Ask for the copies to the GPU of parcels that take one route, all at once: the host pays for each request.
+
+    Args:
+        parcels: on the host alone, as far as is known here.
+
+    Returns:
+        Those that will be copied: all whose memory nobody else has kept on the GPU.
+    """
+    absent = [parcel for parcel in parcels if not parcel.revive()]
+    if not absent:
+        return []
+    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    after: list[Ticket] = []
+    there: list[torch.Tensor] = []
+    for parcel in absent:
+        there.append(torch.empty(parcel.nbytes, dtype=torch.uint8, device=parcel.device))
+        region, left = parcel.on_host()
+        pairs += [(part, piece) for piece, part in cut(there[-1], parcel.route.host.pieces(region))]
+        after.append(left)
+    returning = absent[0].route.copies.back(pairs, after)
+    for parcel, memory in zip(absent, there, strict=True):
+        parcel.come_back(memory.untyped_storage(), returning)
+    return absent
+
+
+class SavedView(NamedTuple):
     """What autograd keeps instead of a tensor: how to see it in its storage again."""
 
     parcel: Parcel
@@ -104,21 +138,29 @@ class SavedView:
         return empty.set_(storage, self.offset, self.size, self.stride)
 
 
+def cut(whole: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Each piece of a region with the part of `whole`, uint8 and as long as the region, that belongs there."""
+    if len(pieces) == 1:
+        return [(pieces[0][1], whole)]
+    return [(piece, whole[offset : offset + len(piece)]) for offset, piece in pieces]
+
+
 def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
     """A storage as a tensor, uint8 [nbytes]."""
     empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
     return empty.set_(storage)
 
 
-def check_version(tensor: torch.Tensor, version: int, module: str) -> None:
-    """Refuse to go on with a copy of something that has changed since.
+def check_versions(saved: Iterable[Saved], module: str) -> None:
+    """Refuse to go on with copies of something that has changed since.
 
     Raises:
         InPlaceError: it has; autograd itself would refuse its backward pass.
     """
-    if tensor._version != version:
-        raise InPlaceError(
-            f"a tensor of shape {list(tensor.shape)} that {module} saved for the backward pass was changed in place "
-            f"(version {tensor._version}, saved at {version}) while it was copied to the host; take {module} out of "
-            "policy.megatron_cfg.offload_modules"
-        )
+    for tensor, version, _ in saved:
+        if tensor._version != version:
+            raise InPlaceError(
+                f"a tensor of shape {list(tensor.shape)} that {module} saved for the backward pass was changed in "
+                f"place (version {tensor._version}, saved at {version}) while it was copied to the host; take "
+                f"{module} out of policy.megatron_cfg.offload_modules"
+            )

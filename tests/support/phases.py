@@ -1,6 +1,7 @@
 """Training runs that do or do not visit all phases between their steps; their numbers have to be the same."""
 
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -53,20 +54,21 @@ def run_steps(
 
 def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
     """Make everything that comes back late, so that a wait that is missing shows in the numbers."""
-    map_chunk, copy = HostRange.map, Lane.copy
+    map_chunk, copy_all = HostRange.map, Lane.copy_all
 
     def late_map(self: HostRange, index: int) -> None:
         time.sleep(seconds)
         map_chunk(self, index)
 
-    def late_copy(self: Lane, destination: torch.Tensor, source: torch.Tensor) -> None:
-        if self.stream is not None:
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
-        copy(self, destination, source)
+    def late_copy_all(self: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        for pair in pairs:
+            if self.stream is not None:
+                with torch.cuda.stream(self.stream):
+                    torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+            copy_all(self, [pair])
 
     monkeypatch.setattr(HostRange, "map", late_map)
-    monkeypatch.setattr(Lane, "copy", late_copy)
+    monkeypatch.setattr(Lane, "copy_all", late_copy_all)  # all copies go through it
 
 
 def saved_between_steps(

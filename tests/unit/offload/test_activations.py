@@ -170,6 +170,42 @@ def test_a_storage_moves_once_and_its_memory_goes(model):
     assert copies.num_out > out
 
 
+def test_a_group_asks_once_for_all_of_its_copies(model):
+    class Counted(LateCopies):
+        num_requests = 0
+
+        def _queue(self, copy, after):
+            self.num_requests += 1
+            return super()._queue(copy, after)
+
+    copies = Counted()
+    offloader(model, copies=copies, margin_stage=None, modules=("core_attn",))
+    for layer in model.layers:
+        layer.modules_on = ("core_attn",)
+    one_by_one(model, batches([8], 0))
+    assert copies.num_out > LAYERS and copies.num_back > LAYERS  # several storages in a group
+    assert copies.num_requests == 2 * LAYERS
+
+
+def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model):
+    """They are on the GPU, and so is most of what a step ever has there."""
+    copies = LateCopies()
+    made = offloader(model, copies=copies)
+    (x,) = batches([8], 0)
+    one_by_one(model, [x])
+    loss = model(x)
+    (chunk,) = made._chunks
+    before = copies.num_back
+    for group in reversed(chunk.groups[1 - len(MODULES) :]):
+        made.begin_backward(chunk, group)
+        assert copies.num_back == before
+    made.begin_backward(chunk, chunk.groups[-len(MODULES)])  # what comes next is away
+    assert copies.num_back > before
+    loss.backward()
+    made.reset()
+    assert made.report.total().late_bytes == 0
+
+
 def test_what_somebody_else_keeps_is_not_copied_back(model):
     made = offloader(model, margin_stage=None, modules=("qkv_linear",))
     model.layers[0].modules_on = ("qkv_linear",)

@@ -35,7 +35,7 @@ def test_regions_never_overlap_and_gaps_grow_together():
     for _ in range(2000):
         if held and chance.random() < 0.5:
             made.give_back(held.pop(chance.randrange(len(held))), None)
-        elif (region := made.take(chance.randint(1, 6 * PAGE))) is not None:
+        elif (region := made.take(chance.randint(0, 6 * PAGE))) is not None:
             held.append(region)
         spans = sorted((r.offset, r.offset + r.reserved_bytes) for r in held)
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
@@ -58,6 +58,17 @@ def test_memory_that_a_copy_still_reads_says_so_to_its_next_owner():
     first = made.take(PAGE)
     assert set(first.after) == {back[2], out}
     assert set(made.take(3 * PAGE).after) == {back[2], out}
+
+
+def test_a_copy_stands_for_those_that_it_follows():
+    made = slab(1)
+    out, back = Copy("out", 0), Copy("back", 1)
+    made.give_back(made.take(PAGE), out)
+    made.give_back(made.take(PAGE), back)  # of what a copy behind `out` has brought here
+    region = made.take(PAGE)
+    assert region.after == (back,)
+    made.give_back(region, None)  # nothing was copied
+    assert made.take(PAGE).after == (back,)
 
 
 def test_free_memory_forgets_copies_that_are_done():
