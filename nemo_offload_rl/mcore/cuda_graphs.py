@@ -220,7 +220,10 @@ class CudaGraphs:
             logger.warning("CUDA graphs of %s are captured again for %s", self._captured.shape, shape)
             self.delete()
         if self._captured is None:
-            self._captured = self._capture(shape)
+            with contextlib.ExitStack() as on_failure:
+                on_failure.callback(self._observer.forget_captures)
+                self._captured = self._capture(shape)
+                on_failure.pop_all()
         return self._captured
 
     def _capture(self, shape: StepShape) -> _Captured:

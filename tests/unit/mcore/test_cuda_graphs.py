@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import FineGrainedActivationOffloadingInterface
 from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 from megatron.core.transformer import cuda_graphs as mcore_graphs
 from megatron.core.transformer import transformer_layer
@@ -20,7 +21,7 @@ from support.tiny import random_batch, tiny_policy
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, check_environment, step_shape
-from nemo_offload_rl.mcore.graph_capture import FrozenShapes
+from nemo_offload_rl.mcore.graph_capture import FrozenShapes, NoObserver
 
 LAYERS = 4
 WARMUP_STEPS = 2
@@ -185,6 +186,66 @@ def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
     assert graphs.num_replays == LAYERS
     assert len(captures) == 2
     assert all(graph.was_reset for graph in first)
+
+
+class Witness(NoObserver):
+    """Notes what it is told of captures."""
+
+    def __init__(self):
+        self.told = []
+
+    def prepare_capture(self):
+        self.told.append("prepare")
+
+    def keep_graph_input(self, storage):
+        self.told.append("input")
+
+    def count_replay(self):
+        self.told.append("replay")
+
+    def forget_captures(self):
+        self.told.append("forget")
+
+
+def test_who_copies_inside_of_graphs_is_told_of_captures_replays_and_deletion(graphed):
+    worker, graphs = graphed()
+    graphs._observer = witness = Witness()
+    for module in worker._state.model[0].modules():
+        if isinstance(module, transformer_layer.TransformerLayer):
+            module.offload_module_in_cuda_graph = module.layer_number == 1
+            module.off_interface = NoRecords
+    for _ in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4)
+    assert witness.told == ["prepare", *["input"] * LAYERS, "replay", "replay"]  # one such layer, two micro-batches
+    graphs.delete()
+    assert witness.told[-1] == "forget"
+
+
+class NoRecords(FineGrainedActivationOffloadingInterface):
+    """Without streams to record on."""
+
+    @staticmethod
+    def forward_record():
+        pass
+
+    @staticmethod
+    def backward_record(tensor):
+        return tensor
+
+
+def test_a_failed_capture_keeps_nothing(graphed):
+    worker, graphs = graphed()
+    graphs._observer = witness = Witness()
+
+    def fail(**_):
+        raise RuntimeError("out of memory")
+
+    graphs._make_helper = fail
+    for _ in range(WARMUP_STEPS):
+        train(worker, graphs, 4)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        train(worker, graphs, 4)
+    assert witness.told == ["prepare", "forget"]
 
 
 def test_micro_batches_of_two_shapes_are_refused(graphed):
