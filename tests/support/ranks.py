@@ -5,7 +5,7 @@ import multiprocessing
 import random
 import socket
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 
@@ -80,3 +80,11 @@ def run_ranks(
             process.join(timeout=10)
             if process.is_alive():
                 process.kill()
+
+
+def off_and_on(
+    layouts: Iterable[str], ports: Iterable[int], run: Callable[[str, int, bool], Any]
+) -> dict[str, tuple[Any, Any]]:
+    """For each layout what `run(layout, port, on)` gives without what is tested, and with it; two ports a layout."""
+    free = iter(ports)
+    return {layout: (run(layout, next(free), False), run(layout, next(free), True)) for layout in layouts}

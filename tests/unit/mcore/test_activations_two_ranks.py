@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
@@ -48,14 +48,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    free = iter(ports)
-    return {
-        layout: (
-            run(layout, rank, world_size, next(free), offload=False),
-            run(layout, rank, world_size, next(free), offload=True),
-        )
-        for layout in LAYOUTS
-    }
+    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
 
 
 @pytest.fixture(scope="module")

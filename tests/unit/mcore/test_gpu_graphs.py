@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support.phases import checksums, delay_moves
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -263,17 +263,13 @@ def run_layout(layout: str, rank: int, world_size: int, port: int, *, graphs: bo
     return reports, replays, captures
 
 
-def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, list[Any]]:
+def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
     """For each layout the eager run and the one with graphs."""
-    free = iter(ports)
-    return {
-        layout: [run_layout(layout, rank, world_size, next(free), graphs=graphs) for graphs in (False, True)]
-        for layout in LAYOUTS
-    }
+    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run_layout(layout, rank, world_size, port, graphs=on))
 
 
 @pytest.fixture(scope="module")
-def two_ranks() -> list[dict[str, list[Any]]]:
+def two_ranks() -> list[dict[str, tuple[Any, Any]]]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
         return run_ranks(all_layouts, 2, num_ports=2 * len(LAYOUTS), timeout_s=480)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.ranks import run_ranks, worker_of_rank
+from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
@@ -49,14 +49,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
 
 
 def all_layouts(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[Any, Any]]:
-    free = iter(ports)
-    return {
-        layout: (
-            run(layout, rank, world_size, next(free), offload=False),
-            run(layout, rank, world_size, next(free), offload=True),
-        )
-        for layout in LAYOUTS
-    }
+    return off_and_on(LAYOUTS, ports, lambda layout, port, on: run(layout, rank, world_size, port, offload=on))
 
 
 @pytest.fixture(scope="module")
