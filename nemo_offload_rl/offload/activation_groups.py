@@ -79,11 +79,11 @@ class Chunk:
         """Different modules that have groups here: as many as a layer has."""
         return len(self._num_of)
 
-    # What megatron-core calls, by its names.
-
-    def on_group_start_forward(self, name: str) -> None:
+    def start_group(self, name: str) -> None:
         """What is saved from now on is part of this group."""
         self.open.append(Group(name))
+
+    # What megatron-core calls, by its names.
 
     def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
         """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
@@ -105,9 +105,6 @@ class Chunk:
             return
         delayed = _taken(self.open, name, reversed(range(len(self.open))))
         assert delayed is not None, f"the backward pass of a group {name} that never started"
-
-    def on_group_start_backward(self) -> None:
-        """Nothing: what follows was asked for when this group began."""
 
 
 def _taken(groups: list[Group], name: str, order: Iterable[int]) -> Group | None:

@@ -123,12 +123,18 @@ class ActivationOffloader:
         self._chunks.append(self._chunk)
         self._route.tally.num_chunks += 1
 
-    def pop_forward_chunk(self, name: str | None = None) -> Chunk | None:
-        """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
-        return self.cur_forward_chunk()
+    def pop_forward_chunk(self, name: str) -> None:
+        """A group starts: what is saved from now on is part of it.
+
+        megatron-core would put a node into the autograd graph for the chunk that it hopes to be given. Ours has nothing
+        to do where the group's backward pass ends, and a node costs the host some time in both passes.
+        """
+        chunk = self.cur_forward_chunk()
+        if chunk is not None:
+            chunk.start_group(name)
 
     def cur_forward_chunk(self) -> Chunk | None:
-        """As `pop_forward_chunk`."""
+        """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
         if not (self._enabled and torch.is_grad_enabled()):
             return None
         return self._captured_chunk() if self.copies.is_capturing() else self._chunk
