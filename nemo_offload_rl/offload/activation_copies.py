@@ -64,6 +64,7 @@ class CudaCopies(CopyEngine):
     """Two streams, and an event for each group of copies."""
 
     def __init__(self, device: torch.device) -> None:
+        self._device = torch.device(device).index  # a number spares each call three of torch's
         self.lanes = {"out": Lane(device), "back": Lane(device)}
         self._num_asked = 0
 
@@ -82,7 +83,7 @@ class CudaCopies(CopyEngine):
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine`."""
         assert isinstance(ticket, _Event)
-        torch.cuda.current_stream().wait_event(ticket.event)
+        torch.cuda.current_stream(self._device).wait_event(ticket.event)
 
     def _copy(self, lane: Lane, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         assert lane.stream is not None

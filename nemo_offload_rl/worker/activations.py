@@ -102,7 +102,7 @@ class Activations:
             on_failure.callback(self.offloader.reset)  # a schedule that ends does it itself
             yield
             on_failure.pop_all()
-        if not self._was_told:
+        if not self._was_told and self.offloader.report.num_micro_batches:
             self._was_told = True
             self._tell(self.offloader.report)
 

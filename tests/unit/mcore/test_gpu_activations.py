@@ -126,7 +126,8 @@ def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypat
 def test_a_missing_wait_would_show(make_worker, monkeypatch):
     """What comes back is used at once, and gradients are wrong, or not finite."""
     want = steps(make_worker(policy_of("dense")), 2)
-    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
+    # Attention's offsets and seeds stay: a kernel that reads garbage there may end the process.
+    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION, min_offloaded_tensor_size=2**14))
     delay_moves(monkeypatch, seconds=0.01)
     monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda ticket: None)
     try:
