@@ -1,7 +1,7 @@
 """What is made of what was measured: overhead, R, the link's bound, and the bars; plain numbers in and out."""
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 OVERHEAD_BAR_PERCENT = 0.3
 R_BAR = 0.99
@@ -63,20 +63,26 @@ def overhead_bar_percent(*, is_moe: bool, micro_batch: int, bound_percent: float
     return at_link if micro_batch == 1 and bound_percent > 0 else None
 
 
-def next_length(fits: dict[int, bool], start: int, step: int) -> int | None:
-    """Which sequence length to try next: doubling from `start` until one does not fit, then bisection.
+def next_length(fills: Mapping[int, float | None], start: int, step: int) -> int | None:
+    """Which sequence length to try next: as long as memory should reach, and bisection behind one that does not fit.
 
     Args:
-        fits: what is known of lengths.
+        fills: of lengths that were tried, the part that they filled of the memory which a model at rest leaves free;
+            None where it was not enough.
         start: the first, a multiple of `step`.
         step: lengths are multiples of it.
 
     Returns:
         None once the longest that fits is known to within a step.
     """
-    longest = max((length for length, fit in fits.items() if fit), default=0)
-    too_long = min((length for length, fit in fits.items() if not fit), default=None)
+    longest, fill = max(((length, fill) for length, fill in fills.items() if fill is not None), default=(0, 1.0))
+    too_long = min((length for length, fill in fills.items() if fill is None), default=None)
+    if not fills:
+        return start
+    promised = max(longest + step * 2 ** max(0, len(fills) - 2), int(longest / fill) // step * step)
     if too_long is None:
-        return 2 * longest if longest else start
+        return promised
     gap = (too_long - longest) // step
-    return longest + gap // 2 * step if gap > 1 else None
+    if gap <= 1:
+        return None
+    return promised if longest and promised < too_long else longest + gap // 2 * step

@@ -44,7 +44,7 @@ def _search(setting: Setting, part: str, combination: Combination) -> None:
     tries = f"{part}/tries"
     while True:
         rows = {int(row["seq_length"]): row for row in setting.file.rows if row["part"] == tries}  # type: ignore[arg-type]
-        length = figures.next_length({known: bool(row["fits"]) for known, row in rows.items()}, START, STEP)
+        length = figures.next_length({known: row["fill"] for known, row in rows.items()}, START, STEP)  # type: ignore[misc]
         if length is None:
             break
         if setting.time_is_up():
@@ -78,7 +78,7 @@ def _try(_: int, combination: Combination, length: int) -> Row:
         return _train(policy(combination.model, [*combination.overrides(), *sizes]))
     except RuntimeError as error:
         if isinstance(error, torch.OutOfMemoryError) or any(word in str(error).lower() for word in _OUT_OF_MEMORY):
-            return {"fits": False, "why": str(error).splitlines()[0][:200]}
+            return {"fits": False, "fill": None, "why": str(error).splitlines()[0][:200]}
         raise
 
 
@@ -86,6 +86,7 @@ def _train(section: dict[str, Any]) -> Row:
     with running(section) as worker:
         feed = Feed(worker, section, "1", 1, full=True)
         data = feed.batch(0)
+        free, at_rest = torch.cuda.mem_get_info()[0], torch.cuda.memory_allocated()
         feed.train(data)
         feed.train(data)
         taken: list[float] = []
@@ -100,6 +101,7 @@ def _train(section: dict[str, Any]) -> Row:
         peaks = peaks_of(step)
         return {
             "fits": True,
+            "fill": round((peaks.allocated - at_rest) / free, 4),
             "step_ms": round(min(taken) * 1e3, 1),
             "tokens_per_s": round(int(data["input_lengths"].sum()) / min(taken)),
             "steps": len(taken),

@@ -15,6 +15,10 @@ SLAB_ALIGNMENT_BYTES = 4096
 # Routing is not even: host memory is taken for this multiple of the average load of a rank's experts. An assumption; a
 # group that does not fit stays on the GPU.
 EXPERT_LOAD_FACTOR = 1.25
+# What attention keeps beside the tensors that have names here, a page each at most: offsets of rows, seeds. They move
+# where recipes let tensors as small as these move.
+_NUM_NAMELESS_OF_ATTENTION = 8
+_NAMELESS_ELEMENTS = SLAB_ALIGNMENT_BYTES // 4
 # Storages that several modules of a layer keep: their memory is free when all of these have moved them.
 _KEPT_BY: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
 
@@ -105,6 +109,8 @@ def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> i
         in_chunk[name] * sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
         for name, tensors in _leaving(busy, settings).items()
     )
+    if settings.min_elements <= _NAMELESS_ELEMENTS:
+        chunk += in_chunk.get("core_attn", 0) * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
     return chunk * facts.num_chunks_in_flight
 
 

@@ -42,22 +42,31 @@ def test_bars_of_overhead(is_moe, micro_batch, bound, bar):
     assert found == (None if bar is None else pytest.approx(bar))
 
 
+@pytest.mark.parametrize("promise", [0.8, 0.99, 1.0, 1.25])
 @pytest.mark.parametrize("longest", [1, 31, 32, 33, 63, 64, 100, 127])
-def test_the_search_ends_at_the_longest_length_that_fits(longest):
-    fits: dict[int, bool] = {}
-    while (length := figures.next_length(fits, 32 * 1024, 1024)) is not None:
-        assert length not in fits
+def test_the_search_ends_at_the_longest_length_that_fits(longest, promise):
+    """Whatever lengths that fit promise of longer ones."""
+    fills: dict[int, float | None] = {}
+    while (length := figures.next_length(fills, 32 * 1024, 1024)) is not None:
+        assert length not in fills
         assert length % 1024 == 0
-        fits[length] = length <= longest * 1024
-    assert max(length for length, fit in fits.items() if fit) == longest * 1024
-    assert len(fits) <= 9
+        fills[length] = min(1.0, length / (longest * 1024) / promise) if length <= longest * 1024 else None
+    assert max(length for length, fill in fills.items() if fill is not None) == longest * 1024
+    assert len(fills) <= 11
+
+
+def test_the_search_is_short_where_memory_grows_with_the_length():
+    fills: dict[int, float | None] = {}
+    while (length := figures.next_length(fills, 32 * 1024, 1024)) is not None:
+        fills[length] = length / (100.5 * 1024) if length <= 100 * 1024 else None
+    assert list(fills) == [32 * 1024, 100 * 1024, 101 * 1024]
 
 
 def test_the_search_ends_where_nothing_fits():
-    fits: dict[int, bool] = {}
-    while (length := figures.next_length(fits, 4096, 1024)) is not None:
-        fits[length] = False
-    assert min(fits) == 1024
+    fills: dict[int, float | None] = {}
+    while (length := figures.next_length(fills, 4096, 1024)) is not None:
+        fills[length] = None
+    assert min(fills) == 1024
 
 
 def test_rows_survive_from_run_to_run_and_are_replaced_by_newer_ones(tmp_path):
