@@ -10,8 +10,8 @@ micro-batch (one pipeline stage holds no more), all that the manager saw in the 
 (`kept_mib`, as the last group of each module). Bytes that a module moves and another one keeps alive count as "should
 have left", so such a module has a low R. It is null with graphs, whose pools torch does not count as allocated.
 
-Bytes are those of a step; `link_ms` and `forward_ms` are of a micro-batch, `bound_percent` is `link_bound_percent` in
-figures.py, `bar_percent` and `r_bar` what the issue asks for.
+Bytes are those of a step; `link_ms` and `forward_ms`, up to the logits, are of a micro-batch, `bound_percent` is
+`link_bound_percent` in figures.py, `bar_percent` and `r_bar` what the issue asks for.
 """
 
 import contextlib

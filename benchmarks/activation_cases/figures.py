@@ -36,12 +36,13 @@ def link_bound_percent(
 ) -> float:
     """The overhead that no schedule can avoid, in percent of the plain step.
 
-    The copies of a micro-batch run beside its forward pass, one way, and what they exceed it by is waited for.
+    The copies of a micro-batch run beside its forward pass up to the logits, one way, and what they exceed it by is
+    waited for.
 
     Args:
         moved: bytes of a micro-batch, one way.
         bytes_per_s: of the link, one way.
-        forward_s: a micro-batch's forward pass, nothing offloaded.
+        forward_s: a micro-batch's forward pass up to the logits, nothing offloaded.
         num_micro_batches: of a step.
         plain_step_s: a step, nothing offloaded.
     """

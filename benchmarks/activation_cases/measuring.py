@@ -1,4 +1,4 @@
-"""Step times of several ways taken in turn, peaks of memory, the forward pass alone."""
+"""Step times of several ways taken in turn, peaks of memory, the forward pass up to the logits."""
 
 import statistics
 import time
@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from gpu_watch import GIB, GpuWatch
+from megatron.core.models.gpt import GPTModel
 
 from activation_cases.worker import MIB, release_memory
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -70,7 +71,10 @@ def peaks_of(step: Callable[[], object]) -> Peaks:
 
 
 def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) -> float:
-    """Median time on the GPU from the begin to the end of a micro-batch's forward pass, over two steps."""
+    """Median time on the GPU from the begin of a micro-batch's forward pass to its logits, over two steps.
+
+    Copies have so long: what leaves has to be gone before the logits are made, or the peak would be no lower.
+    """
     begins: list[torch.cuda.Event] = []
     ends: list[torch.cuda.Event] = []
 
@@ -80,9 +84,10 @@ def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) ->
         events.append(event)
 
     [chunk] = worker._state.model
+    [output_layer] = [module.output_layer for module in chunk.modules() if isinstance(module, GPTModel)]
     hooks = [
         chunk.register_forward_pre_hook(lambda *_: note(begins)),
-        chunk.register_forward_hook(lambda *_: note(ends)),
+        output_layer.register_forward_pre_hook(lambda *_: note(ends)),
     ]
     try:
         step()

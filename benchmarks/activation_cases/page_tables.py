@@ -106,7 +106,7 @@ def _cost(rows: Sequence[Row]) -> str | None:
         *_OVERHEAD,
         Column("the link's bound, %", number("bound_percent", 2)),
         Column("link, ms a micro-batch", number("link_ms", 1)),
-        Column("forward, ms a micro-batch", number("forward_ms", 1)),
+        Column("forward to the logits, ms a micro-batch", number("forward_ms", 1)),
         Column("plain, tokens/s", number("base_tokens_per_s")),
         Column("offloaded, tokens/s", number("tokens_per_s")),
         _STEPS,

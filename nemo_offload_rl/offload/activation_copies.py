@@ -1,11 +1,14 @@
 """Copies of activations between GPU and host, each direction on a stream of its own."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Protocol
 
 import torch
 
-from nemo_offload_rl.offload.lanes import Lane
+from nemo_offload_rl.offload.lanes import Lane, mark_current_stream
+from nemo_offload_rl.offload.wait_clock import WaitClock, Waits
 
 
 class Ticket(Protocol):
@@ -43,6 +46,10 @@ class CopyEngine(Protocol):
         """What the caller's stream is given from now on runs after these copies."""
         ...
 
+    def timed_waits(self) -> AbstractContextManager[Waits]:
+        """Time what the caller's streams wait inside; an engine whose waits cannot be timed counts none."""
+        return nullcontext(Waits())
+
 
 class _Event(Ticket):
     """The copies that a lane has been given so far; it makes them in order."""
@@ -67,6 +74,8 @@ class CudaCopies(CopyEngine):
         self._device = torch.device(device).index  # a number spares each call three of torch's
         self.lanes = {"out": Lane(device), "back": Lane(device)}
         self._num_asked = 0
+        self._mark = partial(mark_current_stream, torch.device(device))
+        self._clock: WaitClock | None = None  # and no null object: it is asked for in each wait of each step
 
     def is_capturing(self) -> bool:
         """See `CopyEngine`."""
@@ -83,7 +92,22 @@ class CudaCopies(CopyEngine):
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine`."""
         assert isinstance(ticket, _Event)
-        torch.cuda.current_stream(self._device).wait_event(ticket.event)
+        stream = torch.cuda.current_stream(self._device)
+        if self._clock is None or self.is_capturing():
+            stream.wait_event(ticket.event)
+            return
+        with self._clock.wait():
+            stream.wait_event(ticket.event)
+
+    @contextmanager
+    def timed_waits(self) -> Iterator[Waits]:
+        """See `CopyEngine`; waits under capture are left out."""
+        self._clock = WaitClock(self._mark)
+        try:
+            with self._clock.running() as waits:
+                yield waits
+        finally:
+            self._clock = None
 
     def _copy(self, lane: Lane, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
         assert lane.stream is not None

@@ -142,7 +142,7 @@ class Meter:
         self._device = device
         self._pinned_bytes = pinned_bytes
         self._mapped_bytes = mapped_bytes
-        self._link = link
+        self.link = link
         self._process = psutil.Process(os.getpid())
         self._started: deque[Started] = deque(maxlen=_MOST_RECORDS)
         self._transitions: dict[str, float] = {}
@@ -192,7 +192,7 @@ class Meter:
         """What has ended since the last call; moves under way come with a later one. Waits for queued copies."""
         ended = [started for started in self._started if started.move.is_queued and not started.move.has_failed]
         self._keep([started for started in self._started if not started.move.is_queued])
-        return [started.finished(self._link) for started in ended]
+        return [started.finished(self.link) for started in ended]
 
     def take_metrics(self) -> dict[str, float]:
         """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.

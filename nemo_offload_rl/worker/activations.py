@@ -11,19 +11,23 @@ from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.model_config import hf_config
 from nemo_offload_rl.mcore.parallel import mpu
-from nemo_offload_rl.offload.activation_report import ModuleReport, StepReport
+from nemo_offload_rl.offload.activation_report import StepReport
 from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.attach import Engine
+from nemo_offload_rl.offload.wait_clock import Waits
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import OffloadPlan
-from nemo_offload_rl.plan.units import GIB, MIB
+from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.worker.activation_words import gpu_waited, stays_alive, table, why_no_effect
 
 logger = logging.getLogger(__name__)
 
 _FREED_SHARE = 0.9
 """Less of what was moved than this came free: worth a warning."""
+_WAITED_SHARE = 0.02
+"""The GPU waited for copies for more than this of a step: worth a warning, too."""
 
 
 class NoEffectError(ValueError):
@@ -70,13 +74,14 @@ class Activations:
 
     def __init__(self, state: TrainingState, plan: OffloadPlan, engine: Engine, nbytes: int) -> None:
         self.offloader: ActivationOffloader | None = None
-        self._was_told = False
+        self._num_steps = 0  # that have offloaded
         if plan.activations is None:
             return
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
         device = next(state.model[0].parameters()).device
         self._arena = engine.site.arena
+        self._link = engine.meter.link
         self._segment = self._arena.allocate("activations", nbytes) if nbytes else None
         if self._segment is not None and not self._segment.pinned:
             logger.warning(
@@ -98,13 +103,20 @@ class Activations:
         if self.offloader is None:
             yield
             return
-        with contextlib.ExitStack() as on_failure:
+        before = self.offloader.report
+        is_second = self._num_steps == 1  # the first one allocates and compiles
+        timed = self.offloader.copies.timed_waits() if is_second else contextlib.nullcontext(Waits())
+        with timed as waits, contextlib.ExitStack() as on_failure:
             on_failure.callback(self.offloader.reset)  # a schedule that ends does it itself
             yield
             on_failure.pop_all()
-        if not self._was_told and self.offloader.report.num_micro_batches:
-            self._was_told = True
+        if self.offloader.report is before:
+            return
+        self._num_steps += 1
+        if self._num_steps == 1:
             self._tell(self.offloader.report)
+        elif is_second:
+            self._tell_waits(waits, self.offloader.report)
 
     def metrics(self) -> dict[str, float]:
         """Of the last training step on this rank."""
@@ -142,7 +154,7 @@ class Activations:
             if reason is not None:
                 without[module] = reason
             elif found is not None and found.freed_bytes < _FREED_SHARE * found.moved_bytes:
-                logger.warning("%s", _stays_alive(module, found))
+                logger.warning("%s", stays_alive(module, found))
         if not without:
             return
         words = "; ".join(f"{module}: {reason}" for module, reason in without.items())
@@ -151,45 +163,16 @@ class Activations:
             raise NoEffectError(f"{message} Take them out, or set policy.activation_offload.strict to false.")
         logger.warning("%s Take them out.", message)
 
-
-def why_no_effect(module: str, report: ModuleReport | None) -> str | None:
-    """Why a module's activations all stayed on the GPU; None if some left, or belong to another module's."""
-    if report is None:
-        if module.endswith("_norm"):
-            return "Transformer Engine computes this norm inside the linear behind it, so it saves nothing of its own"
-        return "no layer of this pipeline stage offloads it"
-    if report.moved_bytes or report.duplicate_bytes:
-        return None
-    if report.refused_bytes:
-        return (
-            f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
-            "policy.activation_offload.host_memory_limit_gib"
+    def _tell_waits(self, waits: Waits, report: StepReport) -> None:
+        assert self.offloader is not None
+        if report.captured_host_bytes or waits.seconds_waited <= _WAITED_SHARE * waits.seconds:
+            return  # what replays wait for is in no clock
+        options = self.offloader.options
+        words = gpu_waited(
+            waits,
+            report.total().moved_bytes,
+            link_speed=None if self._link is None else self._link.out,
+            fraction=options.fraction,
+            max_inflight=options.max_inflight,
         )
-    if report.kept_bytes:
-        return (
-            f"all of its {report.kept_bytes / MIB:.0f} MiB stay by policy.megatron_cfg.activation_offload_fraction, "
-            "delta_offload_bytes_across_pp_ranks, or since they are the last layer's"
-        )
-    if report.small_bytes:
-        return (
-            f"all of its {report.small_bytes / MIB:.1f} MiB are in storages below "
-            "policy.megatron_cfg.min_offloaded_tensor_size elements"
-        )
-    return "it saved nothing for the backward pass"
-
-
-def table(report: StepReport) -> str:
-    """What each module moved, in MiB, a line each."""
-    lines = [f"{'module':16s} {'moved':>10s} {'freed':>10s} {'duplicate':>10s} {'kept':>10s} {'no room':>10s}"]
-    for name, m in report.modules.items():
-        values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.kept_bytes, m.refused_bytes)
-        lines.append(f"{name:16s} " + " ".join(f"{value / MIB:10.1f}" for value in values))
-    return "\n".join(lines)
-
-
-def _stays_alive(module: str, report: ModuleReport) -> str:
-    hint = " (the attention's output is attn_proj's input: offload attn_proj as well)" if module == "core_attn" else ""
-    return (
-        f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
-        f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{hint}."
-    )
+        logger.warning("%s", words)

@@ -1,12 +1,14 @@
 """A copy engine without a GPU that is as late, and as out of order, as its callers' tickets allow."""
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.wait_clock import Waits
 
 GARBAGE = 0xFF
 """Not a number, in bf16 and in float32."""
@@ -50,6 +52,9 @@ class LateCopies(CopyEngine):
         self.num_back = 0
         self.captures = False
         """What `is_capturing` says."""
+        self.waits = Waits()
+        """What `timed_waits` says."""
+        self.num_timed = 0
 
     def is_capturing(self) -> bool:
         return self.captures
@@ -82,6 +87,11 @@ class LateCopies(CopyEngine):
     def wait(self, ticket: Ticket) -> None:
         assert isinstance(ticket, LateTicket)
         ticket.run()
+
+    @contextmanager
+    def timed_waits(self) -> Iterator[Waits]:
+        self.num_timed += 1
+        yield self.waits
 
     def _queue(self, copy: Callable[[], None], after: Iterable[Ticket]) -> LateTicket:
         ticket = LateTicket(copy, after)

@@ -11,7 +11,10 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.offload import attach
+from nemo_offload_rl.offload.measurements import LinkSpeed
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.offload.wait_clock import Waits
 from nemo_offload_rl.worker.activations import NoEffectError
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
@@ -138,6 +141,62 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
         NoEffectError, match=r"modules that did nothing in the first step: core_attn: .*strict to false"
     ):
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+
+
+def offloading_worker(make_worker: Any, waits: Waits) -> Any:
+    """Its copies are timed as `waits`."""
+    worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
+    worker.activations.offloader.copies.waits = waits
+    return worker
+
+
+def said_of_waits(worker: Any, caplog: Any, num_steps: int) -> list[list[str]]:
+    """What each step said of a GPU that waited."""
+    said = []
+    for _ in range(num_steps):
+        caplog.clear()
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+        said.append([message for message in caplog.messages if message.startswith("the GPU waited")])
+    return said
+
+
+def test_the_second_step_says_that_the_link_is_the_limit(make_worker, late, caplog, monkeypatch):
+    slow = LinkSpeed(out=1e4, back=1e4)  # what moves takes it some seconds
+    monkeypatch.setattr(attach, "measure_link", lambda device, arena: slow)
+    worker = offloading_worker(make_worker, Waits(0.026, 0.5))
+    first, second, third = said_of_waits(worker, caplog, 3)
+    assert (first, third) == ([], [])
+    assert len(second) == 1
+    assert second[0].startswith("the GPU waited 26 ms of a training step of 500 ms for copies of activations: ")
+    assert second[0].endswith("with policy.megatron_cfg.activation_offload_fraction 0.90 what moves would fit.")
+    assert worker.activations.offloader.copies.num_timed == 1
+
+
+def test_a_step_that_fails_is_not_the_second_one(make_worker, late, caplog):
+    worker = offloading_worker(make_worker, Waits(0.026, 0.5))
+
+    def broken(logprobs, data, counts):
+        raise ZeroDivisionError
+
+    assert said_of_waits(worker, caplog, 1) == [[]]
+    with pytest.raises(ZeroDivisionError):
+        worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
+    second, third = said_of_waits(worker, caplog, 2)
+    assert len(second) == 1
+    assert "raise policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads" in second[0]
+    assert third == []
+
+
+def test_little_waiting_is_not_mentioned(make_worker, late, caplog):
+    worker = offloading_worker(make_worker, Waits(0.01, 0.5))
+    assert said_of_waits(worker, caplog, 3) == [[], [], []]
+    assert worker.activations.offloader.copies.num_timed == 1
+
+
+def test_nor_is_it_beside_copies_in_graphs(make_worker, late, caplog):
+    worker = offloading_worker(make_worker, Waits(0.26, 0.5))
+    assert worker.activations.offloader.captures.regions.take_all([256]) is not None
+    assert said_of_waits(worker, caplog, 3) == [[], [], []]
 
 
 def test_another_megatron_is_refused(make_worker, monkeypatch):

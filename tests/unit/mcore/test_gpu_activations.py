@@ -2,6 +2,7 @@
 
 import os
 import random
+import re
 from typing import Any
 
 import pytest
@@ -94,6 +95,29 @@ def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain,
     total = worker.activations.offloader.report.total()
     assert total.moved_bytes > 0
     assert total.refused_bytes == 0
+
+
+def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, caplog):
+    """With every copy late; the step that is timed computes what the others do."""
+    want = steps(make_worker(policy_of("dense")), 3)
+    worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION))
+    delay_moves(monkeypatch, seconds=0.003)
+    told = []
+    train = worker.train
+
+    def train_and_listen(*args: Any, **kwargs: Any) -> dict[str, Any]:
+        caplog.clear()
+        report: dict[str, Any] = train(*args, **kwargs)
+        told.append([message for message in caplog.messages if message.startswith("the GPU waited")])
+        return report
+
+    monkeypatch.setattr(worker, "train", train_and_listen)
+    assert steps(worker, 3) == want
+    assert [len(messages) for messages in told] == [0, 1, 0]
+    found = re.match(r"the GPU waited ([\d.,]+) ms of a training step of ([\d.,]+) ms for copies of", told[1][0])
+    assert found is not None
+    waited, whole = (float(number.replace(",", "")) for number in found.groups())
+    assert 0.02 * whole < waited < whole
 
 
 def delayed_copies(monkeypatch: Any, seconds: float) -> None:

@@ -1,0 +1,98 @@
+"""A clock for a stream's waits, with marks of plain numbers; and on a CUDA GPU, with its events."""
+
+import pytest
+import torch
+
+from nemo_offload_rl.offload.activation_copies import CudaCopies, Ticket
+from nemo_offload_rl.offload.lanes import Mark
+from nemo_offload_rl.offload.wait_clock import WaitClock
+
+CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
+
+
+class At(Mark):
+    """A mark at a known time, which can be read once it has been waited for, or one behind it."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.was_waited_for = False
+
+    def wait(self) -> None:
+        self.was_waited_for = True
+
+    def seconds_since(self, earlier: Mark) -> float:
+        assert self.was_waited_for
+        assert isinstance(earlier, At)
+        return self.seconds - earlier.seconds
+
+
+class Timeline:
+    """A stream that gets on when it is told to."""
+
+    def __init__(self) -> None:
+        self.now = 10.0
+
+    def mark(self) -> Mark:
+        return At(self.now)
+
+
+def test_waits_and_the_whole_are_summed():
+    stream = Timeline()
+    clock = WaitClock(stream.mark)
+    with clock.running() as waits:
+        for computing, waiting in ((0.25, 0.5), (2.0, 0.0), (1.0, 0.125)):
+            stream.now += computing
+            with clock.wait():
+                stream.now += waiting
+        stream.now += 4.0
+        assert (waits.seconds_waited, waits.seconds) == (0.0, 0.0)
+    assert (waits.seconds_waited, waits.seconds) == (0.625, 7.875)
+
+
+def test_what_fails_is_not_waited_for():
+    clock = WaitClock(Timeline().mark)
+    with pytest.raises(ZeroDivisionError), clock.running() as waits:
+        raise ZeroDivisionError
+    assert waits.seconds == 0.0
+
+
+@pytest.fixture
+def copies() -> CudaCopies:
+    return CudaCopies(torch.device("cuda", 0))
+
+
+@pytest.fixture
+def pair() -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.empty(1024, dtype=torch.uint8).pin_memory(), torch.zeros(1024, dtype=torch.uint8, device="cuda")
+
+
+def late_copy(copies: CudaCopies, pair: tuple[torch.Tensor, torch.Tensor]) -> Ticket:
+    with torch.cuda.stream(copies.lanes["out"].stream):
+        torch.cuda._sleep(CYCLES)
+    return copies.out([pair], [])
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_a_stream_that_is_held_up(copies, pair):
+    copies.wait(late_copy(copies, pair))  # nobody watches
+    torch.cuda.synchronize()
+    with copies.timed_waits() as waits:
+        copies.wait(late_copy(copies, pair))
+        torch.cuda._sleep(CYCLES)
+    assert 0.3 * waits.seconds < waits.seconds_waited < 0.7 * waits.seconds
+    with copies.timed_waits() as waits:
+        ticket = late_copy(copies, pair)
+        torch.cuda._sleep(3 * CYCLES)
+        copies.wait(ticket)
+    assert waits.seconds_waited < 0.1 * waits.seconds
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+def test_nothing_is_recorded_in_a_capture(copies, pair):
+    graph = torch.cuda.CUDAGraph()
+    with copies.timed_waits() as waits, torch.cuda.graph(graph):
+        copies.wait(copies.out([pair], []))
+    assert waits.seconds > 0
+    assert waits.seconds_waited == 0.0
