@@ -28,7 +28,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 import torch
 from activation_cases.memory_picture import CurveError, draw
 from activation_cases.page import PageError, update_page
-from activation_cases.table import FAILED, ResultFile, Setting
+from activation_cases.table import DETERMINISTIC, FAILED, ResultFile, Setting
 from offload_ways.report import WAY_FAILURES
 from result_file import print_rows
 
@@ -40,7 +40,6 @@ TABLES: Mapping[str, str] = {
     "memory": "memory_curve",
 }
 """Name of a table, and the module that makes it."""
-DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
 _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")
 
 

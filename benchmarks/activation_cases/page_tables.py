@@ -171,6 +171,7 @@ def _longest(rows: Sequence[Row]) -> str | None:
     columns = (
         *_SETTINGS,
         _CAPTURED,
+        Column("kernels", lambda row: "as they come" if row.get("deterministic") is False else "deterministic"),
         Column("longest, tokens", field("seq_length")),
         Column("of the plain run's", quotient("seq_length", "plain_length", 2)),
         Column("does not fit", field("too_long")),

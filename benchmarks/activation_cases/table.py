@@ -37,6 +37,8 @@ FIELDS = (
     "bit_equal",
     "steps",
 )
+DETERMINISTIC = "NVTE_ALLOW_NONDETERMINISTIC_ALGO"
+"""A variable of Transformer Engine's: with 0 it takes kernels whose results are the same in each run."""
 FAILED = "failed"
 """The way of a row that has nothing but an error."""
 KEY = ("table", "part", "way", "micro_batch")

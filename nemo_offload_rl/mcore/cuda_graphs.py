@@ -29,7 +29,9 @@ from nemo_offload_rl.mcore.graph_capture import (
     reserved_bytes,
     without_attention_mask,
 )
+from nemo_offload_rl.mcore.graph_pace import GraphPace
 from nemo_offload_rl.mcore.microbatches import MicroBatch
+from nemo_offload_rl.offload.lanes import mark_current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -168,6 +170,11 @@ class CudaGraphs:
         self._observer = NoObserver() if observer is None else observer
         self._make_helper = make_helper
         self._captured: _Captured | None = None
+        self._pace = GraphPace(
+            _names(config.cuda_graph_modules),
+            offloads=config.fine_grained_activation_offloading,
+            mark=functools.partial(mark_current_stream, next(self._model[0].parameters()).device),
+        )
         self.num_replays = self.num_captures = 0
 
     @contextlib.contextmanager
@@ -183,13 +190,15 @@ class CudaGraphs:
                 the address of has moved.
         """
         self.num_replays = 0
+        shape = step_shape(batches)
         if self._warmup_steps_left > 0:
             self._warmup_steps_left -= 1
-            yield
+            with self._pace.step(shape, self.num_captures):
+                yield
             return
-        captured = self._captured_for(step_shape(batches))
+        captured = self._captured_for(shape)
         _check_addresses(captured)
-        with _attached(captured):
+        with _attached(captured), self._pace.step(shape, self.num_captures):
             yield
         if captured.layers and self.num_replays == 0:
             raise RuntimeError(
@@ -274,7 +283,7 @@ class CudaGraphs:
         torch.distributed.all_reduce(found, group=mpu.get_pipeline_model_parallel_group())
         if layers:
             return
-        why = _why_no_layer(self._model, [str(module.name) for module in self._config.cuda_graph_modules])
+        why = _why_no_layer(self._model, _names(self._config.cuda_graph_modules))
         if int(found.item()) == 0:
             raise RuntimeError(
                 f"{_KEY} is transformer_engine, but {why}; choose other policy.megatron_cfg.cuda_graph_modules, or set "
@@ -334,6 +343,10 @@ def step_shape(batches: Sequence[MicroBatch]) -> StepShape:
         )
     micro_batch_size, seq_length = shapes.pop()
     return StepShape(len(batches), micro_batch_size, seq_length)
+
+
+def _names(modules: Sequence[Any]) -> list[str]:
+    return [str(module.name) for module in modules]
 
 
 def _why_no_layer(model: Sequence[Any], modules: Sequence[str]) -> str:

@@ -16,12 +16,14 @@ from megatron.core.transformer import cuda_graphs as mcore_graphs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from megatron.core.transformer.module import GraphableMegatronModule
+from support.marks import At
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, check_environment, step_shape
 from nemo_offload_rl.mcore.graph_capture import FrozenShapes, NoObserver
+from nemo_offload_rl.mcore.graph_pace import slower_than_eager
 
 LAYERS = 4
 WARMUP_STEPS = 2
@@ -186,6 +188,15 @@ def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
     assert graphs.num_replays == LAYERS
     assert len(captures) == 2
     assert all(graph.was_reset for graph in first)
+
+
+def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
+    worker, graphs = graphed()
+    # The second eager step, and the second to fifth replay, begin to end; the pace of no other step is asked for.
+    graphs._pace._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
+    for _ in range(WARMUP_STEPS + 1 + 4 + 2):
+        train(worker, graphs, 4)
+    assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], offloads=False)) == 1
 
 
 class Witness(NoObserver):

@@ -2,28 +2,13 @@
 
 import pytest
 import torch
+from support.marks import At
 
 from nemo_offload_rl.offload.activation_copies import CudaCopies, Ticket
 from nemo_offload_rl.offload.lanes import Mark
 from nemo_offload_rl.offload.wait_clock import WaitClock
 
 CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
-
-
-class At(Mark):
-    """A mark at a known time, which can be read once it has been waited for, or one behind it."""
-
-    def __init__(self, seconds: float) -> None:
-        self.seconds = seconds
-        self.was_waited_for = False
-
-    def wait(self) -> None:
-        self.was_waited_for = True
-
-    def seconds_since(self, earlier: Mark) -> float:
-        assert self.was_waited_for
-        assert isinstance(earlier, At)
-        return self.seconds - earlier.seconds
 
 
 class Timeline:
