@@ -361,12 +361,21 @@ class ActivationOffloader:
     def _start_back(self, chunk: Chunk, first: int) -> None:
         """Ask for the copies of all groups from `first` on that nobody has asked for."""
         assert chunk.num_not_back is not None
-        first = max(0, first)
-        for group in reversed(chunk.groups[first : chunk.num_not_back]):
-            absent = [parcel for ref in group.parcels if (parcel := ref()) is not None and parcel.storage is None]
-            for parcel in self._bring(absent):
+        due = chunk.groups[max(0, first) : chunk.num_not_back]
+        if not due:
+            return
+        requests = [[group] for group in reversed(due)]  # each is waited for by itself
+        if len(due) == 1:
+            # In step with the backward pass, a layer ahead of it: then a layer's groups are one request. The host pays
+            # for each, and would pay as often as a layer has modules.
+            start = max(0, due[0].index - chunk.num_modules + 1)
+            requests = [chunk.groups[start : chunk.num_not_back][::-1]]
+        for groups in requests:
+            parcels = (ref() for group in groups for ref in group.parcels)
+            absent = dict.fromkeys(parcel for parcel in parcels if parcel is not None and parcel.storage is None)
+            for parcel in self._bring(list(absent)):
                 parcel.route.tally.of(parcel.module).returned_bytes += parcel.nbytes
-        chunk.num_not_back = min(chunk.num_not_back, first)
+        chunk.num_not_back = requests[-1][-1].index
 
     @staticmethod
     def _bring(parcels: Sequence[Parcel]) -> list[Parcel]:

@@ -187,6 +187,32 @@ def test_a_group_asks_once_for_all_of_its_copies(model):
     assert copies.num_requests == 2 * LAYERS
 
 
+def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
+    """Those that are needed first come one by one, since each may be waited for."""
+
+    class Listed(LateCopies):
+        def __init__(self) -> None:
+            super().__init__()
+            self.sizes: list[int] = []
+
+        def back(self, pairs, after):
+            self.sizes.append(sum(source.numel() for _, source in pairs))
+            return super().back(pairs, after)
+
+    copies = Listed()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))
+    copies.sizes.clear()
+    inputs = batches([8], 1)
+    assert_equal(one_by_one(model, inputs), plain(model, inputs))
+    total = made.report.total()
+    *urgent, second, first = copies.sizes
+    assert len(urgent) == len(MODULES)
+    assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
+    assert sum(copies.sizes) == total.returned_bytes
+    assert total.late_bytes == 0
+
+
 def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model):
     """They are on the GPU, and so is most of what a step ever has there."""
     copies = LateCopies()
