@@ -171,7 +171,7 @@ def _longest(rows: Sequence[Row]) -> str | None:
     columns = (
         *_SETTINGS,
         _CAPTURED,
-        Column("kernels", lambda row: "as they come" if row.get("deterministic") is False else "deterministic"),
+        Column("kernels", lambda row: "deterministic" if row.get("deterministic") else "as they come"),
         Column("longest, tokens", field("seq_length")),
         Column("of the plain run's", quotient("seq_length", "plain_length", 2)),
         Column("does not fit", field("too_long")),
@@ -182,13 +182,16 @@ def _longest(rows: Sequence[Row]) -> str | None:
     )
     of_table = _of("longest_sequence", rows)
     found = [row for row in of_table if row["way"] in ("longest", FAILED)]
-    plain = next((row.get("seq_length") for row in found if row.get("modules") == "none"), None)
+    plain = {row.get("deterministic"): row.get("seq_length") for row in found if row.get("modules") == "none"}
     tries = [(row["part"], row["seq_length"]) for row in of_table if row.get("fits") is False]
     too_long = {
         row["part"]: min((length for part, length in tries if part == f"{row['part']}/tries"), default=None)
         for row in found
     }
-    return section([{**row, "plain_length": plain, "too_long": too_long[row["part"]]} for row in found], columns)
+    compared = [
+        {**row, "plain_length": plain.get(row.get("deterministic")), "too_long": too_long[row["part"]]} for row in found
+    ]
+    return section(compared, columns)
 
 
 def _memory(rows: Sequence[Row]) -> str | None:

@@ -172,7 +172,7 @@ class CudaGraphs:
         self._captured: _Captured | None = None
         self._pace = GraphPace(
             _names(config.cuda_graph_modules),
-            offloads=config.fine_grained_activation_offloading,
+            copies_inside=any(layer.offload_module_in_cuda_graph for layer in _layers(self._model)),
             mark=functools.partial(mark_current_stream, next(self._model[0].parameters()).device),
         )
         self.num_replays = self.num_captures = 0
@@ -345,12 +345,16 @@ def step_shape(batches: Sequence[MicroBatch]) -> StepShape:
     return StepShape(len(batches), micro_batch_size, seq_length)
 
 
+def _layers(model: Sequence[Any]) -> list[Any]:
+    return [module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer)]
+
+
 def _names(modules: Sequence[Any]) -> list[str]:
     return [str(module.name) for module in modules]
 
 
 def _why_no_layer(model: Sequence[Any], modules: Sequence[str]) -> str:
-    layers = [module for chunk in model for module in chunk.modules() if isinstance(module, TransformerLayer)]
+    layers = _layers(model)
     num_moe = sum(layer.is_moe_layer for layer in layers)
     return (
         f"none of the {len(layers)} layers here ({num_moe} of them MoE) has a part that cuda_graph_modules {modules} "

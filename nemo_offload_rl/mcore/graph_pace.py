@@ -32,13 +32,13 @@ class GraphPace:
 
     Args:
         modules: what is captured, `policy.megatron_cfg.cuda_graph_modules`.
-        offloads: whether activations are offloaded.
+        copies_inside: whether activations are offloaded inside of the graphs.
         mark: makes a mark in the stream that is current when it is called.
     """
 
-    def __init__(self, modules: Sequence[str], *, offloads: bool, mark: Callable[[], Mark]) -> None:
+    def __init__(self, modules: Sequence[str], *, copies_inside: bool, mark: Callable[[], Mark]) -> None:
         self._modules = list(modules)
-        self._offloads = offloads
+        self._copies_inside = copies_inside
         self._mark = mark
         self._num_captures: int | None = None  # of the last step
         self._unread: _Timed | None = None
@@ -78,23 +78,25 @@ class GraphPace:
         if len(self._compared) == _NUM_COMPARED:
             replayed, eager = min(self._compared, key=lambda pair: pair[0] / pair[1])
             if replayed > (1 + SLOWER_LIMIT) * eager:
-                logger.warning("%s", slower_than_eager(replayed, eager, self._modules, offloads=self._offloads))
+                logger.warning(
+                    "%s", slower_than_eager(replayed, eager, self._modules, copies_inside=self._copies_inside)
+                )
 
 
-def slower_than_eager(replayed_s: float, eager_s: float, modules: Sequence[str], *, offloads: bool) -> str:
+def slower_than_eager(replayed_s: float, eager_s: float, modules: Sequence[str], *, copies_inside: bool) -> str:
     """Steps from graphs are slower, by how much, and what would change that.
 
     Args:
         replayed_s: seconds of a training step from graphs.
         eager_s: seconds of an eager one.
         modules: what is captured.
-        offloads: whether activations are offloaded.
+        copies_inside: whether activations are offloaded inside of the graphs.
     """
     remedy = f"set {GRAPH_IMPL_KEY} to none"
     if len(modules) > 1:  # an empty list is refused
         what = "'mlp'" if "mlp" in modules else "modules"
         remedy = f"take {what} out of it, or {remedy}"
-    why = " (a graph ends only when the copies of activations inside of it have)" if offloads else ""
+    why = " (a graph ends only when the copies of activations inside of it have)" if copies_inside else ""
     return (
         f"a training step from CUDA graphs takes {1e3 * replayed_s:,.1f} ms, {100 * (replayed_s / eager_s - 1):.0f}% "
         f"longer than the {1e3 * eager_s:,.1f} ms of an eager one of the same shape{why}; what "

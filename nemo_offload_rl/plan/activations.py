@@ -5,7 +5,7 @@ Not counted: `delta_offload_bytes_across_pp_ranks`, which keeps bytes on the GPU
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
@@ -106,11 +106,8 @@ def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> i
     busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
     in_chunk = _groups_that_leave(busy, settings)
     chunk = sum(
-        in_chunk[name] * sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
-        for name, tensors in _leaving(busy, settings).items()
+        in_chunk[name] * _group_bytes(name, tensors, settings) for name, tensors in _leaving(busy, settings).items()
     )
-    if settings.min_elements <= _NAMELESS_ELEMENTS:
-        chunk += in_chunk.get("core_attn", 0) * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
     return chunk * facts.num_chunks_in_flight
 
 
@@ -140,6 +137,13 @@ def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, 
             out[module] = [tensor for tensor in _moved(facts, settings, module) if tensor.name not in seen]
             seen |= {tensor.name for tensor in out[module]}
     return out
+
+
+def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationSettings) -> int:
+    """Of the slab that one group takes."""
+    has_nameless = module == "core_attn" and settings.min_elements <= _NAMELESS_ELEMENTS
+    named = sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
+    return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
 
 
 def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:

@@ -200,11 +200,14 @@ def test_the_longest_sequence_is_compared_with_the_plain_run_and_with_what_does_
         of("dense/off/tries", "41984 tokens", 41984, fits=False),
         of("dense/off", "longest", 40960),
         of("dense/offloaded", "longest", 61440) | {"modules": "core_attn"},
+        of("dense/off/deterministic", "longest", 20480, deterministic=True),
+        of("dense/off/deterministic/tries", "24576 tokens", 24576, fits=False, deterministic=True),
     ]
     shown, _ = table("longest_sequence", rows)
-    assert [r["longest, tokens"] for r in shown] == ["40,960", "61,440"]
-    assert [r["of the plain run's"] for r in shown] == ["1.00", "1.50"]
-    assert [r["does not fit"] for r in shown] == ["41,984", MISSING]
+    assert [r["longest, tokens"] for r in shown] == ["40,960", "61,440", "20,480"]
+    assert [r["of the plain run's"] for r in shown] == ["1.00", "1.50", "1.00"]  # of one with the same kernels
+    assert [r["kernels"] for r in shown] == ["as they come", "as they come", "deterministic"]
+    assert [r["does not fit"] for r in shown] == ["41,984", MISSING, "24,576"]
 
 
 def test_growth_and_peaks_of_the_other_tables():

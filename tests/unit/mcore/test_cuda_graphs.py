@@ -196,7 +196,7 @@ def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
     graphs._pace._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
     for _ in range(WARMUP_STEPS + 1 + 4 + 2):
         train(worker, graphs, 4)
-    assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], offloads=False)) == 1
+    assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)) == 1
 
 
 class Witness(NoObserver):

@@ -17,7 +17,7 @@ class Training:
     def __init__(self) -> None:
         self.now = 10.0
         self.marks: list[At] = []
-        self.pace = GraphPace(["attn", "mlp"], offloads=False, mark=self._mark)
+        self.pace = GraphPace(["attn", "mlp"], copies_inside=False, mark=self._mark)
 
     def _mark(self) -> Mark:
         self.marks.append(At(self.now))
@@ -43,7 +43,7 @@ def test_slower_replays_are_said_once(training, caplog):
     training.replayed(9.0, 1.5, 1.25, 1.5)
     assert caplog.messages == []  # the third has not been read
     training.replayed(1.5)
-    assert caplog.messages == [slower_than_eager(1.25, 1.0, ["attn", "mlp"], offloads=False)]
+    assert caplog.messages == [slower_than_eager(1.25, 1.0, ["attn", "mlp"], copies_inside=False)]
     num_marks = len(training.marks)
     training.replayed(1.5, 1.5)
     training.replayed(9.0, 2.5, 2.5, 2.5, 2.5, capture=2)
@@ -71,7 +71,7 @@ def test_the_first_replay_after_a_capture_is_left_out(training, caplog):
     training.eager(9.0, 1.0)
     training.replayed(0.5, 1.5, 1.5)
     training.replayed(0.5, 1.5, 1.5, capture=2)
-    assert caplog.messages == [slower_than_eager(1.5, 1.0, ["attn", "mlp"], offloads=False)]
+    assert caplog.messages == [slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)]
 
 
 def test_steps_of_another_shape_are_not_compared(training, caplog):
@@ -89,7 +89,7 @@ def test_each_shape_has_a_baseline_of_its_own(training, caplog):
     training.eager(4.0, shape=OTHER)
     training.replayed(9.0, 2.0, 2.0)
     training.replayed(5.0, 5.0, shape=OTHER)
-    assert caplog.messages == [slower_than_eager(5.0, 4.0, ["attn", "mlp"], offloads=False)]
+    assert caplog.messages == [slower_than_eager(5.0, 4.0, ["attn", "mlp"], copies_inside=False)]
 
 
 def test_one_eager_step_is_no_baseline(training, caplog):
@@ -118,7 +118,7 @@ def test_a_step_that_fails_is_not_timed(training, caplog):
 
 
 def test_what_is_said():
-    assert slower_than_eager(0.2345, 0.2, ["attn", "mlp"], offloads=True) == (
+    assert slower_than_eager(0.2345, 0.2, ["attn", "mlp"], copies_inside=True) == (
         "a training step from CUDA graphs takes 234.5 ms, 17% longer than the 200.0 ms of an eager one of the same "
         "shape (a graph ends only when the copies of activations inside of it have); what "
         "policy.megatron_cfg.cuda_graph_modules ['attn', 'mlp'] captures may make it 10% slower at most: take 'mlp' "
@@ -139,6 +139,6 @@ def test_what_is_said():
     ],
 )
 def test_what_is_left_must_name_something(modules, remedy):
-    said = slower_than_eager(2.0, 1.0, modules, offloads=False)
+    said = slower_than_eager(2.0, 1.0, modules, copies_inside=False)
     assert remedy in said
     assert "copies" not in said

@@ -186,6 +186,16 @@ def test_host_memory_is_for_experts_that_are_busier_than_the_average():
     assert slab_bytes(MOE, asked("core_attn")) == slab_bytes(DENSE, asked("core_attn"))
 
 
+def test_offsets_and_seeds_of_attention_have_room_where_the_smallest_tensors_move():
+    def pages(*modules: str, smallest: int) -> float:
+        named = sum(size.in_flight for size in module_bytes(DENSE, asked(*modules, smallest=smallest)).values())
+        return (needed_slab_bytes(DENSE, asked(*modules, smallest=smallest)) - named) / SLAB_ALIGNMENT_BYTES
+
+    assert pages("core_attn", smallest=0) == pages("core_attn", smallest=1024) == 8 * DENSE.num_layers
+    assert pages("core_attn", smallest=1025) == 0  # such tensors stay
+    assert pages("qkv_linear", smallest=0) == 0  # it has none
+
+
 def test_the_recipe_may_size_the_slab():
     assert slab_bytes(DENSE, asked("core_attn", limit=GIB)) == GIB
     assert needed_slab_bytes(DENSE, asked("core_attn", limit=GIB)) == 3 * GIB
