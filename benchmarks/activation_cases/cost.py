@@ -38,7 +38,7 @@ NUM_MICRO_BATCHES = {1: 4, 4: 2, 8: 2}
 """Of a step, by their size."""
 # Captured layers keep their host memory, and eager steps of the same worker need as much again.
 _ROOM_FOR_BOTH = "policy.activation_offload.host_memory_limit_gib=24"
-_R_BARS = (("qkv_linear",), ATTENTION)
+_MODULES_WITH_BARS = (("qkv_linear",), ATTENTION, ("moe_act",))
 
 
 @dataclass(frozen=True)
@@ -109,6 +109,7 @@ class _Measurement:
         self._data = self._feed.batch(0)
         self._num_steps = setting.num_steps(NUM_STEPS)
         self._num_tokens = int(self._data["input_lengths"].sum())
+        self._has_bar = case.settings.modules in _MODULES_WITH_BARS
 
     def without_graphs(self) -> None:
         """Plain steps and offloaded ones."""
@@ -130,7 +131,7 @@ class _Measurement:
         share = figures.recovered_share(
             peaks["plain"].allocated, peaks["offloaded"].allocated, moved.should_leave / moved.num_micro_batches
         )
-        has_bar = self._case.settings.modules in _R_BARS and self._size == 4
+        has_bar = self._has_bar and not self._case.is_moe and self._size == 4
         rows["offloaded"] |= {
             "r": None if share is None else round(share, 4),
             "r_bar": figures.R_BAR if has_bar else None,
@@ -200,7 +201,9 @@ class _Measurement:
         bound = figures.link_bound_percent(
             of_micro_batch, link.out, forward_s, num_micro_batches=self._number, plain_step_s=plain_step_s
         )
-        bar = figures.overhead_bar_percent(is_moe=self._case.is_moe, micro_batch=self._size, bound_percent=bound)
+        bar = None
+        if self._has_bar:
+            bar = figures.overhead_bar_percent(is_moe=self._case.is_moe, micro_batch=self._size, bound_percent=bound)
         return {
             "link_ms": round(of_micro_batch / link.out * 1e3, 3),
             "forward_ms": round(forward_s * 1e3, 3),
