@@ -38,6 +38,7 @@ TABLES: Mapping[str, str] = {
     "soak": "soak",
     "longest_sequence": "longest",
     "memory": "memory_curve",
+    "causes": "causes",
 }
 """Name of a table, and the module that makes it."""
 _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")

@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 
 from activation_cases.page_cells import (
+    MISSING,
     Column,
     Row,
     difference,
@@ -206,6 +207,24 @@ def _memory(rows: Sequence[Row]) -> str | None:
     return section(_pairs(_of("memory", rows), "plain", "offloaded"), columns)
 
 
+def _causes(rows: Sequence[Row]) -> str | None:
+    columns = (
+        *_SETTINGS,
+        _ROWS,
+        Column("steps are", field("way")),
+        Column("ms", number("step_ms", 1)),
+        Column("over plain, % of pairs (95% interval)", _paired),
+        _STEPS,
+    )
+    return section(_of("causes", rows), columns)
+
+
+def _paired(row: Row) -> str:
+    low, high = row.get("paired_low_95"), row.get("paired_high_95")
+    found = rounded(row.get("paired_percent"), 2)
+    return MISSING if row.get("way") == "plain" or low is None or high is None else f"{found} ({low:.2f} to {high:.2f})"
+
+
 def _of(table: str, rows: Sequence[Row]) -> list[Row]:
     return [row for row in rows if row["table"] == table]
 
@@ -233,5 +252,6 @@ TABLES: Mapping[str, Callable[[Sequence[Row]], str | None]] = {
     "soak": _soak,
     "longest_sequence": _longest,
     "memory": _memory,
+    "causes": _causes,
 }
 """Name of a table in a page, and what makes it of all rows: None where they have nothing for it."""

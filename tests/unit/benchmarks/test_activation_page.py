@@ -222,6 +222,16 @@ def test_growth_and_peaks_of_the_other_tables():
     assert shown["it fell by, MiB"] == "200"
 
 
+def test_causes_are_compared_with_the_plain_step_beside():
+    known = {"model": "moe", "modules": "moe_act", "micro_batch": 1, "step_ms": 470.94, "steps": 30}
+    known |= {"paired_percent": 0.0, "paired_low_95": 0.0, "paired_high_95": 0.0}
+    ours = known | {"step_ms": 481.66, "paired_percent": 3.218, "paired_low_95": -0.5, "paired_high_95": 4.5}
+    shown, _ = table("causes", [row("causes", "a", "plain", **known), row("causes", "a", "offloaded", **ours)])
+    assert [r["steps are"] for r in shown] == ["plain", "offloaded"]
+    assert [r["ms"] for r in shown] == ["470.9", "481.7"]
+    assert [r["over plain, % of pairs (95% interval)"] for r in shown] == [MISSING, "3.22 (-0.50 to 4.50)"]
+
+
 def test_commits_and_machines_are_columns_where_rows_differ():
     rows = [parity("a"), parity("b", commit="c2", machine="2 x GPU"), parity("c")]
     shown, around = table("parity", rows)

@@ -1,0 +1,157 @@
+"""What of the cost of offloading is whose: one worker's steps in several ways, taken in turn.
+
+- `plain`: offloading suspended.
+- `hooks`: everything is asked about, and stays: a fraction of 0.
+- `requests`: as `beside`, with 4 KiB in place of what each copy moves.
+- `beside`: all storages stay on the GPU and are copied out all the same, and as many bytes come back into memory that
+  nobody reads; nobody waits for any of it.
+- `offloaded`: as users have it.
+
+`paired_percent` is by how much a way's step is longer than the plain one beside it, the median of all pairs, with the
+bootstrap's interval of worker_train.py: these hosts change their pace by more than what is looked for.
+"""
+
+import contextlib
+import dataclasses
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from statistics import median
+from typing import Any
+
+import torch
+from worker_train import interval_95, median_of_ratios
+
+from activation_cases.combinations import Combination
+from activation_cases.cost import NUM_MICRO_BATCHES
+from activation_cases.measuring import in_turn
+from activation_cases.parity import describe
+from activation_cases.table import Row, Setting
+from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.activation_groups import Chunk, Group, Stash
+from nemo_offload_rl.offload.activations import ActivationOffloader
+
+NUM_STEPS = 50
+SHORT_BYTES = 4096
+
+# One module each: `beside` asks for copies back group by group, the manager for those of a layer at once.
+CASES: Mapping[str, tuple[Combination, int]] = {
+    "dense/qkv_linear": (Combination("dense", ("qkv_linear",)), 4),
+    "moe/moe_act": (Combination("moe", ("moe_act",)), 1),
+}
+"""What is on, and rows of a micro-batch."""
+
+
+def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
+    """A part a worker."""
+    return {name: functools.partial(_measure, setting, name, *case) for name, case in CASES.items()}
+
+
+def _measure(setting: Setting, part: str, combination: Combination, size: int) -> None:
+    section = policy(
+        combination.model, [*combination.overrides(), *STATE_STAYS, f"policy.train_micro_batch_size={size}"]
+    )
+    with running(section) as worker:
+        active = offloader(worker)
+        assert active is not None, f"{part} offloads"
+        feed = Feed(worker, section, str(NUM_MICRO_BATCHES[size]), size, full=True)
+        data = feed.batch(0)
+
+        def step(way: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
+            with way():
+                feed.train(data)
+
+        chosen = ways(active, worker.device)
+        steps = {name: functools.partial(step, way) for name, way in chosen.items()}
+        seconds = in_turn(steps, setting.num_steps(NUM_STEPS))
+        for name, taken in seconds.items():
+            setting.file.add("causes", part, name, _row(combination, size, seconds["plain"], taken))
+
+
+def _row(combination: Combination, size: int, plain: list[float], taken: list[float]) -> Row:
+    pairs = list(zip(plain, taken, strict=True))
+    low, high = interval_95(pairs, median_of_ratios)
+    return describe(combination) | {
+        "micro_batch": size,
+        "num_micro_batches": NUM_MICRO_BATCHES[size],
+        "step_ms": round(median(taken) * 1e3, 3),
+        "paired_percent": round((median_of_ratios(pairs) - 1) * 100, 3),
+        "paired_low_95": round((low - 1) * 100, 3),
+        "paired_high_95": round((high - 1) * 100, 3),
+        "steps": len(taken),
+    }
+
+
+def ways(
+    active: ActivationOffloader, device: torch.device
+) -> Mapping[str, Callable[[], contextlib.AbstractContextManager[object]]]:
+    """How steps are taken while each is entered.
+
+    Args:
+        active: offloads one module of each layer.
+        device: has the memory that copies come back into beside a step.
+    """
+    return {
+        "plain": active.suspended,
+        "hooks": lambda: _nothing_leaves(active),
+        "requests": lambda: _beside(active, device, at_most=SHORT_BYTES),
+        "beside": lambda: _beside(active, device),
+        "offloaded": contextlib.nullcontext,
+    }
+
+
+@contextlib.contextmanager
+def _nothing_leaves(active: ActivationOffloader) -> Iterator[None]:
+    options = dataclasses.replace(active.options, fraction=0.0)
+    with _instead(active, options=options, _profiles={}):
+        yield
+
+
+@contextlib.contextmanager
+def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int | None = None) -> Iterator[None]:
+    copies = active.copies
+    begin_backward = active.begin_backward
+
+    def begin(chunk: Chunk, group: Group) -> None:
+        if group.has_left():
+            on_gpu, on_host = _unread(device, group.nbytes)
+            copies.back([(on_gpu, on_host)], [])
+        begin_backward(chunk, group)
+
+    short = {"out": _short(copies.out, at_most), "back": _short(copies.back, at_most)}
+    with _instead(active, _stash=_Forgetful(copies), begin_backward=begin), _instead(copies, **short):
+        yield
+
+
+class _Forgetful(Stash):
+    """Waits for nothing, and leaves on the GPU what is there."""
+
+    def release(self, keep: int) -> None:
+        while len(self._held) > keep:
+            self._held.popleft()
+
+
+@functools.cache
+def _unread(device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tensor]:
+    pinned = device.type == "cuda"
+    host = torch.zeros(nbytes, dtype=torch.uint8, pin_memory=pinned)
+    return torch.empty(nbytes, dtype=torch.uint8, device=device), host
+
+
+def _short(
+    ask: Callable[[Pairs, Iterable[Ticket]], Ticket], at_most: int | None
+) -> Callable[[Pairs, Iterable[Ticket]], Ticket]:
+    return lambda pairs, after: ask([(there[:at_most], here[:at_most]) for there, here in pairs], after)
+
+
+@contextlib.contextmanager
+def _instead(owner: ActivationOffloader | CopyEngine, **attributes: Any) -> Iterator[None]:
+    """Attributes of one object, until the block ends."""
+    before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
+    vars(owner).update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del vars(owner)[name]
+        vars(owner).update(before)

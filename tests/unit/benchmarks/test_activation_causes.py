@@ -1,0 +1,79 @@
+"""The ways of benchmarks/activation_offload.py's table of causes: all train alike, and ask for what they say."""
+
+import pytest
+from activation_cases import causes
+from activation_cases.worker import offloader
+from support.late_copies import LateCopies
+from support.ranks import free_port, worker_of_rank
+from support.tiny import offloading_activations, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import activation_offload
+
+ROWS, LENGTH = 4, 16
+SHORT_BYTES = 64
+
+
+class Counting(LateCopies):
+    """Notes the bytes of each request."""
+
+    def __init__(self) -> None:
+        super().__init__(eager_share=0.1)
+        self.out_bytes: list[int] = []
+        self.back_bytes: list[int] = []
+
+    def out(self, pairs, after):
+        self.out_bytes.append(sum(len(source) for _, source in pairs))
+        return super().out(pairs, after)
+
+    def back(self, pairs, after):
+        self.back_bytes.append(sum(len(source) for _, source in pairs))
+        return super().back(pairs, after)
+
+
+@pytest.fixture
+def train(monkeypatch):
+    """Builds a worker; its loss and gradient norm of a step are what calling it returns."""
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device: Counting())
+    monkeypatch.setattr(causes, "SHORT_BYTES", SHORT_BYTES)
+    built = []
+
+    def build(policy):
+        worker = worker_of_rank(policy, 0, 1, free_port())
+        built.append(worker)
+        return worker
+
+    yield build
+    for worker in built[-1:]:
+        worker.shutdown()
+
+
+def step(worker):
+    report = worker.train(random_batch(ROWS, LENGTH), NLLLoss(), gbs=ROWS, mbs=2)
+    return report["loss"], report["grad_norm"]
+
+
+def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train):
+    plain = train(tiny_policy())
+    want = [step(plain) for _ in range(7)]
+    plain.shutdown()
+    worker = train(offloading_activations(tiny_policy(), ["qkv_linear"]))
+    active = offloader(worker)
+    attributes = set(vars(active)), set(vars(active.copies))
+    found, asked = [step(worker)], {}  # the first step does not know the last layer yet, and moves it, too
+    for name, way in causes.ways(active, worker.device).items():
+        active.copies.out_bytes.clear()
+        active.copies.back_bytes.clear()
+        with way():
+            found.append(step(worker))
+        asked[name] = list(active.copies.out_bytes), list(active.copies.back_bytes)
+    found.append(step(worker))
+    assert found == want
+    assert asked["plain"] == asked["hooks"] == ([], [])
+    out, back = asked["offloaded"]
+    assert sum(out) == active.report.total().moved_bytes > 0
+    assert asked["beside"] == (out, out)  # on a CPU some of it is kept alive by the layer, and need not come back
+    short_out, short_back = asked["requests"]
+    assert (len(short_out), short_back) == (len(out), [SHORT_BYTES] * len(back))
+    assert sum(short_out) < sum(out) / 4
+    assert (set(vars(active)), set(vars(active.copies))) == attributes
