@@ -20,3 +20,12 @@ def ray_cluster() -> Iterator[Cluster]:
 def pytest_xdist_auto_num_workers() -> int:
     """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Tests that are marked `gpu` are skipped where there is none."""
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu") is not None:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

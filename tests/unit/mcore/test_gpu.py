@@ -11,7 +11,6 @@ from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
 ]
 

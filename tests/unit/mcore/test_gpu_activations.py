@@ -17,7 +17,6 @@ from nemo_offload_rl.worker.worker import TooManySkippedStepsError
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU"),
     pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
 ]
 

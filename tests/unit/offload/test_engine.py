@@ -384,7 +384,6 @@ class Late(Housed):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_what_leaves_again_has_arrived_before():
     device = torch.device("cuda", torch.cuda.current_device())
     arena = PinnedArena()

@@ -345,7 +345,6 @@ def test_what_touching_raises_reaches_the_caller():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_cuda_knows_a_segment_as_pinned_until_it_is_released():
     with PinnedArena(lock_chunk_bytes=MIB) as arena:
         segment = arena.allocate("moments", 4 * MIB + 10)
@@ -364,7 +363,6 @@ def test_cuda_knows_a_segment_as_pinned_until_it_is_released():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 def test_a_refusal_by_the_driver_leaves_no_cuda_error():
     locker = CudaPageLocker()
     with mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:

@@ -66,7 +66,6 @@ def test_tensors_that_do_not_fit_each_other_are_refused(ring, verb):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 @pytest.mark.parametrize("pin", [True, False])
 @pytest.mark.parametrize("nbytes", [1, 3 * BUFFER, 1000 * BUFFER + 5])
 def test_a_round_trip_over_the_link_keeps_every_byte(pin, nbytes):

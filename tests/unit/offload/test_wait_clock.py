@@ -8,7 +8,6 @@ from nemo_offload_rl.offload.activation_copies import CudaCopies, Ticket
 from nemo_offload_rl.offload.lanes import Mark
 from nemo_offload_rl.offload.wait_clock import WaitClock
 
-needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
 CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
 
 
@@ -59,7 +58,6 @@ def late_copy(copies: CudaCopies, pair: tuple[torch.Tensor, torch.Tensor]) -> Ti
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_a_stream_that_is_held_up(copies, pair):
     copies.wait(late_copy(copies, pair))  # nobody watches
     torch.cuda.synchronize()
@@ -75,7 +73,6 @@ def test_a_stream_that_is_held_up(copies, pair):
 
 
 @pytest.mark.gpu
-@needs_gpu
 def test_nothing_is_recorded_in_a_capture(copies, pair):
     graph = torch.cuda.CUDAGraph()
     with copies.timed_waits() as waits, torch.cuda.graph(graph):
