@@ -14,7 +14,7 @@ bootstrap's interval of worker_train.py: these hosts change their pace by more t
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from statistics import median
 from typing import Any
 
@@ -27,7 +27,7 @@ from activation_cases.measuring import in_turn
 from activation_cases.parity import describe
 from activation_cases.table import Row, Setting
 from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
 from nemo_offload_rl.offload.activation_groups import Chunk, Group, Stash
 from nemo_offload_rl.offload.activations import ActivationOffloader
 
@@ -115,7 +115,7 @@ def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int |
     def begin(chunk: Chunk, group: Group) -> None:
         if group.has_left():
             on_gpu, on_host = _unread(device, group.nbytes)
-            copies.back([(on_gpu, on_host)], [])
+            copies.back([Span(on_gpu.untyped_storage(), on_host, 0, group.nbytes)], [])
         begin_backward(chunk, group)
 
     short = {"out": _short(copies.out, at_most), "back": _short(copies.back, at_most)}
@@ -139,9 +139,11 @@ def _unread(device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _short(
-    ask: Callable[[Pairs, Iterable[Ticket]], Ticket], at_most: int | None
-) -> Callable[[Pairs, Iterable[Ticket]], Ticket]:
-    return lambda pairs, after: ask([(there[:at_most], here[:at_most]) for there, here in pairs], after)
+    ask: Callable[[Sequence[Span], Iterable[Ticket]], Ticket], at_most: int | None
+) -> Callable[[Sequence[Span], Iterable[Ticket]], Ticket]:
+    if at_most is None:
+        return ask
+    return lambda spans, after: ask([span._replace(nbytes=min(span.nbytes, at_most)) for span in spans], after)
 
 
 @contextlib.contextmanager

@@ -14,16 +14,17 @@ from nemo_offload_rl.offload.host_slab import Region
 class HostMemory(Protocol):
     """Hands out host memory by bytes, as `HostSlab` does."""
 
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it: uint8 [nbytes]."""
+        ...
+
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
         """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
         ...
 
     def give_back(self, region: Region, after: Ticket | None) -> None:
         """Return a region; `after` is the copy that reads it last, if it may still be under way."""
-        ...
-
-    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
-        """The region in pieces that one copy can take: offset inside it, and uint8 memory."""
         ...
 
 

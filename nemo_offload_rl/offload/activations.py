@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
 from nemo_offload_rl.offload.activation_groups import Chunk, Group, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.parcel import Parcel, SavedView, as_bytes, check_versions, cut, start_back
+from nemo_offload_rl.offload.parcel import Parcel, SavedView, check_versions, start_back
 
 
 @dataclass(frozen=True)
@@ -272,13 +272,13 @@ class ActivationOffloader:
         regions = route.host.take_all([parcel.nbytes for parcel in parcels])
         if regions is None:
             return None
-        pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+        spans: list[Span] = []
         after: list[Ticket] = []
         for parcel, region in zip(parcels, regions, strict=True):
             assert parcel.storage is not None
-            pairs += cut(as_bytes(parcel.storage), route.host.pieces(region))
+            spans.append(parcel.span(parcel.storage, region))
             after += region.after
-        ticket = route.copies.out(pairs, after)
+        ticket = route.copies.out(spans, after)
         for parcel, region in zip(parcels, regions, strict=True):
             parcel.leave(region, ticket)
         return ticket

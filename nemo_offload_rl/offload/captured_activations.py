@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
 from nemo_offload_rl.offload.activation_groups import Chunk, Stash
 from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import HostMemory, Route
@@ -30,6 +30,11 @@ class KeptRegions(HostMemory):
         self._regions: list[Region] = []
 
     @property
+    def memory(self) -> torch.Tensor:
+        """See `HostMemory`."""
+        return self._slab.memory
+
+    @property
     def nbytes(self) -> int:
         """Taken from the slab."""
         return sum(region.reserved_bytes for region in self._regions)
@@ -42,10 +47,6 @@ class KeptRegions(HostMemory):
 
     def give_back(self, region: Region, after: Ticket | None) -> None:
         """Nothing: the next replay copies there again."""
-
-    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
-        """See `HostMemory`."""
-        return self._slab.pieces(region)
 
     def release(self) -> None:
         """The graphs are gone."""
@@ -84,13 +85,13 @@ class CapturedCopies(CopyEngine):
         """See `CopyEngine`."""
         return self._copies.is_capturing()
 
-    def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+    def out(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
         """See `CopyEngine`."""
-        return self._asked(self._copies.out(pairs, self._of_this_capture(after)))
+        return self._asked(self._copies.out(spans, self._of_this_capture(after)))
 
-    def back(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
+    def back(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
         """See `CopyEngine`."""
-        return self._asked(self._copies.back(pairs, self._of_this_capture(after)))
+        return self._asked(self._copies.back(spans, self._of_this_capture(after)))
 
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine`; graphs before this one have ended when it begins, their copies included."""

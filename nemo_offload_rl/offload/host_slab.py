@@ -8,7 +8,6 @@ from typing import NamedTuple
 import torch
 
 from nemo_offload_rl.offload.activation_copies import Ticket
-from nemo_offload_rl.offload.pinned_arena import LOCK_CHUNK_BYTES
 
 ALIGNMENT_BYTES = 4096
 """Regions start on pages, for copies at full speed."""
@@ -54,7 +53,7 @@ class HostSlab:
         self.nbytes = len(memory)
         self.used_bytes = 0
         self.peak_bytes = 0
-        self._memory = memory
+        self.memory = memory
         self._gaps = [_Gap(0, self.nbytes, ())] if self.nbytes else []
         self._returned: deque[tuple[Region, Ticket | None]] = deque()
 
@@ -107,19 +106,9 @@ class HostSlab:
     def close(self) -> None:
         """Let go of the memory, whoever still knows this slab; there is no room in it any more."""
         self.nbytes = 0
-        self._memory = self._memory[:0].clone()
+        self.memory = self.memory[:0].clone()
         self._gaps = []
         self._returned.clear()
-
-    def pieces(self, region: Region) -> list[tuple[int, torch.Tensor]]:
-        """The region cut where page-locking was (see `LOCK_CHUNK_BYTES`): offset inside it, and uint8 memory."""
-        pieces = []
-        start, end = region.offset, region.offset + region.nbytes
-        while start < end:
-            stop = min(end, (start // LOCK_CHUNK_BYTES + 1) * LOCK_CHUNK_BYTES)
-            pieces.append((start - region.offset, self._memory[start:stop]))
-            start = stop
-        return pieces
 
     def _collect(self) -> None:
         while self._returned:

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.offload.activation_copies import Ticket
+from nemo_offload_rl.offload.activation_copies import Span, Ticket
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.host_slab import Region
 
@@ -43,6 +43,10 @@ class Parcel:
     def has_left(self) -> bool:
         """Whether a copy out of it was asked for."""
         return self._left is not None
+
+    def span(self, storage: torch.UntypedStorage, region: Region) -> Span:
+        """`storage` on the GPU, as large as its own, and a region of its route."""
+        return Span(storage, self.route.host.memory, region.offset, self.nbytes)
 
     def leave(self, region: Region, ticket: Ticket) -> None:
         """Its copy to the host was asked for."""
@@ -108,17 +112,16 @@ def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
     absent = [parcel for parcel in parcels if not parcel.revive()]
     if not absent:
         return []
-    pairs: list[tuple[torch.Tensor, torch.Tensor]] = []
+    spans: list[Span] = []
     after: list[Ticket] = []
-    there: list[torch.Tensor] = []
     for parcel in absent:
-        there.append(torch.empty(parcel.nbytes, dtype=torch.uint8, device=parcel.device))
+        memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=parcel.device)
         region, left = parcel.on_host()
-        pairs += [(part, piece) for piece, part in cut(there[-1], parcel.route.host.pieces(region))]
+        spans.append(parcel.span(memory.untyped_storage(), region))
         after.append(left)
-    returning = absent[0].route.copies.back(pairs, after)
-    for parcel, memory in zip(absent, there, strict=True):
-        parcel.come_back(memory.untyped_storage(), returning)
+    returning = absent[0].route.copies.back(spans, after)
+    for parcel, span in zip(absent, spans, strict=True):
+        parcel.come_back(span.gpu, returning)
     return absent
 
 
@@ -136,19 +139,6 @@ class SavedView(NamedTuple):
         storage = self.parcel.fetch()
         empty = torch.empty(0, dtype=self.dtype, device=storage.device)
         return empty.set_(storage, self.offset, self.size, self.stride)
-
-
-def cut(whole: torch.Tensor, pieces: Sequence[tuple[int, torch.Tensor]]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Each piece of a region with the part of `whole`, uint8 and as long as the region, that belongs there."""
-    if len(pieces) == 1:
-        return [(pieces[0][1], whole)]
-    return [(piece, whole[offset : offset + len(piece)]) for offset, piece in pieces]
-
-
-def as_bytes(storage: torch.UntypedStorage) -> torch.Tensor:
-    """A storage as a tensor, uint8 [nbytes]."""
-    empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-    return empty.set_(storage)
 
 
 def check_versions(saved: Iterable[Saved], module: str) -> None:

@@ -279,6 +279,16 @@ class PinnedArena:
         return left
 
 
+def cut_at_locks(start: int, nbytes: int) -> list[tuple[int, int]]:
+    """Where the parts of a segment's range begin and end, of which each is page-locked in one piece."""
+    stop, cuts = start + nbytes, []
+    while start < stop:
+        end = min(stop, (start // LOCK_CHUNK_BYTES + 1) * LOCK_CHUNK_BYTES)
+        cuts.append((start, end))
+        start = end
+    return cuts
+
+
 def _address_of(mapping: mmap.mmap) -> int:
     return torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
 

@@ -1,13 +1,13 @@
 """A copy engine without a GPU that is as late, and as out of order, as its callers' tickets allow."""
 
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Pairs, Ticket
+from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
 from nemo_offload_rl.offload.wait_clock import Waits
 
 GARBAGE = 0xFF
@@ -59,9 +59,9 @@ class LateCopies(CopyEngine):
     def is_capturing(self) -> bool:
         return self.captures
 
-    def out(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
-        self.num_out += len(pairs)
-        weak = [(host, _Weak(gpu)) for host, gpu in pairs]
+    def out(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+        self.num_out += len(spans)
+        weak = [(host_part(span), _Weak(span)) for span in spans]
 
         def copy() -> None:
             for host, gpu in weak:
@@ -70,14 +70,16 @@ class LateCopies(CopyEngine):
 
         return self._queue(copy, after)
 
-    def back(self, pairs: Pairs, after: Iterable[Ticket]) -> Ticket:
-        self.num_back += len(pairs)
-        for gpu, _ in pairs:
-            gpu.fill_(GARBAGE)
-        weak = [(_Weak(gpu), host) for gpu, host in pairs]
+    def back(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+        self.num_back += len(spans)
+        weak = [(host_part(span), _Weak(span)) for span in spans]
+        for _, gpu in weak:
+            memory = gpu.tensor()
+            assert memory is not None
+            memory.fill_(GARBAGE)
 
         def copy() -> None:
-            for gpu, host in weak:
+            for host, gpu in weak:
                 destination = gpu.tensor()
                 if destination is not None:
                     destination.copy_(host)
@@ -102,13 +104,20 @@ class LateCopies(CopyEngine):
         return ticket
 
 
+def host_part(span: Span) -> torch.Tensor:
+    """Its memory on the host, uint8 [nbytes]."""
+    return span.host[span.offset : span.offset + span.nbytes]
+
+
 class _Weak:
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self._ref = StorageWeakRef(tensor.untyped_storage())
-        self._offset, self._length = int(tensor.storage_offset()), len(tensor)
+    """A span's memory on the GPU."""
+
+    def __init__(self, span: Span) -> None:
+        self._ref = StorageWeakRef(span.gpu)
+        self._length = span.nbytes
 
     def tensor(self) -> torch.Tensor | None:
         storage = torch.UntypedStorage._new_with_weak_ptr(self._ref.cdata)
         if storage is None:
             return None
-        return torch.empty(0, dtype=torch.uint8).set_(storage, self._offset, (self._length,))
+        return torch.empty(0, dtype=torch.uint8).set_(storage, 0, (self._length,))

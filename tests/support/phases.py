@@ -9,6 +9,7 @@ import torch
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.offload.activation_copies import Span, SpanLane
 from nemo_offload_rl.offload.gpu_range import HostRange
 from nemo_offload_rl.offload.lanes import Lane
 from nemo_offload_rl.offload.types import Cell, Phase, Target
@@ -54,7 +55,7 @@ def run_steps(
 
 def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
     """Make everything that comes back late, so that a wait that is missing shows in the numbers."""
-    map_chunk, copy_all = HostRange.map, Lane.copy_all
+    map_chunk, copy_all, copy_spans = HostRange.map, Lane.copy_all, SpanLane.copy_all
 
     def late_map(self: HostRange, index: int) -> None:
         time.sleep(seconds)
@@ -67,8 +68,15 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
                     torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
             copy_all(self, [pair])
 
+    def late_spans(self: SpanLane, spans: Iterable[Span]) -> None:
+        for span in spans:
+            with torch.cuda.stream(self.stream):
+                torch.cuda._sleep(int(seconds * 1.5e9))
+            copy_spans(self, [span])
+
     monkeypatch.setattr(HostRange, "map", late_map)
-    monkeypatch.setattr(Lane, "copy_all", late_copy_all)  # all copies go through it
+    monkeypatch.setattr(Lane, "copy_all", late_copy_all)  # all copies of state go through it
+    monkeypatch.setattr(SpanLane, "copy_all", late_spans)  # and those of activations through this
 
 
 def saved_between_steps(

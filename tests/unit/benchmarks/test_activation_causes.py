@@ -22,13 +22,13 @@ class Counting(LateCopies):
         self.out_bytes: list[int] = []
         self.back_bytes: list[int] = []
 
-    def out(self, pairs, after):
-        self.out_bytes.append(sum(len(source) for _, source in pairs))
-        return super().out(pairs, after)
+    def out(self, spans, after):
+        self.out_bytes.append(sum(span.nbytes for span in spans))
+        return super().out(spans, after)
 
-    def back(self, pairs, after):
-        self.back_bytes.append(sum(len(source) for _, source in pairs))
-        return super().back(pairs, after)
+    def back(self, spans, after):
+        self.back_bytes.append(sum(span.nbytes for span in spans))
+        return super().back(spans, after)
 
 
 @pytest.fixture

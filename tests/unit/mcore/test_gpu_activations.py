@@ -120,7 +120,8 @@ def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, capl
 
 
 def delayed_copies(monkeypatch: Any, seconds: float) -> None:
-    """Everything that is queued on a side stream comes late, in whichever manager's hands."""
+    """What torch copies on a side stream comes late, as megatron-core's manager has it do; ours, too."""
+    delay_moves(monkeypatch, seconds)
     copy = torch.Tensor.copy_
     main = torch.cuda.current_stream()
 

@@ -126,13 +126,13 @@ def test_a_missing_wait_shows(model, direction):
             super().__init__(eager_share=0.0)
             self.theirs: list[object] = []
 
-        def out(self, pairs, after):
-            ticket = super().out(pairs, after)
+        def out(self, spans, after):
+            ticket = super().out(spans, after)
             self.theirs += [ticket] if direction == "out" else []
             return ticket
 
-        def back(self, pairs, after):
-            ticket = super().back(pairs, [] if direction == "out" else after)
+        def back(self, spans, after):
+            ticket = super().back(spans, [] if direction == "out" else after)
             self.theirs += [ticket] if direction == "back" else []
             return ticket
 
@@ -195,9 +195,9 @@ def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
             super().__init__()
             self.sizes: list[int] = []
 
-        def back(self, pairs, after):
-            self.sizes.append(sum(source.numel() for _, source in pairs))
-            return super().back(pairs, after)
+        def back(self, spans, after):
+            self.sizes.append(sum(span.nbytes for span in spans))
+            return super().back(spans, after)
 
     copies = Listed()
     made = offloader(model, copies=copies)

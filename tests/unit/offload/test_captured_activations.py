@@ -20,11 +20,11 @@ class CaptureRules(LateCopies):
         super().__init__(seed)
         self._mine: list = []
 
-    def out(self, pairs, after):
-        return self._asked(super().out(pairs, self._checked(after)))
+    def out(self, spans, after):
+        return self._asked(super().out(spans, self._checked(after)))
 
-    def back(self, pairs, after):
-        return self._asked(super().back(pairs, self._checked(after)))
+    def back(self, spans, after):
+        return self._asked(super().back(spans, self._checked(after)))
 
     def wait(self, ticket):
         super().wait(*self._checked([ticket]))

@@ -5,7 +5,6 @@ import random
 
 import torch
 
-from nemo_offload_rl.offload import host_slab
 from nemo_offload_rl.offload.host_slab import ALIGNMENT_BYTES, HostSlab
 
 PAGE = ALIGNMENT_BYTES
@@ -87,18 +86,6 @@ def test_all_regions_or_none():
     made = slab(4)
     assert made.take_all([PAGE, 4 * PAGE]) is None
     assert [region.offset for region in made.take_all([3 * PAGE, PAGE])] == [0, 3 * PAGE]
-
-
-def test_a_region_is_cut_where_pages_were_locked(monkeypatch):
-    monkeypatch.setattr(host_slab, "LOCK_CHUNK_BYTES", 2 * PAGE)
-    made = slab(8)
-    made.take(PAGE)
-    region = made.take(4 * PAGE - 10)
-    pieces = list(made.pieces(region))
-    assert [(offset, len(piece)) for offset, piece in pieces] == [(0, PAGE), (PAGE, 2 * PAGE), (3 * PAGE, PAGE - 10)]
-    for number, (_, piece) in enumerate(pieces):
-        piece.fill_(number + 1)
-    assert made._memory[PAGE : 5 * PAGE].unique().tolist() == [0, 1, 2, 3]
 
 
 def test_no_memory_is_no_error():

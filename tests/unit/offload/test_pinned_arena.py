@@ -10,10 +10,10 @@ import psutil
 import pytest
 import torch
 
-from nemo_offload_rl.offload import first_touch
+from nemo_offload_rl.offload import first_touch, pinned_arena
 from nemo_offload_rl.offload.first_touch import populate, slices, touching, write_each_page
 from nemo_offload_rl.offload.page_lock import CudaPageLocker, PageLockError
-from nemo_offload_rl.offload.pinned_arena import HostMemoryError, LeakError, PinnedArena
+from nemo_offload_rl.offload.pinned_arena import HostMemoryError, LeakError, PinnedArena, cut_at_locks
 
 PAGE = mmap.PAGESIZE
 MIB = 1024**2
@@ -372,3 +372,10 @@ def test_a_refusal_by_the_driver_leaves_no_cuda_error():
             locker.lock(address, PAGE)
         assert torch.ones(3, device="cuda").sum().item() == 3
         locker.unlock(address)
+
+
+def test_a_range_is_cut_where_pages_were_locked(monkeypatch):
+    monkeypatch.setattr(pinned_arena, "LOCK_CHUNK_BYTES", 2 * PAGE)
+    assert cut_at_locks(PAGE, 4 * PAGE - 10) == [(PAGE, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE - 10)]
+    assert cut_at_locks(2 * PAGE, 2 * PAGE) == [(2 * PAGE, 4 * PAGE)]
+    assert cut_at_locks(PAGE, 0) == []

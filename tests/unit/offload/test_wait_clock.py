@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.marks import At
 
-from nemo_offload_rl.offload.activation_copies import CudaCopies, Ticket
+from nemo_offload_rl.offload.activation_copies import CudaCopies, Span, Ticket
 from nemo_offload_rl.offload.lanes import Mark
 from nemo_offload_rl.offload.wait_clock import WaitClock
 
@@ -47,35 +47,36 @@ def copies() -> CudaCopies:
 
 
 @pytest.fixture
-def pair() -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.empty(1024, dtype=torch.uint8).pin_memory(), torch.zeros(1024, dtype=torch.uint8, device="cuda")
+def span() -> Span:
+    gpu = torch.zeros(1024, dtype=torch.uint8, device="cuda").untyped_storage()
+    return Span(gpu, torch.empty(1024, dtype=torch.uint8).pin_memory(), 0, 1024)
 
 
-def late_copy(copies: CudaCopies, pair: tuple[torch.Tensor, torch.Tensor]) -> Ticket:
+def late_copy(copies: CudaCopies, span: Span) -> Ticket:
     with torch.cuda.stream(copies.lanes["out"].stream):
         torch.cuda._sleep(CYCLES)
-    return copies.out([pair], [])
+    return copies.out([span], [])
 
 
 @pytest.mark.gpu
-def test_a_stream_that_is_held_up(copies, pair):
-    copies.wait(late_copy(copies, pair))  # nobody watches
+def test_a_stream_that_is_held_up(copies, span):
+    copies.wait(late_copy(copies, span))  # nobody watches
     torch.cuda.synchronize()
     with copies.timed_waits() as waits:
-        copies.wait(late_copy(copies, pair))
+        copies.wait(late_copy(copies, span))
         torch.cuda._sleep(CYCLES)
     assert 0.3 * waits.seconds < waits.seconds_waited < 0.7 * waits.seconds
     with copies.timed_waits() as waits:
-        ticket = late_copy(copies, pair)
+        ticket = late_copy(copies, span)
         torch.cuda._sleep(3 * CYCLES)
         copies.wait(ticket)
     assert waits.seconds_waited < 0.1 * waits.seconds
 
 
 @pytest.mark.gpu
-def test_nothing_is_recorded_in_a_capture(copies, pair):
+def test_nothing_is_recorded_in_a_capture(copies, span):
     graph = torch.cuda.CUDAGraph()
     with copies.timed_waits() as waits, torch.cuda.graph(graph):
-        copies.wait(copies.out([pair], []))
+        copies.wait(copies.out([span], []))
     assert waits.seconds > 0
     assert waits.seconds_waited == 0.0

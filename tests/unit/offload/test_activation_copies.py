@@ -1,0 +1,70 @@
+"""Copies of activations by the driver, on a CUDA GPU."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nemo_offload_rl.offload import pinned_arena
+from nemo_offload_rl.offload.activation_copies import CudaCopies, Span
+from nemo_offload_rl.offload.pinned_arena import PinnedArena
+
+pytestmark = pytest.mark.gpu
+
+CHUNK = 1 << 16
+NBYTES = 3 * CHUNK + 100
+OFFSET = 4096
+CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[torch.Tensor]:
+    """Memory that is page-locked in small chunks, and cut as small."""
+    monkeypatch.setattr(pinned_arena, "LOCK_CHUNK_BYTES", CHUNK)
+    with PinnedArena(lock_chunk_bytes=CHUNK) as arena:
+        segment = arena.allocate("activations", OFFSET + NBYTES)
+        assert segment.pinned
+        yield segment.tensor
+        arena.release(segment)
+
+
+@pytest.fixture
+def copies() -> CudaCopies:
+    return CudaCopies(torch.device("cuda", 0))
+
+
+def span(gpu: torch.Tensor, host: torch.Tensor) -> Span:
+    return Span(gpu.untyped_storage(), host, OFFSET, len(gpu))
+
+
+def test_bytes_leave_and_come_back_in_the_order_of_tickets(copies, host):
+    sent = torch.empty(NBYTES, dtype=torch.uint8, device="cuda")
+    received = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    sent.random_(generator=torch.Generator("cuda").manual_seed(0))  # the copy has to follow this
+    out = copies.out([span(sent, host)], [])
+    assert not out.reached()
+    back = copies.back([span(received, host)], [out])
+    copies.wait(back)
+    assert torch.equal(received, sent)
+    assert out.reached() and back.reached()
+    assert torch.equal(host[OFFSET:], sent.cpu()) and not host[:OFFSET].any()
+    del received, sent
+
+
+def test_events_are_used_again(copies, host):
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(10):
+        copies.wait(copies.out([span(gpu, host)], []))
+    assert len(copies.lanes["out"].unused_events) == 2
+    older, newer = copies.out([span(gpu, host)], []), copies.out([span(gpu, host)], [])
+    assert newer.covers(older) and not older.covers(newer)
+    assert not newer.covers(copies.back([span(gpu, host)], []))
+    torch.cuda.synchronize()
+
+
+def test_what_the_driver_refuses_is_an_error(copies):
+    gpu = torch.zeros(16, dtype=torch.uint8, device="cuda")
+    nowhere = torch.zeros(16, dtype=torch.uint8, device="meta")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE for 16 bytes of activations to the host"):
+        copies.out([Span(gpu.untyped_storage(), nowhere, 0, 16)], [])
