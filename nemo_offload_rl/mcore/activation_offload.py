@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.models.gpt import GPTModel
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface,
     PipelineOffloadManager,
@@ -47,6 +48,42 @@ def require_tested_version() -> None:
             f"and was tested with {', '.join(TESTED_VERSIONS)}, but {found} is installed; install a tested version, or "
             "set the key to false."
         )
+
+
+_THEIR_GROUP_OFFLOAD = fine_grained_activation_offload.fine_grained_offloading_group_offload
+
+
+def _group_offload(
+    output: Any, name: str, forced_released_tensors: Sequence[torch.Tensor] | None = None, delay_offload: bool = False
+) -> Any:
+    """The end of a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
+
+    Theirs puts an identity node behind the output, whose backward pass tells the manager. A hook on the node that made
+    the output tells it as early, and the host pays for no further node in either pass: a point of the step of a mixture
+    of experts, which waits for the host.
+
+    Args:
+        output: of the module; of several, the first counts.
+        name: the module.
+        forced_released_tensors: see `Chunk.on_group_commit_forward`.
+        delay_offload: whether a commit within a graph's replay waits for its end.
+
+    Returns:
+        `output`.
+    """
+    if isinstance(output, (tuple, list)):
+        if output:
+            _group_offload(output[0], name, forced_released_tensors, delay_offload)
+        return output
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    assert isinstance(manager, ActivationOffloader)
+    chunk = manager.cur_forward_chunk()
+    if chunk is None:
+        return output
+    manager.end_group(chunk, name, forced_released_tensors or (), delay=delay_offload)
+    if output.grad_fn is not None:
+        output.grad_fn.register_prehook(lambda _: chunk.on_group_commit_backward(name))
+    return output
 
 
 class _EndOfCapturedBackward(torch.autograd.Function):
@@ -108,8 +145,8 @@ def install(
         graphs: whether layers are captured in CUDA graphs.
     """
     keep = [tensor.untyped_storage() for tensor in _held(model)]
-    offloader = ActivationOffloader(options, memory, CudaCopies(device), keep)
-    PipelineOffloadManager.OFFLOAD_MGR = offloader
+    offloader = ActivationOffloader(options, memory, CudaCopies(device, graphs=graphs), keep)
+    take_place(offloader)
     if graphs:
         offloader.cuda_graph_stream = torch.cuda.Stream(device)
         offloader.cuda_graph_event = torch.cuda.Event(external=True)
@@ -121,10 +158,17 @@ def install(
     return offloader
 
 
+def take_place(offloader: ActivationOffloader) -> None:
+    """Have megatron-core's functions call this one, until `uninstall`."""
+    PipelineOffloadManager.OFFLOAD_MGR = offloader
+    fine_grained_activation_offload.fine_grained_offloading_group_offload = _group_offload
+
+
 def uninstall(offloader: ActivationOffloader) -> None:
     """Let megatron-core make a manager of its own if it wants one."""
     if PipelineOffloadManager.OFFLOAD_MGR is offloader:
         PipelineOffloadManager.OFFLOAD_MGR = None
+        fine_grained_activation_offload.fine_grained_offloading_group_offload = _THEIR_GROUP_OFFLOAD
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

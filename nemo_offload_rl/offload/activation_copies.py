@@ -133,17 +133,23 @@ class SpanLane:
 
 
 class CudaCopies(CopyEngine):
-    """Two streams, and an event for each group of copies."""
+    """Two streams, and an event for each group of copies.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the GPU.
+        graphs: whether CUDA graphs may be under capture. Without, nobody asks the driver, three times a group.
+    """
+
+    def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
         self.lanes = {"out": SpanLane(device, to_host=True), "back": SpanLane(device, to_host=False)}
         self._device = torch.device(device).index
+        self._graphs = graphs
         self._mark = partial(mark_current_stream, torch.device(device))
         self._clock: WaitClock | None = None  # and no null object: it is asked for in each wait of each step
 
     def is_capturing(self) -> bool:
         """See `CopyEngine`."""
-        return torch.cuda.is_current_stream_capturing()
+        return self._graphs and torch.cuda.is_current_stream_capturing()
 
     def out(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
         """See `CopyEngine`."""

@@ -163,9 +163,12 @@ class ActivationOffloader:
         """As before."""
         self._enabled = True
 
-    def push_offload_groups(self, commit: Callable[..., None], name: str, forced: Sequence[torch.Tensor]) -> None:
-        """A commit for `flush_delayed_groups`."""
-        self._delayed.append(lambda: commit(name, forced))
+    def end_group(self, chunk: Chunk, name: str, forced: Sequence[torch.Tensor], *, delay: bool) -> None:
+        """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
+        if delay and self._in_replay:
+            self._delayed.append(lambda: chunk.on_group_commit_forward(name, forced))
+        else:
+            chunk.on_group_commit_forward(name, forced)
 
     def flush_delayed_groups(self) -> None:
         """Make the commits that waited for a graph's replay."""

@@ -34,7 +34,7 @@ class Counting(LateCopies):
 @pytest.fixture
 def train(monkeypatch):
     """Builds a worker; its loss and gradient norm of a step are what calling it returns."""
-    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device: Counting())
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: Counting())
     monkeypatch.setattr(causes, "SHORT_BYTES", SHORT_BYTES)
     built = []
 

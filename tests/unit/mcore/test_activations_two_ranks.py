@@ -33,7 +33,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     if offload:
         policy = offloading_activations(policy, ATTENTION, gbs=max(ROWS))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(activation_offload, "CudaCopies", lambda device: LateCopies(rank, eager_share=0.1))
+        patch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(rank, eager_share=0.1))
         worker = worker_of_rank(policy, rank, world_size, port)
     torch.set_num_threads(1)
     ranks = worker.parallel_ranks()

@@ -12,6 +12,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from support.late_copies import LateCopies
 from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches
 
+from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
 from nemo_offload_rl.offload.parcel import InPlaceError
 
@@ -19,7 +20,7 @@ from nemo_offload_rl.offload.parcel import InPlaceError
 @pytest.fixture(autouse=True)
 def _restore() -> Iterator[None]:
     yield
-    PipelineOffloadManager.OFFLOAD_MGR = None
+    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
 
 
 def offloader(
@@ -32,7 +33,7 @@ def offloader(
         LateCopies() if copies is None else copies,
         [] if model is None else [p.untyped_storage() for p in model.parameters()],
     )
-    PipelineOffloadManager.OFFLOAD_MGR = made
+    activation_offload.take_place(made)
     return made
 
 

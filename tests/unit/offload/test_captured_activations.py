@@ -8,6 +8,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from support.late_copies import LateCopies
 from support.marked_layers import LAYERS, MODULES, Model, batches
 
+from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
 
 NBYTES = 1 << 20
@@ -56,14 +57,14 @@ def offloader(model: Model, seed: int = 0) -> ActivationOffloader:
         CaptureRules(seed),
         [p.untyped_storage() for p in model.parameters()],
     )
-    PipelineOffloadManager.OFFLOAD_MGR = made
+    activation_offload.take_place(made)
     return made
 
 
 @pytest.fixture
 def made(model: Model) -> Iterator[ActivationOffloader]:
     yield offloader(model)
-    PipelineOffloadManager.OFFLOAD_MGR = None
+    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
 
 
 def capture(made: ActivationOffloader, model: Model, x: torch.Tensor) -> list[torch.Tensor]:

@@ -43,7 +43,7 @@ def test_what_fails_is_not_waited_for():
 
 @pytest.fixture
 def copies() -> CudaCopies:
-    return CudaCopies(torch.device("cuda", 0))
+    return CudaCopies(torch.device("cuda", 0), graphs=True)
 
 
 @pytest.fixture
