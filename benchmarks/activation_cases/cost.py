@@ -10,8 +10,9 @@ micro-batch (one pipeline stage holds no more), all that the manager saw in the 
 (`kept_mib`, as the last group of each module). Bytes that a module moves and another one keeps alive count as "should
 have left", so such a module has a low R. It is null with graphs, whose pools torch does not count as allocated.
 
-Bytes are those of a step; `link_ms` and `forward_ms`, up to the logits, are of a micro-batch, `bound_percent` is
-`link_bound_percent` in figures.py, `bar_percent` and `r_bar` what the issue asks for.
+Bytes are those of a step; `link_ms`, `forward_ms` and `offloaded_forward_ms`, up to the logits, are of a micro-batch,
+`bound_percent` is `link_bound_percent` in figures.py, `bar_percent`, `forward_bar_ms` and `r_bar` what the issue asks
+for.
 """
 
 import contextlib
@@ -128,6 +129,7 @@ class _Measurement:
         rows = {name: self._cells(seconds[name]) | peaks[name].cells() for name in ways}
         rows["offloaded"] |= moved.cells() | self._compared(seconds["plain"], seconds["offloaded"])
         rows["offloaded"] |= self._link(moved, forward_s, median(seconds["plain"]))
+        rows["offloaded"] |= {"offloaded_forward_ms": round(forward_seconds(self._worker, self._step) * 1e3, 3)}
         share = figures.recovered_share(
             peaks["plain"].allocated, peaks["offloaded"].allocated, moved.should_leave / moved.num_micro_batches
         )
@@ -201,12 +203,18 @@ class _Measurement:
         bound = figures.link_bound_percent(
             of_micro_batch, link.out, forward_s, num_micro_batches=self._number, plain_step_s=plain_step_s
         )
-        bar = None
+        link_ms, forward_ms = of_micro_batch / link.out * 1e3, forward_s * 1e3
+        bar = forward_bar = None
         if self._has_bar:
-            bar = figures.overhead_bar_percent(is_moe=self._case.is_moe, micro_batch=self._size, bound_percent=bound)
+            is_moe, size = self._case.is_moe, self._size
+            bar = figures.overhead_bar_percent(is_moe=is_moe, micro_batch=size, bound_percent=bound)
+            forward_bar = figures.forward_bar_ms(
+                is_moe=is_moe, micro_batch=size, link_ms=link_ms, forward_ms=forward_ms
+            )
         return {
-            "link_ms": round(of_micro_batch / link.out * 1e3, 3),
-            "forward_ms": round(forward_s * 1e3, 3),
+            "link_ms": round(link_ms, 3),
+            "forward_ms": round(forward_ms, 3),
+            "forward_bar_ms": None if forward_bar is None else round(forward_bar, 3),
             "link_gb_per_s": round(link.out / 1e9, 2),
             "bound_percent": round(bound, 3),
             "bar_percent": None if bar is None else round(bar, 3),

@@ -108,6 +108,8 @@ def _cost(rows: Sequence[Row]) -> str | None:
         Column("the link's bound, %", number("bound_percent", 2)),
         Column("link, ms a micro-batch", number("link_ms", 1)),
         Column("forward to the logits, ms a micro-batch", number("forward_ms", 1)),
+        Column("the same, offloaded", number("offloaded_forward_ms", 1)),
+        Column("bar, ms", verdict("offloaded_forward_ms", "forward_bar_ms")),
         Column("plain, tokens/s", number("base_tokens_per_s")),
         Column("offloaded, tokens/s", number("tokens_per_s")),
         _STEPS,

@@ -32,14 +32,21 @@ def test_the_link_is_waited_for_only_where_copies_outlast_the_forward_pass():
         (True, 1, 0.0, 3.0),
         (True, 1, 10.0, 11.0),
         (False, 4, 10.0, 0.3),
-        (False, 1, 10.0, 11.0),
-        (False, 1, 0.0, None),
+        (False, 1, 10.0, None),
         (False, 8, 0.0, None),
     ],
 )
 def test_bars_of_overhead(is_moe, micro_batch, bound, bar):
     found = figures.overhead_bar_percent(is_moe=is_moe, micro_batch=micro_batch, bound_percent=bound)
     assert found == (None if bar is None else pytest.approx(bar))
+
+
+def test_the_forward_pass_has_a_bar_where_the_link_is_the_limit():
+    def bar(is_moe, micro_batch, link_ms):
+        return figures.forward_bar_ms(is_moe=is_moe, micro_batch=micro_batch, link_ms=link_ms, forward_ms=17.0)
+
+    assert bar(False, 1, 20.0) == pytest.approx(22.0)
+    assert [bar(False, 1, 16.0), bar(False, 4, 20.0), bar(True, 1, 20.0)] == [None] * 3
 
 
 @pytest.mark.parametrize("promise", [0.8, 0.99, 1.0, 1.25])
