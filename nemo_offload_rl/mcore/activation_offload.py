@@ -59,8 +59,7 @@ def _group_offload(
     """The end of a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
 
     Theirs puts an identity node behind the output, whose backward pass tells the manager. A hook on the node that made
-    the output tells it as early, and the host pays for no further node in either pass: a point of the step of a mixture
-    of experts, which waits for the host.
+    the output tells it as early, adds nothing to the graph, and spares the host a node of Python in either pass.
 
     Args:
         output: of the module; of several, the first counts.
