@@ -121,7 +121,7 @@ class SpanLane:
         Raises:
             RuntimeError: the driver refused one.
         """
-        for span in spans:
+        for span in spans:  # both addresses are taken from where `host` begins, as cuts are
             gpu, host = span.gpu.data_ptr() - span.offset, span.host.data_ptr()
             for start, stop in cut_at_locks(span.offset, span.nbytes):
                 there, here = (host, gpu) if self._to_host else (gpu, host)
