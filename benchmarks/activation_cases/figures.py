@@ -54,17 +54,21 @@ def overhead_bar_percent(*, is_moe: bool, micro_batch: int, bound_percent: float
     """The most overhead that a run without graphs may have, where there is a bar.
 
     A mixture of experts: 3%, or 1.1 times the link's bound where that is more. A dense model: 0.3% in micro-batches of
-    4.
+    4; in those of 1, and only where the link is the limit, 1.1 times its bound.
     """
+    at_link = LINK_MARGIN * bound_percent
     if is_moe:
-        return max(MOE_BAR_PERCENT, LINK_MARGIN * bound_percent)
-    return OVERHEAD_BAR_PERCENT if micro_batch == 4 else None
+        return max(MOE_BAR_PERCENT, at_link)
+    if micro_batch == 4:
+        return OVERHEAD_BAR_PERCENT
+    return at_link if micro_batch == 1 and bound_percent > 0 else None
 
 
 def forward_bar_ms(*, is_moe: bool, micro_batch: int, link_ms: float, forward_ms: float) -> float | None:
     """The longest that a forward pass up to the logits may take with offloading, where there is a bar.
 
-    Within 10% of the link's time: a dense model in micro-batches of 1, where the link is the limit.
+    Within 10% of the link's time: a dense model in micro-batches of 1, where the link is the limit. The overhead of the
+    step has the stricter bar there: 10% more than what the link's time exceeds the plain forward pass by.
     """
     return LINK_MARGIN * link_ms if not is_moe and micro_batch == 1 and link_ms > forward_ms else None
 

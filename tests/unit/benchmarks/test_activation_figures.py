@@ -32,7 +32,8 @@ def test_the_link_is_waited_for_only_where_copies_outlast_the_forward_pass():
         (True, 1, 0.0, 3.0),
         (True, 1, 10.0, 11.0),
         (False, 4, 10.0, 0.3),
-        (False, 1, 10.0, None),
+        (False, 1, 10.0, 11.0),
+        (False, 1, 0.0, None),
         (False, 8, 0.0, None),
     ],
 )

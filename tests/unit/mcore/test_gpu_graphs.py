@@ -194,8 +194,7 @@ def test_deleted_graphs_give_their_memory_back_and_are_captured_anew(make_worker
         worker.graphs.delete()
         kept.append(reserved())
         assert kept[-1] < held
-    # What the allocator keeps besides comes and goes with the load on the GPU; a leak would grow with each capture.
-    assert kept[-1] - kept[1] < held - kept[-1], kept
+    assert kept[-1] <= kept[1], kept
     keys = ("loss", "grad_norm", "checksums")
     assert [[report[key] for key in keys] for report in reports] == [[report[key] for key in keys] for report in plain]
     assert worker.graphs.num_captures == len(ROWS) - WARMUP_STEPS
