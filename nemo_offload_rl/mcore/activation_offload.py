@@ -64,7 +64,7 @@ def _group_offload(
     Args:
         output: of the module; of several, the first counts.
         name: the module.
-        forced_released_tensors: see `Chunk.on_group_commit_forward`.
+        forced_released_tensors: left alone; their memory goes with the last reference, and never too early.
         delay_offload: whether a commit within a graph's replay waits for its end.
 
     Returns:
@@ -79,9 +79,9 @@ def _group_offload(
     chunk = manager.cur_forward_chunk()
     if chunk is None:
         return output
-    manager.end_group(chunk, name, forced_released_tensors or (), delay=delay_offload)
+    manager.end_group(chunk, name, delay=delay_offload)
     if output.grad_fn is not None:
-        output.grad_fn.register_prehook(lambda _: chunk.on_group_commit_backward(name))
+        output.grad_fn.register_prehook(lambda _: chunk.begin_backward(name))
     return output
 
 

@@ -6,8 +6,6 @@ from collections import Counter, deque
 from collections.abc import Iterable, Sequence
 from typing import Protocol
 
-import torch
-
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.parcel import Parcel, Saved, check_versions
@@ -83,10 +81,8 @@ class Chunk:
         """What is saved from now on is part of this group."""
         self.open.append(Group(name))
 
-    # What megatron-core calls, by its names.
-
-    def on_group_commit_forward(self, name: str, forced_released_tensors: Sequence[torch.Tensor]) -> None:
-        """`forced_released_tensors` are left alone: their memory goes with the last reference, and never too early."""
+    def end_group(self, name: str) -> None:
+        """The oldest open group of this name ends: commit it."""
         group = _taken(self.open, name, range(len(self.open)))
         if group is None:  # it was delayed until after its backward pass
             return
@@ -97,7 +93,7 @@ class Chunk:
         self._waiting.append(group)
         self._listener.commit(self, group)
 
-    def on_group_commit_backward(self, name: str) -> None:
+    def begin_backward(self, name: str) -> None:
         """A group's backward pass begins where its forward pass ended."""
         group = _taken(self._waiting, name, reversed(range(len(self._waiting))))
         if group is not None:

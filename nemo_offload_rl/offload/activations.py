@@ -163,13 +163,6 @@ class ActivationOffloader:
         """As before."""
         self._enabled = True
 
-    def end_group(self, chunk: Chunk, name: str, forced: Sequence[torch.Tensor], *, delay: bool) -> None:
-        """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
-        if delay and self._in_replay:
-            self._delayed.append(lambda: chunk.on_group_commit_forward(name, forced))
-        else:
-            chunk.on_group_commit_forward(name, forced)
-
     def flush_delayed_groups(self) -> None:
         """Make the commits that waited for a graph's replay."""
         delayed, self._delayed = self._delayed, []
@@ -198,6 +191,13 @@ class ActivationOffloader:
         """Let go of the host memory; nothing can be offloaded any more."""
         self.reset()
         self.slab.close()
+
+    def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
+        """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
+        if delay and self._in_replay:
+            self._delayed.append(lambda: chunk.end_group(name))
+        else:
+            chunk.end_group(name)
 
     # CUDA graphs.
 

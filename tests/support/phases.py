@@ -61,17 +61,19 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
         time.sleep(seconds)
         map_chunk(self, index)
 
+    def spin(stream: torch.cuda.Stream) -> None:
+        with torch.cuda.stream(stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+
     def late_copy_all(self: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for pair in pairs:
             if self.stream is not None:
-                with torch.cuda.stream(self.stream):
-                    torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+                spin(self.stream)
             copy_all(self, [pair])
 
     def late_spans(self: SpanLane, spans: Iterable[Span]) -> None:
         for span in spans:
-            with torch.cuda.stream(self.stream):
-                torch.cuda._sleep(int(seconds * 1.5e9))
+            spin(self.stream)
             copy_spans(self, [span])
 
     monkeypatch.setattr(HostRange, "map", late_map)

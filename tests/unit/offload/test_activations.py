@@ -5,6 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
@@ -366,3 +367,43 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
     z.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
     made.reset()
+
+
+@pytest.mark.parametrize("several", [None, tuple, list])
+def test_the_end_of_a_group_adds_nothing_to_the_graph(several):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as inside:
+        y = inside * inside
+    node = y.grad_fn
+    output = y if several is None else several([y, torch.ones(1)])
+    assert group.group_offload(output) is output
+    assert y.grad_fn is node
+    assert copies.num_out > 0
+    made.drain()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_an_output_that_needs_no_gradient_ends_its_group():
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.ones(2, WIDTH), "mlp")
+    with group as x:
+        y = x * x
+    assert group.group_offload(y) is y
+    assert made.cur_forward_chunk().open == []
+
+
+def test_megatron_cores_own_manager_is_as_it_was_afterwards():
+    theirs = fine_grained_activation_offload.fine_grained_offloading_group_offload
+    first, second = offloader(), offloader()
+    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is not theirs
+    activation_offload.uninstall(first)  # another one has taken its place
+    assert PipelineOffloadManager.OFFLOAD_MGR is second
+    activation_offload.uninstall(second)
+    assert PipelineOffloadManager.OFFLOAD_MGR is None
+    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is theirs
