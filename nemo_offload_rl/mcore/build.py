@@ -65,7 +65,9 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
         hooks.append(functools.partial(_init_random_weights, bridge, seed=seed))
     if policy["megatron_cfg"]["freeze_moe_router"]:
         hooks.append(_freeze_router)
-    with _ddp_stream(), contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
+    captured = policy["megatron_cfg"]["cuda_graph_impl"] != "none"
+    ddp_stream = _side_stream() if captured else contextlib.nullcontext()
+    with ddp_stream, contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
         model = provider.provide_distributed_model(
             ddp_config=make_ddp_config(policy),
             overlap_param_gather_with_optimizer_step=False,
@@ -118,15 +120,13 @@ def _one_or_all(functions: list[Any]) -> Any:
 
 
 @contextlib.contextmanager
-def _ddp_stream() -> Iterator[None]:
-    """Build DistributedDataParallel under a side stream.
+def _side_stream() -> Iterator[None]:
+    """Where DistributedDataParallel is built if backward passes are captured, and only then.
 
-    AccumulateGrad nodes remember the stream that they were made on; made on the default stream they end a capture of
-    the backward pass with cudaErrorStreamCaptureInvalidated.
+    AccumulateGrad nodes run on the stream that they were made on. Made on the default stream they end a capture with
+    cudaErrorStreamCaptureInvalidated. On another one, each gradient is added there, and while additions are queued an
+    H200's copies to the host fall from 55 to 50 GB/s and those back to 52 (docs/decisions/activation-manager.md).
     """
-    if not torch.cuda.is_available():
-        yield
-        return
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

@@ -89,3 +89,13 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
     plain = steps(make_worker(gpu_policy()))
     overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
     assert steps(make_worker(gpu_policy(distributed_data_parallel_config=overlap))) == plain
+
+
+def test_gradients_are_added_where_they_are_computed(make_worker):
+    """On a stream of their own they would slow copies of activations (docs/decisions/activation-manager.md)."""
+    worker = make_worker(gpu_policy())
+    streams = set()
+    for _, parameter in worker._state.parameters():
+        parameter.register_post_accumulate_grad_hook(lambda _: streams.add(torch.cuda.current_stream()))
+    steps(worker, 1)
+    assert streams == {torch.cuda.default_stream()}
