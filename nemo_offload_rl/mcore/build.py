@@ -65,9 +65,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
         hooks.append(functools.partial(_init_random_weights, bridge, seed=seed))
     if policy["megatron_cfg"]["freeze_moe_router"]:
         hooks.append(_freeze_router)
-    captured = policy["megatron_cfg"]["cuda_graph_impl"] != "none"
-    ddp_stream = _side_stream() if captured else contextlib.nullcontext()
-    with ddp_stream, contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
         model = provider.provide_distributed_model(
             ddp_config=make_ddp_config(policy),
             overlap_param_gather_with_optimizer_step=False,
@@ -117,21 +115,6 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
 def _one_or_all(functions: list[Any]) -> Any:
     """The schedules of a model without virtual stages take one function, those with take a list."""
     return functions[0] if len(functions) == 1 else functions
-
-
-@contextlib.contextmanager
-def _side_stream() -> Iterator[None]:
-    """Where DistributedDataParallel is built if backward passes are captured, and only then.
-
-    AccumulateGrad nodes run on the stream that they were made on. Made on the default stream they end a capture with
-    cudaErrorStreamCaptureInvalidated. On another one, each gradient is added there, and while additions are queued an
-    H200's copies to the host fall from 55 to 50 GB/s and those back to 52 (docs/decisions/activation-manager.md).
-    """
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        yield
-    torch.cuda.current_stream().wait_stream(stream)
 
 
 def _freeze_router(chunks: list[Any]) -> list[Any]:

@@ -77,7 +77,7 @@ class MegatronPolicyWorker:
             master_addr=master_addr,
             master_port=master_port,
             seed=seed,
-            te_rng_tracker=config["megatron_cfg"]["cuda_graph_impl"] != "none",
+            captures=config["megatron_cfg"]["cuda_graph_impl"] != "none",
         )
         with contextlib.ExitStack() as undo:
             undo.callback(parallel.destroy)

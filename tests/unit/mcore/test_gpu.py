@@ -91,11 +91,16 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
     assert steps(make_worker(gpu_policy(distributed_data_parallel_config=overlap))) == plain
 
 
-def test_gradients_are_added_where_they_are_computed(make_worker):
+@pytest.mark.parametrize("graphs", [False, True], ids=["eager", "graphs"])
+def test_gradients_are_added_where_they_are_computed(make_worker, graphs):
     """On a stream of their own they would slow copies of activations (docs/decisions/activation-manager.md)."""
-    worker = make_worker(gpu_policy())
-    streams = set()
+    megatron = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]} if graphs else {}
+    worker = make_worker(gpu_policy(**megatron))
+    default, streams = torch.cuda.default_stream(), set()
+    assert (torch.cuda.current_stream() == default) is not graphs
     for _, parameter in worker._state.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: streams.add(torch.cuda.current_stream()))
     steps(worker, 1)
-    assert streams == {torch.cuda.default_stream()}
+    assert streams == {torch.cuda.current_stream()}
+    worker.shutdown()
+    assert torch.cuda.current_stream() == default

@@ -1,0 +1,73 @@
+"""Which stream a worker computes on; test_gpu.py asks a GPU where gradients are added."""
+
+from dataclasses import dataclass, field
+
+import pytest
+import torch
+from support.tiny import tiny_policy
+
+from nemo_offload_rl.mcore import parallel
+
+GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
+
+
+class Asked(Exception):
+    """The worker has said what it wants."""
+
+
+@pytest.mark.parametrize(("megatron", "captures"), [({}, False), (GRAPHS, True)], ids=["eager", "graphs"])
+def test_a_worker_leaves_the_default_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
+    def initialize(*_, **arguments):
+        raise Asked(arguments["captures"])
+
+    monkeypatch.setattr(parallel, "initialize", initialize)
+    with pytest.raises(Asked) as asked:
+        make_worker(tiny_policy(**megatron))
+    assert asked.value.args == (captures,)
+
+
+@dataclass(eq=False)
+class FakeStream:
+    waited_for: list["FakeStream"] = field(default_factory=list)
+
+    def wait_stream(self, other: "FakeStream") -> None:
+        self.waited_for.append(other)
+
+
+@dataclass
+class FakeCuda:
+    """The streams of one thread."""
+
+    default: FakeStream
+    current: FakeStream
+
+    def set_stream(self, stream: FakeStream) -> None:
+        self.current = stream
+
+
+@pytest.fixture
+def cuda(monkeypatch):
+    default = FakeStream()
+    fake = FakeCuda(default, default)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda *_: FakeStream())
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: fake.current)
+    monkeypatch.setattr(torch.cuda, "default_stream", lambda *_: fake.default)
+    monkeypatch.setattr(torch.cuda, "set_stream", fake.set_stream)
+    return fake
+
+
+def test_each_stream_follows_the_one_before_it(cuda):
+    parallel.leave_default_stream(torch.device("cuda", 0))
+    own = cuda.current
+    assert own is not cuda.default
+    assert own.waited_for == [cuda.default]
+    assert cuda.default.waited_for == []
+    parallel.return_to_default_stream()
+    assert cuda.current is cuda.default
+    assert cuda.default.waited_for == [own]
+
+
+def test_to_return_twice_does_nothing_more(cuda):
+    parallel.return_to_default_stream()
+    assert cuda.current is cuda.default
+    assert cuda.default.waited_for == []
