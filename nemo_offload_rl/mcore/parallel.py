@@ -102,10 +102,9 @@ def initialize(
 def leave_default_stream(device: torch.device) -> None:
     """Let all that this thread queues from now on run on another stream of the GPU.
 
-    A node of autograd that adds up a gradient runs on the stream that it was made on; on the default stream it would
-    end a captured backward pass with cudaErrorStreamCaptureInvalidated. megatron-core's training makes these nodes, and
-    nothing else, on a side stream, but while additions wait there an H200's copies to the host fall from 55 to 50 GB/s
-    (docs/decisions/activation-manager.md). Here all work is on one stream, graphs or not.
+    A node of autograd that adds up a gradient runs on the stream that it was made on (see mcore/build.py); on the
+    default stream it would end a captured backward pass with cudaErrorStreamCaptureInvalidated. megatron-core's
+    training has a stream for these nodes alone.
     """
     stream = torch.cuda.Stream(device)
     stream.wait_stream(torch.cuda.current_stream(device))

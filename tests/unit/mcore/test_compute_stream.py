@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore import build, parallel
 
 GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
 
@@ -71,3 +71,18 @@ def test_to_return_twice_does_nothing_more(cuda):
     parallel.return_to_default_stream()
     assert cuda.current is cuda.default
     assert cuda.default.waited_for == []
+
+
+def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker):
+    """Nodes of one parameter exist once; a second one, without the hook, would leave its gradient unseen."""
+    worker = make_worker()
+    [ddp] = worker._state.model
+    parameters = list(ddp.module.parameters())
+    assert parameters
+    nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]
+    assert nodes == ddp.grad_accs
+    told = []
+    make_hook = ddp._make_backward_post_hook
+    ddp._make_backward_post_hook = lambda parameter: told.append(parameter) or make_hook(parameter)
+    build._add_gradients_on_this_stream([ddp])
+    assert [id(parameter) for parameter in told] == [id(parameter) for parameter in parameters]
