@@ -4,12 +4,15 @@
     python benchmarks/activation_offload.py --list
     python benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json
     python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
+    python benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json
+    python benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json
     python benchmarks/activation_offload.py --page docs/results/activation_offload.json
 
 Each row is in the file as soon as it is known, and takes the place of an older one of the same part, so that several
 short runs make one result. What a row means is said in activation_cases/, in the module of its table. A part that fails
-is a row with its error, and the next one goes on; the exit status tells. --page and --picture measure nothing and need
-no GPU: they write what is made of a result.
+is a row with its error, and the next one goes on; the exit status tells. Shares of parity may run side by side (each
+process takes some 9 GiB of GPU memory), and their files are joined. --join, --page and --picture measure nothing and
+need no GPU: they write what is made of results.
 """
 
 import argparse
@@ -17,6 +20,7 @@ import fnmatch
 import importlib
 import logging
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -28,7 +32,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 import torch
 from activation_cases.memory_picture import CurveError, draw
 from activation_cases.page import PageError, update_page
-from activation_cases.table import DETERMINISTIC, FAILED, ResultFile, Setting
+from activation_cases.table import DETERMINISTIC, FAILED, ResultFile, Setting, join, share
 from offload_ways.report import WAY_FAILURES
 from result_file import print_rows
 
@@ -47,9 +51,9 @@ _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", 
 def main() -> None:
     arguments, parser = _arguments()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
-    if arguments.page or arguments.picture:
+    if arguments.join or arguments.page or arguments.picture:
         try:
-            _write(arguments.page, arguments.picture)
+            _write(arguments.join, arguments.page, arguments.picture)
         except (PageError, CurveError) as error:
             parser.error(str(error))
         return
@@ -72,6 +76,7 @@ def main() -> None:
         if any(fnmatch.fnmatch(part, pattern) for pattern in arguments.only.split(","))
         and not (arguments.missing and setting.file.has(table, part, late=bool(setting.late_ms)))
     ]
+    chosen = share(chosen, *arguments.share)
     if arguments.list:
         print("\n".join(f"{table} {part}" for table, part, _ in chosen))
         return
@@ -85,8 +90,11 @@ def main() -> None:
         sys.exit(f"{len(failed)} parts failed: {'; '.join(failed)}")
 
 
-def _write(page: Path | None, picture: Path | None) -> None:
+def _write(joined: list[Path], page: Path | None, picture: Path | None) -> None:
     """What is made of results that are there."""
+    if joined:
+        num_taken, num_left_out = join(joined[0], joined[1:])
+        print(f"{joined[0]}: {num_taken} rows taken, {num_left_out} of parts that failed left out")
     if page:
         print(update_page(page))
     if picture:
@@ -118,6 +126,9 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser.add_argument("--tables", default=",".join(TABLES), help="some of them, with commas between")
     parser.add_argument("--only", default="*", help="patterns of parts (with * and ?), with commas between")
     parser.add_argument("--missing", action="store_true", help="leave out parts that the file has, failed or not")
+    parser.add_argument(
+        "--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N shares of the parts"
+    )
     parser.add_argument("--list", action="store_true", help="say which parts would run, and end")
     parser.add_argument("--steps", type=int, help="instead of each table's own number of steps")
     parser.add_argument("--micro-batches", default="", help="cost: only these sizes, with commas between")
@@ -132,9 +143,24 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     )
     parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
     parser.add_argument("--out", type=Path, default=Path("build/activation_offload.json"), help="the result file")
+    parser.add_argument(
+        "--join",
+        type=Path,
+        nargs="+",
+        default=[],
+        metavar="JSON",
+        help="only put the rows of result files into the first of them",
+    )
     parser.add_argument("--page", type=Path, metavar="JSON", help="only write a result file's tables into its page")
     parser.add_argument("--picture", type=Path, metavar="JSON", help="only draw a file of points that memory has made")
     return parser.parse_args(), parser
+
+
+def _share(text: str) -> tuple[int, int]:
+    numbers = re.fullmatch(r"(\d+)/(\d+)", text)
+    if numbers is None or not 1 <= int(numbers[1]) <= int(numbers[2]):
+        raise argparse.ArgumentTypeError(f"{text!r} is no K/N with K from 1 to N, such as 3/8")
+    return int(numbers[1]), int(numbers[2])
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -97,6 +98,45 @@ def merged(rows: list[Row], row: Row) -> list[Row]:
         at = keys.index(key)
         return [*rows[:at], row, *rows[at + 1 :]]
     return [*rows, row]
+
+
+def join(path: Path, others: Sequence[Path]) -> tuple[int, int]:
+    """Put the rows of other result files into one, each in the place of an older one of the same key.
+
+    Args:
+        path: of the JSON file that takes them; its command stays.
+        others: whose rows are taken, but for those of parts that failed; of equal keys the later file's.
+
+    Returns:
+        Numbers of rows that were taken, and of those that were left out.
+    """
+    result = json.loads(path.read_text())
+    rows: list[Row] = result["rows"]
+    num_taken = num_left_out = 0
+    for other in (json.loads(each.read_text()) for each in others):
+        for row in other["rows"]:
+            if row.get("error") is None:
+                rows = merged(rows, row)
+                num_taken += 1
+            else:
+                num_left_out += 1
+        result["date"] = max(result["date"], other["date"])
+    named = {name: _as_rows_say(rows, name) for name in ("machine", "commit")}
+    beside = path.with_name(f".{path.name}.new")
+    beside.write_text(json.dumps(result | named | {"rows": rows}, indent=2, allow_nan=False) + "\n")
+    os.replace(beside, path)
+    return num_taken, num_left_out
+
+
+def _as_rows_say(rows: Sequence[Row], name: str) -> str:
+    """The one value that rows have, or all of them, the most frequent first."""
+    values = [str(value) for value, _ in Counter(row[name] for row in rows).most_common()]
+    return values[0] if len(values) == 1 else f"{'; '.join(values)}: as each row says"
+
+
+def share[Part](parts: Sequence[Part], number: int, of: int) -> Sequence[Part]:
+    """The number-th of so many shares, from 1 on: neighbours, which have plain runs in common."""
+    return parts[len(parts) * (number - 1) // of : len(parts) * number // of]
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ import json
 import pytest
 from activation_cases import figures
 from activation_cases.soak import settled_and_now
-from activation_cases.table import FIELDS, ResultFile, Setting, merged
+from activation_cases.table import FIELDS, ResultFile, Setting, join, merged, share
 
 
 def test_r_is_the_fall_of_the_peak_over_what_should_have_left():
@@ -108,6 +108,39 @@ def test_a_failed_row_goes_when_its_part_succeeds():
     )
     assert merged([failed, other], fine) == [other, fine]
     assert merged([fine], failed) == [fine, failed]
+
+
+def written(path, date, rows):
+    """A result file of rows: their parts, ways, commits and errors."""
+    rows = [
+        {"table": "parity", "part": part, "way": way, "micro_batch": None, "machine": "H200", "commit": commit} | extra
+        for part, way, commit, extra in rows
+    ]
+    path.write_text(json.dumps({"machine": "x", "commit": "x", "command": path.stem, "date": date, "rows": rows}))
+    return path
+
+
+def test_joined_rows_take_the_place_of_older_ones_but_failed_ones(tmp_path):
+    result = written(tmp_path / "result.json", "2026-01-01", [("a", "late", "old", {}), ("b", "late", "old", {})])
+    one = written(tmp_path / "one.json", "2026-01-03", [("a", "late", "new", {}), ("c", "late", "new", {})])
+    failed = {"error": "OutOfMemoryError"}
+    two = written(tmp_path / "two.json", "2026-01-02", [("b", "late", "new", failed), ("d", "failed", "new", failed)])
+    assert join(result, [one, two]) == (2, 2)
+    joined = json.loads(result.read_text())
+    found = [(row["part"], row["commit"]) for row in joined["rows"]]
+    assert found == [("a", "new"), ("b", "old"), ("c", "new")]
+    assert joined["machine"] == "H200"
+    assert joined["commit"] == "new; old: as each row says"
+    assert (joined["date"], joined["command"]) == ("2026-01-03", "result")
+    assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize("of", [1, 3, 7, 12])
+def test_shares_are_neighbours_and_make_the_whole(of):
+    parts = list(range(10))
+    shares = [share(parts, number, of) for number in range(1, of + 1)]
+    assert [part for each in shares for part in each] == parts
+    assert max(map(len, shares)) - min(map(len, shares)) <= 1
 
 
 def test_what_a_file_has_is_known_with_and_without_late_copies(tmp_path):
