@@ -53,7 +53,7 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
         master_addr="localhost",
         master_port=_free_port(),
         seed=0,
-        captures=False,
+        te_rng_tracker=False,
     )
     try:
         yield _build(policy)

@@ -1,4 +1,4 @@
-"""Where a rank computes, and its process groups: torch.distributed and megatron-core's, from plain values."""
+"""Process groups: torch.distributed and megatron-core's parallel state, from plain values."""
 
 import os
 from dataclasses import dataclass
@@ -49,10 +49,10 @@ def initialize(
     master_addr: str,
     master_port: int,
     seed: int,
-    captures: bool,
+    te_rng_tracker: bool,
     timeout_s: float = 1800.0,
 ) -> torch.device:
-    """Choose the GPU and the stream of this thread, join the process group and build megatron's groups.
+    """Join the process group and build megatron's groups.
 
     Args:
         sizes: the parallel sizes; their product divides `world_size`.
@@ -62,8 +62,7 @@ def initialize(
         master_addr: host of rank 0.
         master_port: free port on that host.
         seed: seed of the model-parallel random states.
-        captures: CUDA graphs will be captured, which needs Transformer Engine's RNG tracker and another stream than the
-            default one.
+        te_rng_tracker: use Transformer Engine's RNG tracker, which captured CUDA graphs need.
         timeout_s: after how many seconds a collective that waits for a rank fails.
 
     Returns:
@@ -74,8 +73,6 @@ def initialize(
     device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
     if on_gpu:
         torch.cuda.set_device(device)
-        if captures:
-            leave_default_stream(device)
     os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
     torch.distributed.init_process_group(
         "nccl" if on_gpu else "gloo",
@@ -93,38 +90,16 @@ def initialize(
         expert_tensor_parallel_size=sizes.expert_tensor,
     )
     # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
-    model_parallel_cuda_manual_seed(seed, te_rng_tracker=captures, force_reset_rng=True)
+    model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
     # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
     init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
     return device
 
 
-def leave_default_stream(device: torch.device) -> None:
-    """Let all that this thread queues from now on run on another stream of the GPU.
-
-    A node of autograd that adds up a gradient runs on the stream that it was made on (see mcore/build.py); on the
-    default stream it would end a captured backward pass with cudaErrorStreamCaptureInvalidated. megatron-core's
-    training has a stream for these nodes alone.
-    """
-    stream = torch.cuda.Stream(device)
-    stream.wait_stream(torch.cuda.current_stream(device))
-    torch.cuda.set_stream(stream)
-
-
-def return_to_default_stream() -> None:
-    """The end of `leave_default_stream`; what this thread queues follows what it has queued."""
-    stream, default = torch.cuda.current_stream(), torch.cuda.default_stream()
-    if stream != default:
-        default.wait_stream(stream)
-        torch.cuda.set_stream(default)
-
-
 def destroy() -> None:
-    """Leave every process group, and the stream of `initialize`; safe to call twice."""
+    """Leave every process group; safe to call twice."""
     unset_num_microbatches_calculator()
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-    if torch.cuda.is_available():
-        return_to_default_stream()

@@ -13,6 +13,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
+from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.offload.types import Cell, Phase, Target
@@ -69,6 +70,7 @@ class MegatronPolicyWorker:
         plan = settings(config)
         binding = bind_to_gpu(plan.numa, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
+        captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"
         self.device = parallel.initialize(
             self._sizes,
             rank=rank,
@@ -77,10 +79,12 @@ class MegatronPolicyWorker:
             master_addr=master_addr,
             master_port=master_port,
             seed=seed,
-            captures=config["megatron_cfg"]["cuda_graph_impl"] != "none",
+            te_rng_tracker=captures,
         )
         with contextlib.ExitStack() as undo:
             undo.callback(parallel.destroy)
+            self._stream = ComputeStream(self.device, captures=captures)
+            undo.callback(self._stream.close)
             self._state = build(config, seed=seed, init_optimizer=init_optimizer)
             nbytes = activation_bytes(config, plan, world_size=world_size) if init_optimizer else 0
             self._engine = make_engine(
@@ -359,7 +363,8 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
         with contextlib.ExitStack() as stack:  # from the last to the first, whatever the others say
-            for give_back in (parallel.destroy, self._engine.close, self.activations.close, self.graphs.delete):
+            closed = (self._stream.close, self._engine.close, self.activations.close)
+            for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)
 
 

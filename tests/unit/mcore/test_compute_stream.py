@@ -6,28 +6,31 @@ import pytest
 import torch
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.mcore import build, parallel
+from nemo_offload_rl.mcore import build
+from nemo_offload_rl.mcore.compute_stream import ComputeStream
+from nemo_offload_rl.worker import worker
 
+GPU = torch.device("cuda", 0)
 GRAPHS = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": ["attn"]}
 
 
-class Asked(Exception):
-    """The worker has said what it wants."""
-
-
 @pytest.mark.parametrize(("megatron", "captures"), [({}, False), (GRAPHS, True)], ids=["eager", "graphs"])
-def test_a_worker_leaves_the_default_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
-    def initialize(*_, **arguments):
-        raise Asked(arguments["captures"])
+def test_a_worker_asks_for_another_stream_only_for_graphs(make_worker, monkeypatch, megatron, captures):
+    class Asked(Exception):
+        """The worker has said what it wants."""
 
-    monkeypatch.setattr(parallel, "initialize", initialize)
-    with pytest.raises(Asked) as asked:
+    def asked(_, **arguments):
+        raise Asked(arguments)
+
+    monkeypatch.setattr(worker, "ComputeStream", asked)
+    with pytest.raises(Asked) as found:
         make_worker(tiny_policy(**megatron))
-    assert asked.value.args == (captures,)
+    assert found.value.args == ({"captures": captures},)
 
 
 @dataclass(eq=False)
 class FakeStream:
+    device = GPU
     waited_for: list["FakeStream"] = field(default_factory=list)
 
     def wait_stream(self, other: "FakeStream") -> None:
@@ -57,18 +60,30 @@ def cuda(monkeypatch):
 
 
 def test_each_stream_follows_the_one_before_it(cuda):
-    parallel.leave_default_stream(torch.device("cuda", 0))
+    stream = ComputeStream(GPU, captures=True)
     own = cuda.current
     assert own is not cuda.default
     assert own.waited_for == [cuda.default]
     assert cuda.default.waited_for == []
-    parallel.return_to_default_stream()
+    stream.close()
     assert cuda.current is cuda.default
+    assert cuda.default.waited_for == [own]
+    stream.close()
     assert cuda.default.waited_for == [own]
 
 
-def test_to_return_twice_does_nothing_more(cuda):
-    parallel.return_to_default_stream()
+@pytest.mark.parametrize("captures", [False, True])
+def test_a_stream_that_the_caller_chose_stays(cuda, captures):
+    cuda.current = chosen = FakeStream()
+    stream = ComputeStream(GPU, captures=captures)
+    assert cuda.current is chosen
+    stream.close()
+    assert cuda.current is chosen
+    assert cuda.default.waited_for == chosen.waited_for == []
+
+
+def test_the_default_stream_stays_without_graphs(cuda):
+    ComputeStream(GPU, captures=False).close()
     assert cuda.current is cuda.default
     assert cuda.default.waited_for == []
 

@@ -77,7 +77,7 @@ def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
         master_addr="localhost",
         master_port=port,
         seed=3,
-        captures=False,
+        te_rng_tracker=False,
     )
 
 
