@@ -12,6 +12,7 @@ from megatron.core.distributed import finalize_model_grads
 from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
+from torch.utils.hooks import RemovableHandle
 
 from nemo_offload_rl.mcore.model_config import (
     has_pretrained_weights,
@@ -37,12 +38,23 @@ class TrainingState:
     scheduler: OptimizerParamScheduler | None
     vocab_size: int
     """Number of real tokens; the embedding may be padded beyond it."""
+    gradient_hooks: list[RemovableHandle]
+    """By which autograd tells DistributedDataParallel of each gradient."""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank, with a name that is unique over the model chunks."""
         for index, chunk in enumerate(self.model):
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
+
+    def close(self) -> None:
+        """Let the garbage collector free the model, its memory and its process groups; training is over.
+
+        megatron-core's optimizer keeps views of fp32 parameters, whose graphs keep the nodes that the hooks are on, and
+        with them the model: a cycle through C++, which it does not see.
+        """
+        for hook in self.gradient_hooks:
+            hook.remove()
 
 
 def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> TrainingState:
@@ -73,7 +85,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
             pre_wrap_hook=hooks,
         )
     _settle_dtypes(model)
-    _add_gradients_on_this_stream(model)
+    gradient_hooks = _add_gradients_on_this_stream(model)
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
@@ -86,7 +98,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
     ddp = model[0].ddp_config
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
-    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size)
+    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size, gradient_hooks)
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
@@ -118,21 +130,23 @@ def _one_or_all(functions: list[Any]) -> Any:
     return functions[0] if len(functions) == 1 else functions
 
 
-def _add_gradients_on_this_stream(chunks: list[Any]) -> None:
+def _add_gradients_on_this_stream(chunks: list[Any]) -> list[RemovableHandle]:
     """Make autograd's nodes that add up gradients anew, as DistributedDataParallel has made them.
 
     A node runs on the stream that it was made on, and megatron-core makes these on one that nothing else uses, so that
     each gradient takes an event there and one back. In one arrangement of streams the additions that waited there made
     an H200's copies to the host 8% slower (docs/decisions/activation-manager.md).
     """
+    hooks: list[RemovableHandle] = []
     for ddp in chunks:
         parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         assert len(ddp.grad_accs) == len(parameters), "every gradient comes by its node"
         ddp.grad_accs.clear()  # they held the last references
         for parameter in parameters:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            node.register_hook(ddp._make_backward_post_hook(parameter))
+            hooks.append(node.register_hook(ddp._make_backward_post_hook(parameter)))
             ddp.grad_accs.append(node)
+    return hooks
 
 
 def _freeze_router(chunks: list[Any]) -> list[Any]:

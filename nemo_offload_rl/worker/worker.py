@@ -86,6 +86,7 @@ class MegatronPolicyWorker:
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
             self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+            undo.callback(self._state.close)
             nbytes = activation_bytes(config, plan, world_size=world_size) if init_optimizer else 0
             self._engine = make_engine(
                 self._state, plan, node=binding.node, keep_reference=init_reference_model, activation_bytes=nbytes
@@ -363,7 +364,7 @@ class MegatronPolicyWorker:
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
         with contextlib.ExitStack() as stack:  # from the last to the first, whatever the others say
-            closed = (self._stream.close, self._engine.close, self.activations.close)
+            closed = (self._stream.close, self._state.close, self._engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)
 
