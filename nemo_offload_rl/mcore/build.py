@@ -48,7 +48,7 @@ class TrainingState:
                 yield f"{index}.{name}", parameter
 
     def close(self) -> None:
-        """Let the garbage collector free the model, its memory and its process groups; training is over.
+        """Let the garbage collector free the model, and the process groups that only it knows; training is over.
 
         megatron-core's optimizer keeps views of fp32 parameters, whose graphs keep the nodes that the hooks are on, and
         with them the model: a cycle through C++, which it does not see.
