@@ -32,7 +32,7 @@ os.environ.setdefault("NVTE_CPU_OFFLOAD_V1", "1")
 import torch
 from activation_cases.memory_picture import CurveError, draw
 from activation_cases.page import PageError, update_page
-from activation_cases.table import DETERMINISTIC, FAILED, ResultFile, Setting, join, share
+from activation_cases.table import DETERMINISTIC, FAILED, ResultError, ResultFile, Setting, join, share
 from offload_ways.report import WAY_FAILURES
 from result_file import print_rows
 
@@ -54,7 +54,7 @@ def main() -> None:
     if arguments.join or arguments.page or arguments.picture:
         try:
             _write(arguments.join, arguments.page, arguments.picture)
-        except (PageError, CurveError) as error:
+        except (PageError, CurveError, ResultError) as error:
             parser.error(str(error))
         return
     tables = arguments.tables.split(",")

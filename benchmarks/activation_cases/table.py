@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from result_file import Cell, commit, machine, write_result
 
@@ -100,6 +101,10 @@ def merged(rows: list[Row], row: Row) -> list[Row]:
     return [*rows, row]
 
 
+class ResultError(ValueError):
+    """A file that is no result."""
+
+
 def join(path: Path, others: Sequence[Path]) -> tuple[int, int]:
     """Put the rows of other result files into one, each in the place of an older one of the same key.
 
@@ -109,11 +114,14 @@ def join(path: Path, others: Sequence[Path]) -> tuple[int, int]:
 
     Returns:
         Numbers of rows that were taken, and of those that were left out.
+
+    Raises:
+        ResultError: a file cannot be read, or is no result; nothing is written then.
     """
-    result = json.loads(path.read_text())
+    result = _read(path)
     rows: list[Row] = result["rows"]
     num_taken = num_left_out = 0
-    for other in (json.loads(each.read_text()) for each in others):
+    for other in map(_read, others):
         for row in other["rows"]:
             if row.get("error") is None:
                 rows = merged(rows, row)
@@ -126,6 +134,16 @@ def join(path: Path, others: Sequence[Path]) -> tuple[int, int]:
     beside.write_text(json.dumps(result | named | {"rows": rows}, indent=2, allow_nan=False) + "\n")
     os.replace(beside, path)
     return num_taken, num_left_out
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        result = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise ResultError(f"{path} cannot be read as a result file ({error}); give what --out has written") from error
+    if not (isinstance(result, dict) and {"rows", "date"} <= set(result)):
+        raise ResultError(f"{path} has no rows and date, so it is no result file; give what --out has written")
+    return result
 
 
 def _as_rows_say(rows: Sequence[Row], name: str) -> str:

@@ -5,7 +5,7 @@ import json
 import pytest
 from activation_cases import figures
 from activation_cases.soak import settled_and_now
-from activation_cases.table import FIELDS, ResultFile, Setting, join, merged, share
+from activation_cases.table import FIELDS, ResultError, ResultFile, Setting, join, merged, share
 
 
 def test_r_is_the_fall_of_the_peak_over_what_should_have_left():
@@ -133,6 +133,20 @@ def test_joined_rows_take_the_place_of_older_ones_but_failed_ones(tmp_path):
     assert joined["commit"] == "new; old: as each row says"
     assert (joined["date"], joined["command"]) == ("2026-01-03", "result")
     assert len(list(tmp_path.iterdir())) == 3
+
+
+@pytest.mark.parametrize(
+    ("content", "why"), [(None, "No such file"), ("{", "cannot be read as a result file"), ("[]", "no rows and date")]
+)
+def test_what_is_no_result_is_named_and_nothing_is_joined(tmp_path, content, why):
+    result = written(tmp_path / "result.json", "2026-01-01", [("a", "late", "old", {})])
+    fine = written(tmp_path / "fine.json", "2026-01-03", [("a", "late", "new", {})])
+    before, other = result.read_text(), tmp_path / "other.json"
+    if content is not None:
+        other.write_text(content)
+    with pytest.raises(ResultError, match=rf"other\.json.*{why}"):
+        join(result, [fine, other])
+    assert result.read_text() == before
 
 
 @pytest.mark.parametrize("of", [1, 3, 7, 12])

@@ -3,25 +3,15 @@
 import gc
 import weakref
 
-from support.ranks import free_port
+from support.ranks import free_port, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
 def test_a_worker_that_has_ended_leaves_no_model_behind():
     """Its parameters are of fp32, and views of them in the optimizer keep the nodes that know the model."""
-    worker = MegatronPolicyWorker(
-        tiny_policy(),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr="localhost",
-        master_port=free_port(),
-        seed=3,
-        init_reference_model=False,
-    )
+    worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
     held = [weakref.ref(worker._state.model[0]), weakref.ref(worker._state.optimizer)]
     worker.shutdown()
