@@ -58,8 +58,8 @@ def _group_offload(
 ) -> Any:
     """The end of a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
 
-    Theirs puts an identity node behind the output, whose backward pass tells the manager. A hook on the node that made
-    the output tells it as early, adds nothing to the graph, and spares the host a node of Python in either pass.
+    Theirs puts an identity node behind the output, whose backward pass tells the manager. Ours learns of it when the
+    first of the tensors that the module saved is unpacked: nothing is added to the graph.
 
     Args:
         output: of the module; of several, the first counts.
@@ -80,8 +80,6 @@ def _group_offload(
     if chunk is None:
         return output
     manager.end_group(chunk, name, delay=delay_offload)
-    if output.grad_fn is not None:
-        output.grad_fn.register_prehook(lambda _: chunk.begin_backward(name))
     return output
 
 

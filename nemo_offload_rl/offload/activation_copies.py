@@ -69,6 +69,8 @@ class _Event(Ticket):
 
     def __init__(self, lane: "SpanLane", number: int, event: torch.cuda.Event) -> None:
         self._lane, self._number, self.event = lane, number, event
+        self.waiter: int | None = None
+        """The stream that was told last to wait for it; a layer's storages share a ticket, and need one wait."""
 
     def reached(self) -> bool:
         return bool(self.event.query())
@@ -164,6 +166,9 @@ class CudaCopies(CopyEngine):
         """See `CopyEngine`."""
         assert isinstance(ticket, _Event)
         stream = torch.cuda.current_stream(self._device)
+        if ticket.waiter == stream.cuda_stream:
+            return
+        ticket.waiter = stream.cuda_stream
         if self._clock is None or self.is_capturing():
             ticket.event.wait(stream)
             return

@@ -3,8 +3,10 @@
 import functools
 import weakref
 from collections import Counter, deque
-from collections.abc import Iterable, Sequence
-from typing import Protocol
+from collections.abc import Sequence
+from typing import NamedTuple, Protocol
+
+import torch
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
@@ -14,9 +16,13 @@ from nemo_offload_rl.offload.parcel import Parcel, Saved, check_versions
 class Group:
     """One module's forward pass in one layer."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, chunk: "weakref.ref[Chunk]") -> None:
         self.name = name
+        self.chunk = chunk
         self.index = -1
+        """Among its chunk's; -1 before its commit."""
+        self.in_backward = False
+        """Something that it saved has been unpacked."""
         self.key = (name, -1)
         """The module, and how many of its groups come before this one in the pass."""
         self.parcels: list[weakref.ref[Parcel]] = []
@@ -30,15 +36,28 @@ class Group:
         return any(parcel is not None and parcel.has_left for parcel in (ref() for ref in self.parcels))
 
 
+class SavedView(NamedTuple):
+    """What autograd keeps instead of a tensor: how to see it in its storage again."""
+
+    parcel: Parcel
+    group: Group
+    dtype: torch.dtype
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+    def tensor(self) -> torch.Tensor:
+        """The tensor, on the GPU."""
+        storage = self.parcel.fetch()
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
 class GroupListener(Protocol):
     """Who decides what becomes of groups."""
 
     def commit(self, chunk: "Chunk", group: Group) -> None:
         """A group's forward pass is queued."""
-        ...
-
-    def begin_backward(self, chunk: "Chunk", group: Group) -> None:
-        """A group's backward pass is about to be queued."""
         ...
 
 
@@ -63,8 +82,10 @@ class Chunk:
         """By the address of a storage, which is another one's once the parcel is gone."""
         self.num_not_back: int | None = None
         """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
+        self.leaving: list[Leaving] = []
+        """What leaves with the next request."""
         self._num_of: Counter[str] = Counter()
-        self._waiting: list[Group] = []
+        self._ref = weakref.ref(self)
 
     @functools.cached_property
     def resident_from(self) -> int:
@@ -79,36 +100,18 @@ class Chunk:
 
     def start_group(self, name: str) -> None:
         """What is saved from now on is part of this group."""
-        self.open.append(Group(name))
+        self.open.append(Group(name, self._ref))
 
     def end_group(self, name: str) -> None:
         """The oldest open group of this name ends: commit it."""
-        group = _taken(self.open, name, range(len(self.open)))
-        if group is None:  # it was delayed until after its backward pass
+        group = self.open.pop(next(index for index, group in enumerate(self.open) if group.name == name))
+        if group.in_backward:  # its commit was delayed until then: too late for a copy
             return
         group.index = len(self.groups)
         group.key = (name, self._num_of[name])
         self._num_of[name] += 1
         self.groups.append(group)
-        self._waiting.append(group)
         self._listener.commit(self, group)
-
-    def begin_backward(self, name: str) -> None:
-        """A group's backward pass begins where its forward pass ended."""
-        group = _taken(self._waiting, name, reversed(range(len(self._waiting))))
-        if group is not None:
-            self._listener.begin_backward(self, group)
-            return
-        delayed = _taken(self.open, name, reversed(range(len(self.open))))
-        assert delayed is not None, f"the backward pass of a group {name} that never started"
-
-
-def _taken(groups: list[Group], name: str, order: Iterable[int]) -> Group | None:
-    """The first of this name in `order`; it is no longer in the list."""
-    for index in order:
-        if groups[index].name == name:
-            return groups.pop(index)
-    return None
 
 
 class Profile:
@@ -129,11 +132,45 @@ class Profile:
         """Modules that have storages of their own to move."""
         self.leaves: dict[tuple[str, int], bool] = {}
         """Of each group's key."""
+        self.asks: set[tuple[str, int]] = set()
+        """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
         eligible = left = 0
         for group in groups:
             eligible += 0 if group.key in margin else group.nbytes
             self.leaves[group.key] = group.key not in margin and left + group.nbytes <= fraction * eligible
             left += group.nbytes if self.leaves[group.key] else 0
+        leaving = [
+            [group.key for group in layer if self.leaves[group.key] and group.nbytes] for layer in _layers(groups)
+        ]
+        self.asks.update(*leaving[:1])  # the link is idle until then, so that the first layer asks at once
+        self.asks.update(*(keys[-1:] for keys in leaving[1:]))
+
+
+def _layers(groups: Sequence[Group]) -> list[list[Group]]:
+    """Groups in their order; a layer has one of each name at most."""
+    layers: list[list[Group]] = []
+    names: set[str] = set()
+    for group in groups:
+        if not layers or group.name in names:
+            layers.append([])
+            names.clear()
+        names.add(group.name)
+        layers[-1].append(group)
+    return layers
+
+
+class Leaving(NamedTuple):
+    """A group that leaves the GPU.
+
+    Attributes:
+        group: of these:
+        parcels: its storages that no other group has settled.
+        saved: the tensors in them.
+    """
+
+    group: Group
+    parcels: list[Parcel]
+    saved: list[Saved]
 
 
 class Stash:
@@ -141,20 +178,20 @@ class Stash:
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
-        self._held: deque[tuple[Group, Ticket, list[Saved]]] = deque()
+        self._held: deque[tuple[Leaving, Ticket]] = deque()
 
     def __len__(self) -> int:
         return len(self._held)
 
-    def hold(self, group: Group, ticket: Ticket, saved: list[Saved]) -> None:
+    def hold(self, leaving: Leaving, ticket: Ticket) -> None:
         """Keep what a group saved until the copies of `ticket` have been waited for."""
-        self._held.append((group, ticket, saved))
+        self._held.append((leaving, ticket))
 
     def release(self, keep: int) -> None:
         """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held."""
         while len(self._held) > keep:
-            group, ticket, saved = self._held.popleft()
+            leaving, ticket = self._held.popleft()
             self._copies.wait(ticket)
-            check_versions(saved, group.name)
-            for _, _, parcel in saved:
+            check_versions(leaving.saved, leaving.group.name)
+            for parcel in leaving.parcels:
                 parcel.storage = None

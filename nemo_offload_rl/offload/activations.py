@@ -27,13 +27,13 @@ from typing import Any
 import torch
 from torch.autograd.graph import saved_tensors_hooks
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
-from nemo_offload_rl.offload.activation_groups import Chunk, Group, Profile, Stash
-from nemo_offload_rl.offload.activation_report import StepReport, Tally
+from nemo_offload_rl.offload.activation_copies import CopyEngine
+from nemo_offload_rl.offload.activation_groups import Chunk, Group, Leaving, Profile, SavedView, Stash
+from nemo_offload_rl.offload.activation_report import ModuleReport, StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
-from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.parcel import Parcel, SavedView, check_versions, start_back
+from nemo_offload_rl.offload.host_slab import HostSlab, Region
+from nemo_offload_rl.offload.parcel import Parcel, ask_out, check_versions, start_back
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class ActivationOffloader:
 
     def reset(self) -> None:
         """A schedule has ended, or has failed."""
-        self._end_forward()
+        self._chunk = None  # its backward pass has not begun, and will not
         self._stash.release(keep=0)
         self._chunks.clear()
         self._active.clear()
@@ -233,29 +233,28 @@ class ActivationOffloader:
         """A group's forward pass is queued: ask for the copies of what it saved."""
         saved, group.saved = group.saved, []
         check_versions(saved, group.name)
-        parcels = list(dict.fromkeys(parcel for _, _, parcel in reversed(saved)))
+        parcels = list(dict.fromkeys([parcel for _, _, parcel in reversed(saved)]))
         group.parcels = [weakref.ref(parcel) for parcel in parcels]
         fresh = [parcel for parcel in reversed(parcels) if not parcel.is_settled]
         for parcel in fresh:
             parcel.is_settled = True
-        group.nbytes = sum(parcel.nbytes for parcel in fresh)
+            group.nbytes += parcel.nbytes
         is_captured = chunk.route is self.captures.route
         report = chunk.route.tally.of(group.name)
         report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
         if fresh and self._stays(profile, group, fresh):
             report.kept_bytes += group.nbytes
-        elif fresh and (ticket := self._copy_out(chunk.route, fresh)) is None:
-            report.refused_bytes += group.nbytes
         elif fresh:
-            assert ticket is not None
-            report.moved_bytes += group.nbytes
-            stash = self.captures.stash if is_captured else self._stash
-            stash.hold(group, ticket, [entry for entry in saved if entry[2] in fresh])
-        if is_captured:  # the wait is at the end of the graph
+            chunk.leaving.append(Leaving(group, fresh, [entry for entry in saved if entry[2] in fresh]))
+        if is_captured:
+            self._copy_out(chunk, self.captures.stash)  # the wait is at the end of the graph
             return
+        max_inflight = self.options.max_inflight
+        if profile is None or max_inflight is not None or group.key in profile.asks:
+            self._copy_out(chunk, self._stash)
         per_layer = len(self.options.modules) if profile is None else profile.per_layer
-        self._stash.release(keep=per_layer if self.options.max_inflight is None else self.options.max_inflight)
+        self._stash.release(keep=per_layer if max_inflight is None else max_inflight)
 
     def _stays(self, profile: Profile | None, group: Group, fresh: Sequence[Parcel]) -> bool:
         if profile is None or group.key not in profile.leaves:  # the first pass: its size is not known yet
@@ -270,33 +269,40 @@ class ActivationOffloader:
         return False
 
     @staticmethod
-    def _copy_out(route: Route, parcels: Sequence[Parcel]) -> Ticket | None:
-        """None if the host memory has no room for all of them."""
-        regions = route.host.take_all([parcel.nbytes for parcel in parcels])
-        if regions is None:
-            return None
-        spans: list[Span] = []
-        after: list[Ticket] = []
-        for parcel, region in zip(parcels, regions, strict=True):
-            assert parcel.storage is not None
-            spans.append(parcel.span(parcel.storage, region))
-            after += region.after
-        ticket = route.copies.out(spans, after)
-        for parcel, region in zip(parcels, regions, strict=True):
-            parcel.leave(region, ticket)
-        return ticket
+    def _copy_out(chunk: Chunk, stash: Stash) -> None:
+        """Ask for the copies of groups that leave, all at once; where the host memory is full, a group stays."""
+        leaving, chunk.leaving = chunk.leaving, []
+        placed: list[tuple[Parcel, Region]] = []
+        held: list[Leaving] = []
+        for one in leaving:
+            report = chunk.route.tally.of(one.group.name)
+            regions = chunk.route.host.take_all([parcel.nbytes for parcel in one.parcels])
+            if regions is None:
+                report.refused_bytes += one.group.nbytes
+                continue
+            report.moved_bytes += one.group.nbytes
+            placed += zip(one.parcels, regions, strict=True)
+            held.append(one)
+        if not placed:
+            return
+        ticket = ask_out(chunk.route, placed)
+        for one in held:
+            stash.hold(one, ticket)
 
     def drain(self) -> None:
         """What has left is gone from the GPU, as far as the caller's stream can see.
 
         Called before the logits are made: with the loss they are where most memory is in use.
         """
+        if self._chunk is not None:
+            self._copy_out(self._chunk, self._stash)
         self._stash.release(keep=0)
 
     def _end_forward(self) -> None:
         chunk, self._chunk = self._chunk, None
         if chunk is None or not chunk.groups:
             return
+        self._copy_out(chunk, self._stash)
         chunk.num_not_back = len(chunk.groups)
         if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
             has_margin = chunk.stage == self.options.margin_stage
@@ -323,7 +329,7 @@ class ActivationOffloader:
         elif parcel.module != group.name:
             chunk.route.tally.of(group.name).duplicate_bytes += parcel.nbytes
         group.saved.append((tensor, tensor._version, parcel))
-        return SavedView(parcel, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        return SavedView(parcel, group, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
     @staticmethod
     def _is_candidate(tensor: torch.Tensor) -> bool:
@@ -340,6 +346,8 @@ class ActivationOffloader:
 
     def begin_backward(self, chunk: Chunk, group: Group) -> None:
         """A group's backward pass is about to be queued: ask for what the ones after it need."""
+        if group.index < 0:  # its commit is delayed
+            return
         if chunk is self._chunk:
             self._end_forward()
         elif chunk.num_not_back is None:
@@ -347,7 +355,9 @@ class ActivationOffloader:
         if group.index > chunk.resident_from:  # the next one is here, too; most memory is in use about now
             return
         first = group.index - chunk.num_modules
-        self._start_back(chunk, first)
+        assert chunk.num_not_back is not None
+        if first < chunk.num_not_back:
+            self._start_back(chunk, first)
         if first < 0:
             follower = self._next_backward(chunk)
             if follower is not None:
@@ -357,9 +367,7 @@ class ActivationOffloader:
 
     def _next_backward(self, chunk: Chunk) -> Chunk | None:
         """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
-        return next(
-            (c for c in self._chunks if c is not chunk and c.num_not_back is not None and c.stage == chunk.stage), None
-        )
+        return next((c for c in self._chunks if c is not chunk and c.num_not_back and c.stage == chunk.stage), None)
 
     def _start_back(self, chunk: Chunk, first: int) -> None:
         """Ask for the copies of all groups from `first` on that nobody has asked for."""
@@ -376,22 +384,28 @@ class ActivationOffloader:
         for groups in requests:
             parcels = (ref() for group in groups for ref in group.parcels)
             absent = dict.fromkeys(parcel for parcel in parcels if parcel is not None and parcel.storage is None)
-            for parcel in self._bring(list(absent)):
-                parcel.route.tally.of(parcel.module).returned_bytes += parcel.nbytes
+            for report, nbytes in _brought(list(absent)):
+                report.returned_bytes += nbytes
         chunk.num_not_back = requests[-1][-1].index
 
-    @staticmethod
-    def _bring(parcels: Sequence[Parcel]) -> list[Parcel]:
-        for parcel in parcels:
-            if parcel.is_gone():
-                parcel.route.tally.of(parcel.module).freed_bytes += parcel.nbytes
-        return start_back(parcels) if parcels else []
-
-    def _unpack(self, packed: Any) -> torch.Tensor:
-        if not isinstance(packed, SavedView):
-            assert isinstance(packed, torch.Tensor)
+    def _unpack(self, packed: torch.Tensor | SavedView) -> torch.Tensor:
+        if isinstance(packed, torch.Tensor):
             return packed
+        group = packed.group
+        if not group.in_backward:
+            group.in_backward = True
+            chunk = group.chunk()
+            if chunk is not None:
+                self.begin_backward(chunk, group)
         if packed.parcel.storage is None:
-            for parcel in self._bring([packed.parcel]):
-                parcel.route.tally.of(parcel.module).late_bytes += parcel.nbytes
+            for report, nbytes in _brought([packed.parcel]):
+                report.late_bytes += nbytes
         return packed.tensor()
+
+
+def _brought(parcels: Sequence[Parcel]) -> Iterator[tuple[ModuleReport, int]]:
+    """Ask for copies back: the reports and the bytes of those whose memory on the GPU was gone."""
+    for parcel in start_back(parcels):
+        report = parcel.route.tally.of(parcel.module)
+        report.freed_bytes += parcel.nbytes
+        yield report, parcel.nbytes

@@ -60,6 +60,9 @@ class HostSlab:
     def take(self, nbytes: int) -> Region | None:
         """A region of so many bytes; None if no gap is as large."""
         self._collect()
+        return self._taken(nbytes)
+
+    def _taken(self, nbytes: int) -> Region | None:
         wanted = _aligned(nbytes)
         for index, gap in enumerate(self._gaps):
             stop = gap.start + wanted
@@ -76,9 +79,10 @@ class HostSlab:
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
         """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        self._collect()
         regions: list[Region] = []
         for nbytes in sizes:
-            region = self.take(nbytes)
+            region = self._taken(nbytes)
             if region is None:
                 for taken in regions:
                     self.give_back(taken, None)

@@ -1,7 +1,6 @@
 """A storage that autograd saved, on its way to the host and back."""
 
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -64,10 +63,6 @@ class Parcel:
         self._region = None
         self.route.host.give_back(region, ticket)
 
-    def is_gone(self) -> bool:
-        """Whether its memory on the GPU is."""
-        return self.storage is None and self._weak.expired()
-
     def revive(self) -> bool:
         """Use its memory on the GPU again if somebody else has kept it.
 
@@ -100,8 +95,22 @@ Saved = tuple[torch.Tensor, int, Parcel]
 """A tensor that autograd saved, its version then, and its storage."""
 
 
+def ask_out(route: Route, placed: Sequence[tuple[Parcel, Region]]) -> Ticket:
+    """Ask for the copies to the host of parcels, each to its region, all at once: the host pays for each request."""
+    spans: list[Span] = []
+    after: list[Ticket] = []
+    for parcel, region in placed:
+        assert parcel.storage is not None
+        spans.append(parcel.span(parcel.storage, region))
+        after += region.after
+    ticket = route.copies.out(spans, after)
+    for parcel, region in placed:
+        parcel.leave(region, ticket)
+    return ticket
+
+
 def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Ask for the copies to the GPU of parcels that take one route, all at once: the host pays for each request.
+    """Ask for the copies to the GPU of parcels that take one route, all at once.
 
     Args:
         parcels: on the host alone, as far as is known here.
@@ -115,30 +124,13 @@ def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
     spans: list[Span] = []
     after: list[Ticket] = []
     for parcel in absent:
-        memory = torch.empty(parcel.nbytes, dtype=torch.uint8, device=parcel.device)
         region, left = parcel.on_host()
-        spans.append(parcel.span(memory.untyped_storage(), region))
+        spans.append(parcel.span(torch.UntypedStorage(parcel.nbytes, device=parcel.device), region))
         after.append(left)
     returning = absent[0].route.copies.back(spans, after)
     for parcel, span in zip(absent, spans, strict=True):
         parcel.come_back(span.gpu, returning)
     return absent
-
-
-class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor: how to see it in its storage again."""
-
-    parcel: Parcel
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, on the GPU."""
-        storage = self.parcel.fetch()
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
 
 
 def check_versions(saved: Iterable[Saved], module: str) -> None:

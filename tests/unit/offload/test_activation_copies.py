@@ -64,6 +64,25 @@ def test_events_are_used_again(copies, host):
     torch.cuda.synchronize()
 
 
+def test_a_stream_waits_once_for_a_ticket(copies, host, monkeypatch):
+    waits = []
+    wait = torch.cuda.Event.wait
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    ticket = copies.out([span(gpu, host)], [])
+    monkeypatch.setattr(torch.cuda.Event, "wait", lambda self, stream=None: (waits.append(stream), wait(self, stream)))
+    here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    copies.wait(ticket)
+    copies.wait(ticket)
+    with torch.cuda.stream(other):
+        copies.wait(ticket)
+    assert waits == [here, other]
+    ticket = copies.out([span(gpu, host)], [])  # its event is another one, or another record of the same
+    waits.clear()
+    copies.wait(ticket)
+    assert waits == [here]
+    torch.cuda.synchronize()
+
+
 def test_what_the_driver_refuses_is_an_error(copies):
     gpu = torch.zeros(16, dtype=torch.uint8, device="cuda")
     nowhere = torch.zeros(16, dtype=torch.uint8, device="meta")

@@ -14,7 +14,10 @@ from support.late_copies import LateCopies
 from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches
 
 from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.offload.activation_groups import Chunk, Group, GroupListener, Profile
+from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.parcel import InPlaceError
 
 
@@ -172,6 +175,61 @@ def test_a_storage_moves_once_and_its_memory_goes(model):
     assert copies.num_out > out
 
 
+class Listed(LateCopies):
+    """The bytes of each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, list[int]] = {"out": [], "back": []}
+
+    def out(self, spans, after):
+        self.sizes["out"].append(sum(span.nbytes for span in spans))
+        return super().out(spans, after)
+
+    def back(self, spans, after):
+        self.sizes["back"].append(sum(span.nbytes for span in spans))
+        return super().back(spans, after)
+
+
+def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
+    """The host pays for each request, and the link is idle until the first."""
+    copies = Listed()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))  # learns what a layer is
+    copies.sizes["out"].clear()
+    inputs = batches([8], 1)
+    assert_equal(one_by_one(model, inputs), plain(model, inputs))
+    report = made.report.modules
+    per_layer = [report[name].moved_bytes // (LAYERS - 1) for name in MODULES if report[name].moved_bytes]
+    assert len(per_layer) > 1
+    assert copies.sizes["out"] == [*per_layer, *[sum(per_layer)] * (LAYERS - 2)]  # the last layer stays
+    copies = Listed()
+    offloader(model, copies=copies, max_inflight=1)  # counts groups: each is waited for by itself
+    one_by_one(model, batches([8], 0))
+    copies.sizes["out"].clear()
+    one_by_one(model, batches([8], 1))
+    assert copies.sizes["out"] == per_layer * (LAYERS - 1)
+
+
+def test_layers_of_two_kinds_ask_at_their_own_ends():
+    """As with dense layers before those of experts."""
+    names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
+    chunk = Chunk(_Nobody(), 0, Route(HostSlab(torch.zeros(0, dtype=torch.uint8)), LateCopies()))
+    for name in names:
+        chunk.start_group(name)
+        chunk.end_group(name)
+        chunk.groups[-1].nbytes = 8
+    asks = Profile(chunk.groups, 1.0, has_margin=False).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0), ("moe_act", 1)}
+    asks = Profile(chunk.groups, 1.0, has_margin=True).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
+
+
+class _Nobody(GroupListener):
+    def commit(self, chunk: Chunk, group: Group) -> None:
+        pass
+
+
 def test_a_group_asks_once_for_all_of_its_copies(model):
     class Counted(LateCopies):
         num_requests = 0
@@ -191,27 +249,17 @@ def test_a_group_asks_once_for_all_of_its_copies(model):
 
 def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
     """Those that are needed first come one by one, since each may be waited for."""
-
-    class Listed(LateCopies):
-        def __init__(self) -> None:
-            super().__init__()
-            self.sizes: list[int] = []
-
-        def back(self, spans, after):
-            self.sizes.append(sum(span.nbytes for span in spans))
-            return super().back(spans, after)
-
     copies = Listed()
     made = offloader(model, copies=copies)
     one_by_one(model, batches([8], 0))
-    copies.sizes.clear()
+    copies.sizes["back"].clear()
     inputs = batches([8], 1)
     assert_equal(one_by_one(model, inputs), plain(model, inputs))
     total = made.report.total()
-    *urgent, second, first = copies.sizes
+    *urgent, second, first = copies.sizes["back"]
     assert len(urgent) == len(MODULES)
     assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
-    assert sum(copies.sizes) == total.returned_bytes
+    assert sum(copies.sizes["back"]) == total.returned_bytes
     assert total.late_bytes == 0
 
 
@@ -367,6 +415,41 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
     z.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
     made.reset()
+
+
+def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    Interface.enter_replay()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x * 1, "moe_act")
+    with group as y:
+        z = y * y
+    z = group.group_offload(z, delay_offload=True)
+    Interface.exit_replay()
+    z.sum().backward()
+    Interface.flush_delayed_groups()
+    assert copies.num_out == 0
+    assert made.cur_forward_chunk().groups == []
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    made.reset()
+
+
+def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
+    copies = LateCopies()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))
+    made.init_model_chunk_offload_handler(0, None, 0)
+    x = model.layers[0](batches([8], 1)[0])
+    group = Interface(True, x, "qkv_linear")  # of the second layer, which asks at its end
+    with group as inside:
+        y = inside.exp()
+    group.group_offload(y)
+    before = copies.num_out
+    assert len(made.cur_forward_chunk().leaving) == 1
+    made.reset()
+    assert copies.num_out == before
 
 
 @pytest.mark.parametrize("several", [None, tuple, list])

@@ -224,7 +224,7 @@ def test_the_manager_chooses_as_many_groups(fraction):
     groups = []
     for layer in range(16):
         for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
-            group = Group(name)
+            group = Group(name, lambda: None)
             group.key, group.nbytes = (name, layer), size
             groups.append(group)
     leaves = Profile(groups, fraction, has_margin=False).leaves
