@@ -43,6 +43,7 @@ TABLES: Mapping[str, str] = {
     "longest_sequence": "longest",
     "memory": "memory_curve",
     "causes": "causes",
+    "host_time": "host_time",
 }
 """Name of a table, and the module that makes it."""
 _SHOWN = ("table", "part", "way", "micro_batch", "step_ms", "overhead_percent", "r", "bit_equal", "steps", "error")

@@ -3,8 +3,8 @@
 - `plain`: offloading suspended.
 - `hooks`: everything is asked about, and stays: a fraction of 0.
 - `requests`: as `beside`, with 4 KiB in place of what each copy moves.
-- `beside`: all storages stay on the GPU and are copied out all the same, and as many bytes come back into memory that
-  nobody reads; nobody waits for any of it.
+- `beside`: all storages stay on the GPU and are copied out all the same, and as many bytes come back, by as many
+  requests, into memory that nobody reads; nobody waits for any of it.
 - `offloaded`: as users have it.
 
 `paired_percent` is by how much a way's step is longer than the plain one beside it, the median of all pairs, with the
@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from worker_train import interval_95, median_of_ratios
 
-from activation_cases.combinations import Combination
+from activation_cases.combinations import ATTENTION, Combination
 from activation_cases.cost import NUM_MICRO_BATCHES
 from activation_cases.measuring import in_turn
 from activation_cases.parity import describe
@@ -34,9 +34,9 @@ from nemo_offload_rl.offload.activations import ActivationOffloader
 NUM_STEPS = 50
 SHORT_BYTES = 4096
 
-# One module each: `beside` asks for copies back group by group, the manager for those of a layer at once.
 CASES: Mapping[str, tuple[Combination, int]] = {
     "dense/qkv_linear": (Combination("dense", ("qkv_linear",)), 4),
+    "dense/attention": (Combination("dense", ATTENTION), 1),
     "moe/moe_act": (Combination("moe", ("moe_act",)), 1),
 }
 """What is on, and rows of a micro-batch."""
@@ -88,7 +88,7 @@ def ways(
     """How steps are taken while each is entered.
 
     Args:
-        active: offloads one module of each layer.
+        active: offloads, on one pipeline stage.
         device: has the memory that copies come back into beside a step.
     """
     return {
@@ -103,23 +103,28 @@ def ways(
 @contextlib.contextmanager
 def _nothing_leaves(active: ActivationOffloader) -> Iterator[None]:
     options = dataclasses.replace(active.options, fraction=0.0)
-    with _instead(active, options=options, _profiles={}):
+    with instead(active, options=options, _profiles={}):
         yield
 
 
 @contextlib.contextmanager
 def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int | None = None) -> Iterator[None]:
     copies = active.copies
-    begin_backward = active.begin_backward
+    begin_backward, ask_out, ask_back = active.begin_backward, _short(copies.out, at_most), _short(copies.back, at_most)
+    sent: list[int] = []  # bytes of each request out, which come back in the reverse order
+
+    def out(spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+        sent.append(sum(span.nbytes for span in spans))
+        return ask_out(spans, after)
 
     def begin(chunk: Chunk, group: Group) -> None:
-        if group.has_left():
-            on_gpu, on_host = _unread(device, group.nbytes)
-            copies.back([Span(on_gpu.untyped_storage(), on_host, 0, group.nbytes)], [])
+        if group.key in active._profiles[chunk.stage].asks:
+            nbytes = sent.pop()
+            on_gpu, on_host = _unread(device, nbytes)
+            ask_back([Span(on_gpu.untyped_storage(), on_host, 0, nbytes)], [])
         begin_backward(chunk, group)
 
-    short = {"out": _short(copies.out, at_most), "back": _short(copies.back, at_most)}
-    with _instead(active, _stash=_Forgetful(copies), begin_backward=begin), _instead(copies, **short):
+    with instead(active, _stash=_Forgetful(copies), begin_backward=begin), instead(copies, out=out):
         yield
 
 
@@ -147,7 +152,7 @@ def _short(
 
 
 @contextlib.contextmanager
-def _instead(owner: ActivationOffloader | CopyEngine, **attributes: Any) -> Iterator[None]:
+def instead(owner: ActivationOffloader | CopyEngine, **attributes: Any) -> Iterator[None]:
     """Attributes of one object, until the block ends."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)

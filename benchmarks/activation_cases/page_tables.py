@@ -221,6 +221,19 @@ def _causes(rows: Sequence[Row]) -> str | None:
     return section(_of("causes", rows), columns)
 
 
+def _host_time(rows: Sequence[Row]) -> str | None:
+    columns = (
+        *_SETTINGS,
+        _ROWS,
+        Column("calls of", field("way")),
+        Column("a step", number("calls")),
+        Column("us each", number("us", 1)),
+        Column("ms a step", number("ms", 2)),
+        _STEPS,
+    )
+    return section(_of("host_time", rows), columns)
+
+
 def _paired(row: Row) -> str:
     low, high = row.get("paired_low_95"), row.get("paired_high_95")
     found = rounded(row.get("paired_percent"), 2)
@@ -255,5 +268,6 @@ TABLES: Mapping[str, Callable[[Sequence[Row]], str | None]] = {
     "longest_sequence": _longest,
     "memory": _memory,
     "causes": _causes,
+    "host_time": _host_time,
 }
 """Name of a table in a page, and what makes it of all rows: None where they have nothing for it."""

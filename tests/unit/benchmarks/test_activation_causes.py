@@ -2,6 +2,7 @@
 
 import pytest
 from activation_cases import causes
+from activation_cases.host_time import seconds_inside
 from activation_cases.worker import offloader
 from support.late_copies import LateCopies
 from support.ranks import free_port, worker_of_rank
@@ -53,11 +54,12 @@ def step(worker):
     return report["loss"], report["grad_norm"]
 
 
-def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train):
+@pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "core_attn"]], ids="+".join)
+def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train, modules):
     plain = train(tiny_policy())
     want = [step(plain) for _ in range(7)]
     plain.shutdown()
-    worker = train(offloading_activations(tiny_policy(), ["qkv_linear"]))
+    worker = train(offloading_activations(tiny_policy(), modules))
     active = offloader(worker)
     attributes = set(vars(active)), set(vars(active.copies))
     found, asked = [step(worker)], {}  # the first step does not know the last layer yet, and moves it, too
@@ -72,8 +74,36 @@ def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train):
     assert asked["plain"] == asked["hooks"] == ([], [])
     out, back = asked["offloaded"]
     assert sum(out) == active.report.total().moved_bytes > 0
-    assert asked["beside"] == (out, out)  # on a CPU some of it is kept alive by the layer, and need not come back
+    # On a CPU some of it is kept alive by the layer, and need not come back where steps are offloaded.
+    half = len(out) // (ROWS // 2)
+    assert asked["beside"] == (out, [*reversed(out[:half]), *reversed(out[half:])])
+    assert half > len(modules)
     short_out, short_back = asked["requests"]
     assert (len(short_out), short_back) == (len(out), [SHORT_BYTES] * len(back))
     assert sum(short_out) < sum(out) / 4
     assert (set(vars(active)), set(vars(active.copies))) == attributes
+
+
+def test_time_inside_of_the_manager_is_that_of_its_calls_and_changes_no_step(train):
+    plain = train(tiny_policy())
+    want = [step(plain) for _ in range(8)]
+    plain.shutdown()
+    worker = train(offloading_activations(tiny_policy(), ["qkv_linear", "core_attn"]))
+    active = offloader(worker)
+    attributes = set(vars(active)), set(vars(active.copies))
+    found = []
+    times = seconds_inside(active, lambda: found.append(step(worker)), 2)
+    found.append(step(worker))
+    assert found == want  # three to warm up, two of either kind in turn, one more
+    assert (set(vars(active)), set(vars(active.copies))) == attributes
+    active.copies.out_bytes.clear()
+    active.copies.back_bytes.clear()
+    step(worker)
+    asked = {"out": len(active.copies.out_bytes), "back": len(active.copies.back_bytes)}
+    assert {kind: times[kind]["calls"] for kind in asked} == asked
+    num_micro_batches = ROWS // 2
+    assert times["forward plain"]["calls"] == times["forward offloaded"]["calls"] == num_micro_batches
+    groups = num_micro_batches * 2 * worker._state.config.num_layers
+    assert times["commit"]["calls"] == times["begin_backward"]["calls"] == groups
+    assert times["unpack"]["ms"] > times["begin_backward"]["ms"] > times["back"]["ms"] > 0
+    assert times["forward offloaded"]["ms"] > times["commit"]["ms"] > times["out"]["ms"] > 0
