@@ -246,6 +246,8 @@ class ActivationOffloader:
         if fresh and self._stays(profile, group, fresh):
             report.kept_bytes += group.nbytes
         elif fresh:
+            if any(one.group.name == group.name for one in chunk.leaving):  # a new layer, and the last one did not ask:
+                self._copy_out(chunk, self._stash)  # in the pass before it was too short to have anything that leaves
             chunk.leaving.append(Leaving(group, fresh, [entry for entry in saved if entry[2] in fresh]))
         if is_captured:
             self._copy_out(chunk, self.captures.stash)  # the wait is at the end of the graph

@@ -211,6 +211,22 @@ def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
     assert copies.sizes["out"] == per_layer * (LAYERS - 1)
 
 
+def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
+    """Which groups ask is what the pass before says, and that one had nothing to ask for."""
+    copies = Listed()
+    made = offloader(model, copies=copies, min_elements=8 * WIDTH)
+    short, long = batches([1, 8], 0)
+    model(short).backward()
+    assert copies.sizes["out"] == []
+    loss = model(long)
+    moved = sum(copies.sizes["out"])
+    assert 0 < max(copies.sizes["out"]) <= moved / (LAYERS - 1)
+    loss.backward()
+    made.reset()
+    total = made.report.total()
+    assert total.moved_bytes == moved and total.small_bytes > 0
+
+
 def test_layers_of_two_kinds_ask_at_their_own_ends():
     """As with dense layers before those of experts."""
     names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
