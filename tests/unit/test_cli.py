@@ -3,6 +3,7 @@
 import resource
 import subprocess
 import sys
+from collections.abc import Sequence
 
 import pytest
 import yaml
@@ -13,9 +14,12 @@ from tests.unit.config.conftest import CONFIGS
 TINY = str(CONFIGS / "grpo_tiny_cpu.yaml")
 
 
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "nemo_offload_rl.cli", *arguments]
+
+
 def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "nemo_offload_rl.cli", *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=120)
+    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=120)
 
 
 def test_validate_prints_the_resolved_recipe():
@@ -54,7 +58,8 @@ def test_unknown_options_and_commands_exit_with_2():
         assert caught.value.code == 2
 
 
-def test_validate_imports_neither_torch_nor_ray_and_takes_under_a_second():
+def test_validate_imports_neither_torch_nor_ray_and_takes_as_long_as_a_few_imports():
+    """Under a second, that is, where the libraries that it stands on take a third of one; hosts differ threefold."""
     code = (
         "import sys; from nemo_offload_rl.cli import main\n"
         "for recipe in sys.argv[1:]: assert main(['validate', recipe, 'cluster.num_nodes=1']) == 0\n"
@@ -63,13 +68,16 @@ def test_validate_imports_neither_torch_nor_ray_and_takes_under_a_second():
     )
     result = subprocess.run([sys.executable, "-c", code, TINY], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
-    assert min(cpu_seconds("validate", TINY, "grpo.max_num_steps=7") for _ in range(3)) < 1.0
+    libraries = "import hydra, omegaconf, pydantic, yaml; pydantic.TypeAdapter"
+    of_imports = min(cpu_seconds([sys.executable, "-c", libraries]) for _ in range(3))
+    validate = command("validate", TINY, "grpo.max_num_steps=7")
+    assert min(cpu_seconds(validate) for _ in range(3)) < 3 * of_imports
 
 
-def cpu_seconds(*arguments: str) -> float:
-    """Processor time of a run, which is its wall time where nothing else runs."""
+def cpu_seconds(arguments: Sequence[str]) -> float:
+    """Processor time of a program, which is its wall time where nothing else runs."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert run(*arguments).returncode == 0
+    subprocess.run(arguments, check=True, capture_output=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime
 
