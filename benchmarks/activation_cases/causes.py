@@ -30,6 +30,7 @@ from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, runnin
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
 from nemo_offload_rl.offload.activation_groups import Chunk, Group, Stash
 from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 NUM_STEPS = 50
 SHORT_BYTES = 4096
@@ -47,19 +48,30 @@ def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
     return {name: functools.partial(_measure, setting, name, *case) for name, case in CASES.items()}
 
 
-def _measure(setting: Setting, part: str, combination: Combination, size: int) -> None:
+@contextlib.contextmanager
+def training(combination: Combination, size: int) -> Iterator[tuple[MegatronPolicyWorker, Callable[[], object]]]:
+    """A worker of a case, and a step of it, always with the same data.
+
+    Args:
+        combination: what is on.
+        size: rows of a micro-batch.
+    """
     section = policy(
         combination.model, [*combination.overrides(), *STATE_STAYS, f"policy.train_micro_batch_size={size}"]
     )
     with running(section) as worker:
+        feed = Feed(worker, section, str(NUM_MICRO_BATCHES[size]), size, full=True)
+        yield worker, functools.partial(feed.train, feed.batch(0))
+
+
+def _measure(setting: Setting, part: str, combination: Combination, size: int) -> None:
+    with training(combination, size) as (worker, train):
         active = offloader(worker)
         assert active is not None, f"{part} offloads"
-        feed = Feed(worker, section, str(NUM_MICRO_BATCHES[size]), size, full=True)
-        data = feed.batch(0)
 
         def step(way: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
             with way():
-                feed.train(data)
+                train()
 
         chosen = ways(active, worker.device)
         steps = {name: functools.partial(step, way) for name, way in chosen.items()}

@@ -20,13 +20,13 @@ from typing import Any
 
 from torch.autograd.graph import saved_tensors_hooks
 
-from activation_cases.causes import CASES, instead
+from activation_cases.causes import CASES, instead, training
 from activation_cases.combinations import Combination
 from activation_cases.cost import NUM_MICRO_BATCHES
 from activation_cases.measuring import NUM_WARMUPS, model_frozen
 from activation_cases.parity import describe
 from activation_cases.table import Setting
-from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
+from activation_cases.worker import offloader
 from nemo_offload_rl.offload.activations import ActivationOffloader
 
 NUM_STEPS = 20
@@ -38,15 +38,10 @@ def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
 
 
 def _measure(setting: Setting, part: str, combination: Combination, size: int) -> None:
-    section = policy(
-        combination.model, [*combination.overrides(), *STATE_STAYS, f"policy.train_micro_batch_size={size}"]
-    )
-    with running(section) as worker:
+    with training(combination, size) as (worker, train):
         active = offloader(worker)
         assert active is not None, f"{part} offloads"
-        feed = Feed(worker, section, str(NUM_MICRO_BATCHES[size]), size, full=True)
-        data = feed.batch(0)
-        for kind, fields in seconds_inside(active, lambda: feed.train(data), setting.num_steps(NUM_STEPS)).items():
+        for kind, fields in seconds_inside(active, train, setting.num_steps(NUM_STEPS)).items():
             known = describe(combination) | {"micro_batch": size, "num_micro_batches": NUM_MICRO_BATCHES[size]}
             setting.file.add("host_time", part, kind, known | fields)
 

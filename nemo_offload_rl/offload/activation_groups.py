@@ -10,7 +10,8 @@ import torch
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
-from nemo_offload_rl.offload.parcel import Parcel, Saved, check_versions
+from nemo_offload_rl.offload.host_slab import Region
+from nemo_offload_rl.offload.parcel import Parcel, Saved, ask_out, check_versions
 
 
 class Group:
@@ -112,6 +113,30 @@ class Chunk:
         self._num_of[name] += 1
         self.groups.append(group)
         self._listener.commit(self, group)
+
+    def ask_out(self, stash: "Stash") -> None:
+        """Ask for the copies of what leaves, all at once; where the host memory is full, a group stays.
+
+        Args:
+            stash: holds their memory on the GPU meanwhile.
+        """
+        leaving, self.leaving = self.leaving, []
+        placed: list[tuple[Parcel, Region]] = []
+        held: list[Leaving] = []
+        for one in leaving:
+            report = self.route.tally.of(one.group.name)
+            regions = self.route.host.take_all([parcel.nbytes for parcel in one.parcels])
+            if regions is None:
+                report.refused_bytes += one.group.nbytes
+                continue
+            report.moved_bytes += one.group.nbytes
+            placed += zip(one.parcels, regions, strict=True)
+            held.append(one)
+        if not placed:
+            return
+        ticket = ask_out(self.route, placed)
+        for one in held:
+            stash.hold(one, ticket)
 
 
 class Profile:

@@ -4,11 +4,12 @@ megatron-core's layers mark the modules: they call a manager at the start and th
 one module's forward pass in one layer, and autograd's saved-tensor hooks hand over what is saved in between. This
 manager takes the place of megatron-core's own (docs/decisions/activation-manager.md says why). The life of a storage:
 
-    saved -> its group commits: copied out -> the compute stream has waited for the copy: the GPU's memory is dropped
+    saved -> its group commits -> its layer's last one does: copied out
+          -> the compute stream has waited for the copy: the GPU's memory is dropped
           -> a group before it in the backward pass begins: copied back -> unpacked: the compute stream waits -> used
 
-Nothing is planned ahead, so micro-batches may change in number and length at any time. Three rules keep numbers right,
-and each is kept in one place:
+Numbers rest on nothing planned ahead, so micro-batches may change in number and length at any time. Three rules keep
+them right, and each is kept in one place:
 
 - GPU memory is held until the compute stream has waited for the copy out of it (`Stash`);
 - host memory is used again only after the copy out of it: the next copy follows its ticket (`HostSlab`);
@@ -32,8 +33,8 @@ from nemo_offload_rl.offload.activation_groups import Chunk, Group, Leaving, Pro
 from nemo_offload_rl.offload.activation_report import ModuleReport, StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
-from nemo_offload_rl.offload.host_slab import HostSlab, Region
-from nemo_offload_rl.offload.parcel import Parcel, ask_out, check_versions, start_back
+from nemo_offload_rl.offload.host_slab import HostSlab
+from nemo_offload_rl.offload.parcel import Parcel, check_versions, start_back
 
 
 @dataclass(frozen=True)
@@ -47,7 +48,8 @@ class ActivationOptions:
         resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
             rank).
         max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for as many as
-            a layer has: fewer would make it wait for copies that are fast enough, more would only take memory.
+            a layer has: fewer would make it wait for copies that are fast enough, more would only take memory. With a
+            number each group makes a request of its own, so that each can be waited for.
         margin_stage: the model chunk whose backward pass follows its forward pass at once, on the pipeline's last rank;
             None elsewhere. There the last group of each module stays.
     """
@@ -230,7 +232,7 @@ class ActivationOffloader:
     # Forward.
 
     def commit(self, chunk: Chunk, group: Group) -> None:
-        """A group's forward pass is queued: ask for the copies of what it saved."""
+        """A group's forward pass is queued: decide whether it leaves; at a layer's end ask for the copies."""
         saved, group.saved = group.saved, []
         check_versions(saved, group.name)
         parcels = list(dict.fromkeys([parcel for _, _, parcel in reversed(saved)]))
@@ -247,14 +249,14 @@ class ActivationOffloader:
             report.kept_bytes += group.nbytes
         elif fresh:
             if any(one.group.name == group.name for one in chunk.leaving):  # a new layer, and the last one did not ask:
-                self._copy_out(chunk, self._stash)  # in the pass before it was too short to have anything that leaves
+                chunk.ask_out(self._stash)  # in the pass before it was too short to have anything that leaves
             chunk.leaving.append(Leaving(group, fresh, [entry for entry in saved if entry[2] in fresh]))
         if is_captured:
-            self._copy_out(chunk, self.captures.stash)  # the wait is at the end of the graph
+            chunk.ask_out(self.captures.stash)  # the wait is at the end of the graph
             return
         max_inflight = self.options.max_inflight
         if profile is None or max_inflight is not None or group.key in profile.asks:
-            self._copy_out(chunk, self._stash)
+            chunk.ask_out(self._stash)
         per_layer = len(self.options.modules) if profile is None else profile.per_layer
         self._stash.release(keep=per_layer if max_inflight is None else max_inflight)
 
@@ -270,41 +272,20 @@ class ActivationOffloader:
             return True
         return False
 
-    @staticmethod
-    def _copy_out(chunk: Chunk, stash: Stash) -> None:
-        """Ask for the copies of groups that leave, all at once; where the host memory is full, a group stays."""
-        leaving, chunk.leaving = chunk.leaving, []
-        placed: list[tuple[Parcel, Region]] = []
-        held: list[Leaving] = []
-        for one in leaving:
-            report = chunk.route.tally.of(one.group.name)
-            regions = chunk.route.host.take_all([parcel.nbytes for parcel in one.parcels])
-            if regions is None:
-                report.refused_bytes += one.group.nbytes
-                continue
-            report.moved_bytes += one.group.nbytes
-            placed += zip(one.parcels, regions, strict=True)
-            held.append(one)
-        if not placed:
-            return
-        ticket = ask_out(chunk.route, placed)
-        for one in held:
-            stash.hold(one, ticket)
-
     def drain(self) -> None:
         """What has left is gone from the GPU, as far as the caller's stream can see.
 
         Called before the logits are made: with the loss they are where most memory is in use.
         """
         if self._chunk is not None:
-            self._copy_out(self._chunk, self._stash)
+            self._chunk.ask_out(self._stash)
         self._stash.release(keep=0)
 
     def _end_forward(self) -> None:
         chunk, self._chunk = self._chunk, None
         if chunk is None or not chunk.groups:
             return
-        self._copy_out(chunk, self._stash)
+        chunk.ask_out(self._stash)
         chunk.num_not_back = len(chunk.groups)
         if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
             has_margin = chunk.stage == self.options.margin_stage

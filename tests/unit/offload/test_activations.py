@@ -414,9 +414,8 @@ def test_a_graph_may_be_walked_twice(model):
     assert_equal(first, want)
 
 
-def test_delayed_commits_are_made_when_they_are_flushed(model):
-    copies = LateCopies()
-    made = offloader(copies=copies)
+def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ones and its square, which is a group of a graph's replay."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     Interface.enter_replay()
     x = torch.ones(2, WIDTH, requires_grad=True)
@@ -425,6 +424,13 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
         z = y * y
     z = group.group_offload(z, delay_offload=True)
     Interface.exit_replay()
+    return x, z
+
+
+def test_delayed_commits_are_made_when_they_are_flushed(model):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    x, z = square_with_delayed_commit()
     assert copies.num_out == 0
     Interface.flush_delayed_groups()
     assert copies.num_out > 0
@@ -436,14 +442,7 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
 def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
     copies = LateCopies()
     made = offloader(copies=copies)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    Interface.enter_replay()
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, x * 1, "moe_act")
-    with group as y:
-        z = y * y
-    z = group.group_offload(z, delay_offload=True)
-    Interface.exit_replay()
+    x, z = square_with_delayed_commit()
     z.sum().backward()
     Interface.flush_delayed_groups()
     assert copies.num_out == 0
