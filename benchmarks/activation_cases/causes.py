@@ -68,6 +68,7 @@ def _measure(setting: Setting, part: str, combination: Combination, size: int) -
     with training(combination, size) as (worker, train):
         active = offloader(worker)
         assert active is not None, f"{part} offloads"
+        train()  # which groups make requests is known from a whole pass on
 
         def step(way: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
             with way():

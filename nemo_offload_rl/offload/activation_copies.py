@@ -64,12 +64,27 @@ class CopyEngine(Protocol):
         return nullcontext(Waits())
 
 
+class _CurrentStream:
+    """The stream of whoever asks, on one GPU, by its handle: `torch.cuda.current_stream` makes an object each time."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._known: dict[int, torch.cuda.Stream] = {}
+
+    def __call__(self) -> torch.cuda.Stream:
+        handle = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = self._known.get(handle)
+        if stream is None:
+            stream = self._known[handle] = torch.cuda.current_stream(self._device)
+        return stream
+
+
 class _Event(Ticket):
     """The copies that a lane has been given so far; it makes them in order."""
 
     def __init__(self, lane: "SpanLane", number: int, event: torch.cuda.Event) -> None:
         self._lane, self._number, self.event = lane, number, event
-        self.waiter: int | None = None
+        self.waiter: torch.cuda.Stream | None = None
         """The stream that was told last to wait for it; a layer's storages share a ticket, and need one wait."""
 
     def reached(self) -> bool:
@@ -96,7 +111,7 @@ class SpanLane:
 
         self.stream = torch.cuda.Stream(device)
         self.unused_events: list[torch.cuda.Event] = []
-        self._device = self.stream.device_index  # a number spares each call three of torch's
+        self._current_stream = _CurrentStream(self.stream.device_index)
         self._to_host = to_host
         self._num_asked = 0
         self._memcpy = driver.cuMemcpyAsync
@@ -105,7 +120,7 @@ class SpanLane:
     def ask(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
         """Queue copies behind what the caller's stream has been given, and behind `after`."""
         begin = self._event()
-        begin.record(torch.cuda.current_stream(self._device))
+        begin.record(self._current_stream())
         begin.wait(self.stream)
         self.unused_events.append(begin)
         for ticket in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
@@ -145,7 +160,7 @@ class CudaCopies(CopyEngine):
 
     def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
         self.lanes = {"out": SpanLane(device, to_host=True), "back": SpanLane(device, to_host=False)}
-        self._device = torch.device(device).index
+        self._current_stream = _CurrentStream(self.lanes["out"].stream.device_index)
         self._graphs = graphs
         self._mark = partial(mark_current_stream, torch.device(device))
         self._clock: WaitClock | None = None  # and no null object: it is asked for in each wait of each step
@@ -165,10 +180,10 @@ class CudaCopies(CopyEngine):
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine`."""
         assert isinstance(ticket, _Event)
-        stream = torch.cuda.current_stream(self._device)
-        if ticket.waiter == stream.cuda_stream:
+        stream = self._current_stream()
+        if ticket.waiter is stream:
             return
-        ticket.waiter = stream.cuda_stream
+        ticket.waiter = stream
         if self._clock is None or self.is_capturing():
             ticket.event.wait(stream)
             return

@@ -2,24 +2,34 @@
 
 import functools
 import weakref
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
+from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.host_slab import Region
 from nemo_offload_rl.offload.parcel import Parcel, Saved, ask_out, check_versions
 
 
 class Group:
-    """One module's forward pass in one layer."""
+    """One module's forward pass in one layer.
 
-    def __init__(self, name: str, chunk: "weakref.ref[Chunk]") -> None:
+    Args:
+        name: the module.
+        chunk: that it is part of.
+        report: the module's, of this step.
+    """
+
+    __slots__ = ("chunk", "in_backward", "index", "key", "name", "nbytes", "parcels", "report", "saved")
+
+    def __init__(self, name: str, chunk: "weakref.ref[Chunk]", report: ModuleReport) -> None:
         self.name = name
         self.chunk = chunk
+        self.report = report
         self.index = -1
         """Among its chunk's; -1 before its commit."""
         self.in_backward = False
@@ -85,7 +95,7 @@ class Chunk:
         """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
         self.leaving: list[Leaving] = []
         """What leaves with the next request."""
-        self._num_of: Counter[str] = Counter()
+        self._num_of: dict[str, int] = {}
         self._ref = weakref.ref(self)
 
     @functools.cached_property
@@ -101,16 +111,20 @@ class Chunk:
 
     def start_group(self, name: str) -> None:
         """What is saved from now on is part of this group."""
-        self.open.append(Group(name, self._ref))
+        self.open.append(Group(name, self._ref, self.route.tally.of(name)))
 
     def end_group(self, name: str) -> None:
         """The oldest open group of this name ends: commit it."""
-        group = self.open.pop(next(index for index, group in enumerate(self.open) if group.name == name))
+        at = 0
+        while self.open[at].name != name:
+            at += 1
+        group = self.open.pop(at)
         if group.in_backward:  # its commit was delayed until then: too late for a copy
             return
         group.index = len(self.groups)
-        group.key = (name, self._num_of[name])
-        self._num_of[name] += 1
+        before = self._num_of.get(name, 0)
+        group.key = (name, before)
+        self._num_of[name] = before + 1
         self.groups.append(group)
         self._listener.commit(self, group)
 
@@ -124,7 +138,7 @@ class Chunk:
         placed: list[tuple[Parcel, Region]] = []
         held: list[Leaving] = []
         for one in leaving:
-            report = self.route.tally.of(one.group.name)
+            report = one.group.report
             regions = self.route.host.take_all([parcel.nbytes for parcel in one.parcels])
             if regions is None:
                 report.refused_bytes += one.group.nbytes

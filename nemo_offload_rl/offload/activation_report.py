@@ -63,7 +63,7 @@ class Tally:
 
     def of(self, module: str) -> ModuleReport:
         """A module's."""
-        if module not in self.modules:  # called several times a tensor: setdefault would make a report each time
+        if module not in self.modules:  # called for each group: setdefault would make a report each time
             self.modules[module] = ModuleReport()
         return self.modules[module]
 

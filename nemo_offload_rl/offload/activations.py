@@ -30,7 +30,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine
 from nemo_offload_rl.offload.activation_groups import Chunk, Group, Leaving, Profile, SavedView, Stash
-from nemo_offload_rl.offload.activation_report import ModuleReport, StepReport, Tally
+from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
@@ -242,7 +242,7 @@ class ActivationOffloader:
             parcel.is_settled = True
             group.nbytes += parcel.nbytes
         is_captured = chunk.route is self.captures.route
-        report = chunk.route.tally.of(group.name)
+        report = group.report
         report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
         if fresh and self._stays(profile, group, fresh):
@@ -292,38 +292,31 @@ class ActivationOffloader:
             self._profiles[chunk.stage] = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
 
     def _pack(self, tensor: torch.Tensor) -> Any:
-        active = self._active[-1]
-        assert active is not None
-        if not self._is_candidate(tensor):
+        # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
             return tensor
-        chunk, group = active
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number in self._keep or number in self.captures.keep:
             return tensor
-        if storage.nbytes() < self.options.min_elements * tensor.element_size():
-            chunk.route.tally.of(group.name).small_bytes += storage.nbytes()
+        active = self._active[-1]
+        assert active is not None
+        chunk, group = active
+        nbytes = storage.nbytes()
+        if nbytes < self.options.min_elements * tensor.element_size():
+            group.report.small_bytes += nbytes
+            return tensor
+        if not _may_move(tensor):
             return tensor
         known = chunk.parcels.get(number)
         parcel = known() if known is not None else None
         if parcel is None:
-            parcel = Parcel(storage, group.name, chunk.route)
+            parcel = Parcel(storage, group.report, chunk.route)
             chunk.parcels[number] = weakref.ref(parcel)
-        elif parcel.module != group.name:
-            chunk.route.tally.of(group.name).duplicate_bytes += parcel.nbytes
+        elif parcel.report is not group.report:
+            group.report.duplicate_bytes += nbytes
         group.saved.append((tensor, tensor._version, parcel))
         return SavedView(parcel, group, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
-
-    @staticmethod
-    def _is_candidate(tensor: torch.Tensor) -> bool:
-        """Whether it is plain data on the GPU that nobody has marked to stay."""
-        return (
-            type(tensor) is torch.Tensor
-            and tensor.layout is torch.strided
-            and not (tensor.is_conj() or tensor.is_neg())
-            and not getattr(tensor, "_TE_do_not_offload", False)
-            and not getattr(tensor, "_do_not_offload", False)
-        )
 
     # Backward.
 
@@ -367,12 +360,12 @@ class ActivationOffloader:
         for groups in requests:
             parcels = (ref() for group in groups for ref in group.parcels)
             absent = dict.fromkeys(parcel for parcel in parcels if parcel is not None and parcel.storage is None)
-            for report, nbytes in _brought(list(absent)):
-                report.returned_bytes += nbytes
+            for parcel in start_back(list(absent)):
+                parcel.report.returned_bytes += parcel.nbytes
         chunk.num_not_back = requests[-1][-1].index
 
     def _unpack(self, packed: torch.Tensor | SavedView) -> torch.Tensor:
-        if isinstance(packed, torch.Tensor):
+        if not isinstance(packed, SavedView):
             return packed
         group = packed.group
         if not group.in_backward:
@@ -381,14 +374,16 @@ class ActivationOffloader:
             if chunk is not None:
                 self.begin_backward(chunk, group)
         if packed.parcel.storage is None:
-            for report, nbytes in _brought([packed.parcel]):
-                report.late_bytes += nbytes
+            for parcel in start_back([packed.parcel]):
+                parcel.report.late_bytes += parcel.nbytes
         return packed.tensor()
 
 
-def _brought(parcels: Sequence[Parcel]) -> Iterator[tuple[ModuleReport, int]]:
-    """Ask for copies back: the reports and the bytes of those whose memory on the GPU was gone."""
-    for parcel in start_back(parcels):
-        report = parcel.route.tally.of(parcel.module)
-        report.freed_bytes += parcel.nbytes
-        yield report, parcel.nbytes
+def _may_move(tensor: torch.Tensor) -> bool:
+    """Whether nobody has marked it to stay, and its bytes are what it says they are."""
+    return not (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or getattr(tensor, "_TE_do_not_offload", False)
+        or getattr(tensor, "_do_not_offload", False)
+    )

@@ -3,6 +3,7 @@
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -18,18 +19,13 @@ class Region(NamedTuple):
 
     Attributes:
         offset: of its first byte.
-        nbytes: what was asked for.
+        reserved_bytes: what was asked for, and the padding to the next page.
         after: copies out of this part that the next copy into it has to follow.
     """
 
     offset: int
-    nbytes: int
+    reserved_bytes: int
     after: tuple[Ticket, ...]
-
-    @property
-    def reserved_bytes(self) -> int:
-        """With the padding to the next page."""
-        return _aligned(self.nbytes)
 
 
 class _Gap(NamedTuple):
@@ -60,28 +56,36 @@ class HostSlab:
     def take(self, nbytes: int) -> Region | None:
         """A region of so many bytes; None if no gap is as large."""
         self._collect()
-        return self._taken(nbytes)
+        return self._taken(_aligned(nbytes))
 
-    def _taken(self, nbytes: int) -> Region | None:
-        wanted = _aligned(nbytes)
+    def _taken(self, reserved_bytes: int) -> Region | None:
         for index, gap in enumerate(self._gaps):
-            stop = gap.start + wanted
+            stop = gap.start + reserved_bytes
             if stop > gap.stop:
                 continue
             if stop < gap.stop:
                 self._gaps[index] = _Gap(stop, gap.stop, gap.after)
             else:
                 del self._gaps[index]
-            self.used_bytes += wanted
+            self.used_bytes += reserved_bytes
             self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-            return Region(gap.start, nbytes, gap.after)
+            return Region(gap.start, reserved_bytes, gap.after)
         return None
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        """A region for each number of bytes, side by side if there is such a gap.
+
+        Returns:
+            None, and nothing is taken, if there is no room for all of them.
+        """
         self._collect()
+        reserved = [_aligned(nbytes) for nbytes in sizes]
+        whole = self._taken(sum(reserved))
+        if whole is not None:  # one search for all
+            offsets = accumulate(reserved, initial=whole.offset)
+            return [Region(offset, nbytes, whole.after) for offset, nbytes in zip(offsets, reserved, strict=False)]
         regions: list[Region] = []
-        for nbytes in sizes:
+        for nbytes in reserved:
             region = self._taken(nbytes)
             if region is None:
                 for taken in regions:
@@ -115,13 +119,26 @@ class HostSlab:
         self._returned.clear()
 
     def _collect(self) -> None:
+        gap: _Gap | None = None
         while self._returned:
-            region, after = self._returned.popleft()
-            reserved_bytes = region.reserved_bytes
+            (start, reserved_bytes, after), last = self._returned.popleft()
+            if not reserved_bytes:
+                continue
             self.used_bytes -= reserved_bytes
-            held = region.after if after is None else (after,)
-            if reserved_bytes:
-                self._insert(_Gap(region.offset, region.offset + reserved_bytes, held))
+            stop = start + reserved_bytes
+            if last is not None:
+                after = (last,)
+            # What was taken side by side comes back so, and is sorted in as one.
+            if gap is not None and gap.after == after and start == gap.stop:
+                gap = _Gap(gap.start, stop, after)
+            elif gap is not None and gap.after == after and stop == gap.start:
+                gap = _Gap(start, gap.stop, after)
+            else:
+                if gap is not None:
+                    self._insert(gap)
+                gap = _Gap(start, stop, after)
+        if gap is not None:
+            self._insert(gap)
 
     def _insert(self, gap: _Gap) -> None:
         at = bisect(self._gaps, (gap.start,))  # no two begin at the same place

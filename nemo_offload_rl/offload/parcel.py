@@ -3,9 +3,9 @@
 from collections.abc import Iterable, Sequence
 
 import torch
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.offload.activation_copies import Span, Ticket
+from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.host_slab import Region
 
@@ -18,7 +18,7 @@ class Parcel:
     """A storage that autograd saved, wherever it is now.
 
     Attributes:
-        module: that saved it first.
+        report: of the module that saved it first.
         route: that it takes.
         nbytes: of the storage.
         device: the GPU.
@@ -26,14 +26,30 @@ class Parcel:
         is_settled: a group has committed it: it leaves, or it stays.
     """
 
-    def __init__(self, storage: torch.UntypedStorage, module: str, route: Route) -> None:
-        self.module = module
+    __slots__ = (
+        "__weakref__",
+        "_left",
+        "_region",
+        "_returning",
+        "_weak",
+        "device",
+        "is_settled",
+        "nbytes",
+        "report",
+        "route",
+        "storage",
+    )
+    # Not by torch's name when it is called: an interpreter that ends may have cleared that module.
+    _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
+
+    def __init__(self, storage: torch.UntypedStorage, report: ModuleReport, route: Route) -> None:
+        self.report = report
         self.route = route
         self.nbytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
         self.is_settled = False
         self.device = storage.device
-        self._weak = StorageWeakRef(storage)
+        self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; given back in `__del__`
         self._region: Region | None = None
         self._left: Ticket | None = None
         self._returning: Ticket | None = None
@@ -61,6 +77,7 @@ class Parcel:
         region, _ = self.on_host()
         self.storage, self._returning = storage, ticket
         self._region = None
+        self.report.freed_bytes += self.nbytes
         self.route.host.give_back(region, ticket)
 
     def revive(self) -> bool:
@@ -69,7 +86,7 @@ class Parcel:
         Returns:
             Whether somebody has.
         """
-        alive = torch.UntypedStorage._new_with_weak_ptr(self._weak.cdata)
+        alive = torch.UntypedStorage._new_with_weak_ptr(self._weak)
         if alive is not None and alive.nbytes() == self.nbytes:
             self.storage = alive
         return self.storage is not None
@@ -85,6 +102,7 @@ class Parcel:
         return self.storage
 
     def __del__(self) -> None:
+        self._free_weak_ref(self._weak)
         if self._returning is not None:  # prefetched and not needed: its memory must not be used again before
             self.route.copies.wait(self._returning)
         if self._region is not None:

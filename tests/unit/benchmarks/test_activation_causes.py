@@ -1,8 +1,12 @@
 """The ways of benchmarks/activation_offload.py's table of causes: all train alike, and ask for what they say."""
 
+import contextlib
+
 import pytest
+import torch
 from activation_cases import causes
 from activation_cases.host_time import seconds_inside
+from activation_cases.table import ResultFile, Setting
 from activation_cases.worker import offloader
 from support.late_copies import LateCopies
 from support.ranks import free_port, worker_of_rank
@@ -82,6 +86,20 @@ def test_every_way_trains_as_plain_steps_do_and_asks_for_what_it_says(train, mod
     assert (len(short_out), short_back) == (len(out), [SHORT_BYTES] * len(back))
     assert sum(short_out) < sum(out) / 4
     assert (set(vars(active)), set(vars(active.copies))) == attributes
+
+
+def test_causes_are_measured_in_a_worker_that_has_not_trained_yet(train, monkeypatch, tmp_path):
+    @contextlib.contextmanager
+    def training(combination, size):
+        worker = train(offloading_activations(tiny_policy(), ["qkv_linear", "core_attn"]))
+        yield worker, lambda: step(worker)
+
+    monkeypatch.setattr(causes, "training", training)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    setting = Setting(ResultFile(tmp_path / "result.json"), steps=2)
+    causes.parts(setting)["dense/attention"]()
+    assert [row["way"] for row in setting.file.rows] == ["plain", "hooks", "requests", "beside", "offloaded"]
+    assert all(row["step_ms"] > 0 and row["steps"] == 2 for row in setting.file.rows)
 
 
 def test_time_inside_of_the_manager_is_that_of_its_calls_and_changes_no_step(train):

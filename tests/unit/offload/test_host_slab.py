@@ -3,6 +3,7 @@
 import itertools
 import random
 
+import pytest
 import torch
 
 from nemo_offload_rl.offload.host_slab import ALIGNMENT_BYTES, HostSlab
@@ -33,9 +34,10 @@ def test_regions_never_overlap_and_gaps_grow_together():
     held = []
     for _ in range(2000):
         if held and chance.random() < 0.5:
-            made.give_back(held.pop(chance.randrange(len(held))), None)
-        elif (region := made.take(chance.randint(0, 6 * PAGE))) is not None:
-            held.append(region)
+            for _ in range(chance.randint(1, len(held))):
+                made.give_back(held.pop(chance.randrange(len(held))), None)
+        else:
+            held += made.take_all([chance.randint(0, 6 * PAGE) for _ in range(chance.randint(1, 3))]) or []
         spans = sorted((r.offset, r.offset + r.reserved_bytes) for r in held)
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     for region in held:
@@ -86,6 +88,28 @@ def test_all_regions_or_none():
     made = slab(4)
     assert made.take_all([PAGE, 4 * PAGE]) is None
     assert [region.offset for region in made.take_all([3 * PAGE, PAGE])] == [0, 3 * PAGE]
+
+
+def test_regions_of_one_call_are_side_by_side_if_there_is_such_a_gap():
+    made = slab(8)
+    held = [made.take(2 * PAGE) for _ in range(4)]
+    made.give_back(held[0], None)
+    made.give_back(held[2], None)
+    assert [region.offset for region in made.take_all([2 * PAGE, PAGE])] == [0, 4 * PAGE]
+    made.give_back(held[3], None)  # with what is left of the third, three pages
+    assert [region.offset for region in made.take_all([PAGE + 1, PAGE])] == [5 * PAGE, 7 * PAGE]
+    assert made.used_bytes == 8 * PAGE
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 2, 0], [0, 2, 1]], ids=str)
+def test_regions_of_one_call_come_back_in_any_order(order):
+    made = slab(4)
+    regions = made.take_all([PAGE, PAGE, PAGE])
+    back = [Copy("back", 0), Copy("back", 0), Copy("back", 1)]
+    for index in order:
+        made.give_back(regions[index], back[index])
+    whole = made.take(4 * PAGE)
+    assert whole is not None and set(whole.after) == {back[2]}  # which stands for the two before it
 
 
 def test_no_memory_is_no_error():
