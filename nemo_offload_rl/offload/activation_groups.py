@@ -128,6 +128,11 @@ class Chunk:
         self.groups.append(group)
         self._listener.commit(self, group)
 
+    def forget_open(self) -> None:
+        """Their pass has failed: what autograd keeps knows its group, and must not be kept alive by it."""
+        for group in self.open:
+            group.saved = []
+
     def ask_out(self, stash: "Stash") -> None:
         """Ask for the copies of what leaves, all at once; where the host memory is full, a group stays.
 

@@ -175,6 +175,8 @@ class ActivationOffloader:
         """A schedule has ended, or has failed."""
         self._chunk = None  # its backward pass has not begun, and will not
         self._stash.release(keep=0)
+        for chunk in filter(None, (*self._chunks, self.captures.chunk)):
+            chunk.forget_open()
         self._chunks.clear()
         self._active.clear()
         self._delayed.clear()
@@ -294,20 +296,20 @@ class ActivationOffloader:
     def _pack(self, tensor: torch.Tensor) -> Any:
         # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return tensor
+            return _without_history(tensor)
         storage = tensor.untyped_storage()
         number = storage._cdata
         if number in self._keep or number in self.captures.keep:
-            return tensor
+            return _without_history(tensor)
         active = self._active[-1]
         assert active is not None
         chunk, group = active
         nbytes = storage.nbytes()
         if nbytes < self.options.min_elements * tensor.element_size():
             group.report.small_bytes += nbytes
-            return tensor
+            return _without_history(tensor)
         if not _may_move(tensor):
-            return tensor
+            return _without_history(tensor)
         known = chunk.parcels.get(number)
         parcel = known() if known is not None else None
         if parcel is None:
@@ -377,6 +379,11 @@ class ActivationOffloader:
             for parcel in start_back([packed.parcel]):
                 parcel.report.late_bytes += parcel.nbytes
         return packed.tensor()
+
+
+def _without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """What autograd keeps of a tensor that stays: an output as it is would keep the node alive that keeps it."""
+    return tensor if tensor.is_leaf else tensor.detach()
 
 
 def _may_move(tensor: torch.Tensor) -> bool:

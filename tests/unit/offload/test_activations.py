@@ -1,5 +1,6 @@
 """Activation offloading with the functions that megatron-core's layers call, and copies that come late."""
 
+import contextlib
 import random
 from collections.abc import Iterator, Sequence
 
@@ -12,6 +13,7 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies
 from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activation_groups import Chunk, Group, GroupListener, Profile
@@ -400,6 +402,41 @@ def test_a_failed_pass_leaves_nothing_behind(model):
     made.slab.take(0)
     assert made.slab.used_bytes == 0
     assert_equal(one_by_one(model, batches([8], 0)), want)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"min_elements": 1 << 20}], ids=str)
+def test_a_pass_that_nobody_walks_back_is_gone_with_its_output(options, is_interrupted):
+    """exp saves its output: were it kept as it is, its node would keep itself alive, and all before it."""
+    made = offloader(**options)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    before = torch.ones(2, WIDTH, requires_grad=True) * 1
+    alive = StorageWeakRef(before.untyped_storage())
+    x = before.square()
+    group = Interface(True, x, "mlp")
+    with contextlib.suppress(KeyboardInterrupt), group as x:
+        x = x.exp()
+        if is_interrupted:
+            raise KeyboardInterrupt
+    if not is_interrupted:
+        x = group.group_offload(x)
+    made.reset()
+    del before, x, group
+    assert alive.expired()
+
+
+def test_what_stays_has_the_gradients_of_a_plain_run():
+    offloader(min_elements=1 << 20)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.linspace(-1, 1, WIDTH, requires_grad=True)
+    group = Interface(True, x * 1, "mlp")
+    with group as inside:
+        y = (inside * inside).exp()
+    y = group.group_offload(y)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.equal(first, (2 * x * (x * x).exp()).detach())
+    (second,) = torch.autograd.grad(first.sum(), x)  # what was saved has kept its history
+    torch.testing.assert_close(second, ((2 + 4 * x * x) * (x * x).exp()).detach())
 
 
 def test_a_graph_may_be_walked_twice(model):
