@@ -28,8 +28,9 @@ from activation_cases.parity import describe
 from activation_cases.table import Row, Setting
 from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
-from nemo_offload_rl.offload.activation_groups import Chunk, Group, Stash
+from nemo_offload_rl.offload.activation_groups import Chunk, Stash
 from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.offload.saved_activations import Group
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 NUM_STEPS = 50

@@ -1,4 +1,4 @@
-"""Groups of activations: one module's forward pass in one layer; the passes they are part of; what is on its way."""
+"""Passes of micro-batches, made of groups; which groups leave; what is on its way."""
 
 import functools
 import weakref
@@ -6,62 +6,11 @@ from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
-import torch
-
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
-from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.host_slab import Region
-from nemo_offload_rl.offload.parcel import Parcel, Saved, ask_out, check_versions
-
-
-class Group:
-    """One module's forward pass in one layer.
-
-    Args:
-        name: the module.
-        chunk: that it is part of.
-        report: the module's, of this step.
-    """
-
-    __slots__ = ("chunk", "in_backward", "index", "key", "name", "nbytes", "parcels", "report", "saved")
-
-    def __init__(self, name: str, chunk: "weakref.ref[Chunk]", report: ModuleReport) -> None:
-        self.name = name
-        self.chunk = chunk
-        self.report = report
-        self.index = -1
-        """Among its chunk's; -1 before its commit."""
-        self.in_backward = False
-        """Something that it saved has been unpacked."""
-        self.key = (name, -1)
-        """The module, and how many of its groups come before this one in the pass."""
-        self.parcels: list[weakref.ref[Parcel]] = []
-        """The storages of what it saved, in the order in which its backward pass needs them."""
-        self.saved: list[Saved] = []
-        """Tensors with their versions, until the copies out of them are asked for."""
-        self.nbytes = 0
-
-    def has_left(self) -> bool:
-        """Whether something that it saved was copied to the host, perhaps for another group."""
-        return any(parcel is not None and parcel.has_left for parcel in (ref() for ref in self.parcels))
-
-
-class SavedView(NamedTuple):
-    """What autograd keeps instead of a tensor: how to see it in its storage again."""
-
-    parcel: Parcel
-    group: Group
-    dtype: torch.dtype
-    size: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-    def tensor(self) -> torch.Tensor:
-        """The tensor, on the GPU."""
-        storage = self.parcel.fetch()
-        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
-        return empty.set_(storage, self.offset, self.size, self.stride)
+from nemo_offload_rl.offload.parcel import Parcel, ask_out
+from nemo_offload_rl.offload.saved_activations import Group, SavedTensor
 
 
 class GroupListener(Protocol):
@@ -128,10 +77,11 @@ class Chunk:
         self.groups.append(group)
         self._listener.commit(self, group)
 
-    def forget_open(self) -> None:
-        """Their pass has failed: what autograd keeps knows its group, and must not be kept alive by it."""
-        for group in self.open:
-            group.saved = []
+    def abandon(self) -> None:
+        """Its pass has failed: what autograd keeps must not be kept alive by what only a whole pass would let go of."""
+        waiting = [group.saved for group in self.open] + [one.saved for one in self.leaving]
+        for saved in (saved for some in waiting for saved in some):
+            saved.leave()
 
     def ask_out(self, stash: "Stash") -> None:
         """Ask for the copies of what leaves, all at once; where the host memory is full, a group stays.
@@ -147,6 +97,10 @@ class Chunk:
             regions = self.route.host.take_all([parcel.nbytes for parcel in one.parcels])
             if regions is None:
                 report.refused_bytes += one.group.nbytes
+                for parcel in one.parcels:
+                    parcel.stays = True
+                for saved in one.saved:
+                    saved.stay()
                 continue
             report.moved_bytes += one.group.nbytes
             placed += zip(one.parcels, regions, strict=True)
@@ -214,7 +168,7 @@ class Leaving(NamedTuple):
 
     group: Group
     parcels: list[Parcel]
-    saved: list[Saved]
+    saved: list[SavedTensor]
 
 
 class Stash:
@@ -236,6 +190,8 @@ class Stash:
         while len(self._held) > keep:
             leaving, ticket = self._held.popleft()
             self._copies.wait(ticket)
-            check_versions(leaving.saved, leaving.group.name)
+            for saved in leaving.saved:
+                saved.check()
+                saved.leave()
             for parcel in leaving.parcels:
                 parcel.storage = None

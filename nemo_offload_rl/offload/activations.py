@@ -29,12 +29,13 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine
-from nemo_offload_rl.offload.activation_groups import Chunk, Group, Leaving, Profile, SavedView, Stash
+from nemo_offload_rl.offload.activation_groups import Chunk, Leaving, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.parcel import Parcel, check_versions, start_back
+from nemo_offload_rl.offload.parcel import Parcel, start_back
+from nemo_offload_rl.offload.saved_activations import Group, Kept, SavedTensor, keep, kept_tensor, may_move
 
 
 @dataclass(frozen=True)
@@ -176,7 +177,7 @@ class ActivationOffloader:
         self._chunk = None  # its backward pass has not begun, and will not
         self._stash.release(keep=0)
         for chunk in filter(None, (*self._chunks, self.captures.chunk)):
-            chunk.forget_open()
+            chunk.abandon()
         self._chunks.clear()
         self._active.clear()
         self._delayed.clear()
@@ -235,24 +236,24 @@ class ActivationOffloader:
 
     def commit(self, chunk: Chunk, group: Group) -> None:
         """A group's forward pass is queued: decide whether it leaves; at a layer's end ask for the copies."""
-        saved, group.saved = group.saved, []
-        check_versions(saved, group.name)
-        parcels = list(dict.fromkeys([parcel for _, _, parcel in reversed(saved)]))
-        group.parcels = [weakref.ref(parcel) for parcel in parcels]
-        fresh = [parcel for parcel in reversed(parcels) if not parcel.is_settled]
-        for parcel in fresh:
-            parcel.is_settled = True
-            group.nbytes += parcel.nbytes
+        saved, fresh = group.settle()
         is_captured = chunk.route is self.captures.route
-        report = group.report
-        report.distinct_bytes += group.nbytes
+        group.report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
-        if fresh and self._stays(profile, group, fresh):
-            report.kept_bytes += group.nbytes
+        stays = bool(fresh) and self._stays(profile, group, fresh)
+        for parcel in fresh:
+            parcel.stays = stays
+        for one in saved:
+            if one.parcel.stays:
+                one.stay()
+            elif one.parcel not in fresh:  # it leaves with the group that saved it first
+                one.leave()
+        if stays:
+            group.report.kept_bytes += group.nbytes
         elif fresh:
             if any(one.group.name == group.name for one in chunk.leaving):  # a new layer, and the last one did not ask:
                 chunk.ask_out(self._stash)  # in the pass before it was too short to have anything that leaves
-            chunk.leaving.append(Leaving(group, fresh, [entry for entry in saved if entry[2] in fresh]))
+            chunk.leaving.append(Leaving(group, fresh, [one for one in saved if one.parcel in fresh]))
         if is_captured:
             chunk.ask_out(self.captures.stash)  # the wait is at the end of the graph
             return
@@ -293,23 +294,23 @@ class ActivationOffloader:
             has_margin = chunk.stage == self.options.margin_stage
             self._profiles[chunk.stage] = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
 
-    def _pack(self, tensor: torch.Tensor) -> Any:
+    def _pack(self, tensor: torch.Tensor) -> Kept | SavedTensor:
         # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
-        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return _without_history(tensor)
-        storage = tensor.untyped_storage()
-        number = storage._cdata
-        if number in self._keep or number in self.captures.keep:
-            return _without_history(tensor)
         active = self._active[-1]
         assert active is not None
         chunk, group = active
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return keep(tensor, group.name)
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._keep or number in self.captures.keep:
+            return keep(tensor, group.name)
         nbytes = storage.nbytes()
         if nbytes < self.options.min_elements * tensor.element_size():
             group.report.small_bytes += nbytes
-            return _without_history(tensor)
-        if not _may_move(tensor):
-            return _without_history(tensor)
+            return keep(tensor, group.name)
+        if not may_move(tensor):
+            return keep(tensor, group.name)
         known = chunk.parcels.get(number)
         parcel = known() if known is not None else None
         if parcel is None:
@@ -317,8 +318,9 @@ class ActivationOffloader:
             chunk.parcels[number] = weakref.ref(parcel)
         elif parcel.report is not group.report:
             group.report.duplicate_bytes += nbytes
-        group.saved.append((tensor, tensor._version, parcel))
-        return SavedView(parcel, group, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
+        saved = SavedTensor(tensor, group, parcel)
+        group.saved.append(saved)
+        return saved
 
     # Backward.
 
@@ -366,9 +368,9 @@ class ActivationOffloader:
                 parcel.report.returned_bytes += parcel.nbytes
         chunk.num_not_back = requests[-1][-1].index
 
-    def _unpack(self, packed: torch.Tensor | SavedView) -> torch.Tensor:
-        if not isinstance(packed, SavedView):
-            return packed
+    def _unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
+        if not isinstance(packed, SavedTensor):
+            return kept_tensor(packed)
         group = packed.group
         if not group.in_backward:
             group.in_backward = True
@@ -378,19 +380,4 @@ class ActivationOffloader:
         if packed.parcel.storage is None:
             for parcel in start_back([packed.parcel]):
                 parcel.report.late_bytes += parcel.nbytes
-        return packed.tensor()
-
-
-def _without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """What autograd keeps of a tensor that stays: an output as it is would keep the node alive that keeps it."""
-    return tensor if tensor.is_leaf else tensor.detach()
-
-
-def _may_move(tensor: torch.Tensor) -> bool:
-    """Whether nobody has marked it to stay, and its bytes are what it says they are."""
-    return not (
-        tensor.is_conj()
-        or tensor.is_neg()
-        or getattr(tensor, "_TE_do_not_offload", False)
-        or getattr(tensor, "_do_not_offload", False)
-    )
+        return packed.unpacked()

@@ -1,6 +1,6 @@
 """A storage that autograd saved, on its way to the host and back."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import torch
 
@@ -8,10 +8,6 @@ from nemo_offload_rl.offload.activation_copies import Span, Ticket
 from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.host_slab import Region
-
-
-class InPlaceError(RuntimeError):
-    """Something changed a saved tensor while it was copied."""
 
 
 class Parcel:
@@ -23,7 +19,7 @@ class Parcel:
         nbytes: of the storage.
         device: the GPU.
         storage: on the GPU; None while it is on the host alone.
-        is_settled: a group has committed it: it leaves, or it stays.
+        stays: on the GPU; None until a group has committed it.
     """
 
     __slots__ = (
@@ -33,10 +29,10 @@ class Parcel:
         "_returning",
         "_weak",
         "device",
-        "is_settled",
         "nbytes",
         "report",
         "route",
+        "stays",
         "storage",
     )
     # Not by torch's name when it is called: an interpreter that ends may have cleared that module.
@@ -47,7 +43,7 @@ class Parcel:
         self.route = route
         self.nbytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
-        self.is_settled = False
+        self.stays: bool | None = None
         self.device = storage.device
         self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; given back in `__del__`
         self._region: Region | None = None
@@ -109,10 +105,6 @@ class Parcel:
             self.route.host.give_back(self._region, self._left)
 
 
-Saved = tuple[torch.Tensor, int, Parcel]
-"""A tensor that autograd saved, its version then, and its storage."""
-
-
 def ask_out(route: Route, placed: Sequence[tuple[Parcel, Region]]) -> Ticket:
     """Ask for the copies to the host of parcels, each to its region, all at once: the host pays for each request."""
     spans: list[Span] = []
@@ -149,18 +141,3 @@ def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
     for parcel, span in zip(absent, spans, strict=True):
         parcel.come_back(span.gpu, returning)
     return absent
-
-
-def check_versions(saved: Iterable[Saved], module: str) -> None:
-    """Refuse to go on with copies of something that has changed since.
-
-    Raises:
-        InPlaceError: it has; autograd itself would refuse its backward pass.
-    """
-    for tensor, version, _ in saved:
-        if tensor._version != version:
-            raise InPlaceError(
-                f"a tensor of shape {list(tensor.shape)} that {module} saved for the backward pass was changed in "
-                f"place (version {tensor._version}, saved at {version}) while it was copied to the host; take "
-                f"{module} out of policy.megatron_cfg.offload_modules"
-            )

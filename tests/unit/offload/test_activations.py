@@ -16,11 +16,11 @@ from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
-from nemo_offload_rl.offload.activation_groups import Chunk, Group, GroupListener, Profile
+from nemo_offload_rl.offload.activation_groups import Chunk, GroupListener, Profile
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
 from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.parcel import InPlaceError
+from nemo_offload_rl.offload.saved_activations import Group, InPlaceError
 
 
 @pytest.fixture(autouse=True)
@@ -389,6 +389,43 @@ def test_a_change_in_place_is_refused(model):
         InPlaceError, match=r"shape \[2, 16\] that mlp saved .* take mlp out of policy\.megatron_cfg\.offload_modules"
     ):
         group.group_offload(y)
+
+
+@pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
+def test_a_change_of_what_stays_is_refused_as_in_plain_steps(options):
+    """Autograd asks for the versions of what it saved only where there are no hooks."""
+
+    def changed_behind_its_group(is_on: bool) -> torch.Tensor:
+        Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        x = torch.ones(2, WIDTH, requires_grad=True)
+        group = Interface(is_on, x, "mlp")
+        with group as inside:
+            y = inside.exp()
+        group.group_offload(y)
+        with torch.no_grad():
+            y.add_(1)
+        return y
+
+    made = offloader(**options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed_behind_its_group(False).sum().backward()
+    y = changed_behind_its_group(True)
+    with pytest.raises(InPlaceError, match=r"shape \[2, 16\] that mlp saved .* \(version 1, saved at 0\), and grad"):
+        y.sum().backward()
+    assert made.slab.used_bytes == 0
+
+
+def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for():
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "mlp")
+    with group as x:
+        y = x.exp()
+    group.group_offload(y)
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(InPlaceError, match="while it was copied to the host; take mlp out"):
+        made.drain()
 
 
 def test_a_failed_pass_leaves_nothing_behind(model):

@@ -10,7 +10,9 @@ from support.tiny import TINY_QWEN3_MOE
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
-from nemo_offload_rl.offload.activation_groups import Group, Profile
+from nemo_offload_rl.offload.activation_groups import Profile
+from nemo_offload_rl.offload.activation_report import ModuleReport
+from nemo_offload_rl.offload.saved_activations import Group
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
     EXPERT_LOAD_FACTOR,
@@ -224,7 +226,7 @@ def test_the_manager_chooses_as_many_groups(fraction):
     groups = []
     for layer in range(16):
         for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
-            group = Group(name, lambda: None)
+            group = Group(name, lambda: None, ModuleReport())
             group.key, group.nbytes = (name, layer), size
             groups.append(group)
     leaves = Profile(groups, fraction, has_margin=False).leaves
