@@ -79,6 +79,9 @@ install_locked() {
     local seconds=$SECONDS
     mkdir -p build
     say "installing what uv.lock pins into .venv${wanted:+ (with $wanted)}: about 5 GB, fetched where they are not cached"
+    if [[ " $wanted " == *" te "* ]]; then
+        say "Transformer Engine's torch part is compiled, unless uv has it cached: ten minutes and more on two cores"
+    fi
     # shellcheck disable=SC2086 # $wanted is a list of options
     "$uv" export --frozen --quiet --no-emit-project $wanted -o build/requirements.txt >/dev/null
     "$uv" pip sync --quiet --python .venv --require-hashes build/requirements.txt

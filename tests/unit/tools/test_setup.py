@@ -90,6 +90,11 @@ def test_extras_and_groups_stay(checkout):
     assert checkout.setup("--extra", "te")[1] == []
 
 
+def test_a_long_compilation_is_said_before_it_begins(checkout):
+    assert "compiled" not in checkout.setup()[0].stdout
+    assert "Transformer Engine's torch part is compiled" in checkout.setup("--extra", "te")[0].stdout
+
+
 def test_uv_python_is_not_passed_on(checkout):
     _, calls = checkout.setup(UV_PYTHON="/usr/bin/python3")
     assert len(calls) == 5
