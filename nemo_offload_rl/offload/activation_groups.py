@@ -2,8 +2,9 @@
 
 import functools
 import weakref
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple, Protocol
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
@@ -44,7 +45,7 @@ class Chunk:
         """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
         self.leaving: list[Leaving] = []
         """What leaves with the next request."""
-        self._num_of: dict[str, int] = {}
+        self._num_of: Counter[str] = Counter()
         self._ref = weakref.ref(self)
 
     @functools.cached_property
@@ -64,23 +65,20 @@ class Chunk:
 
     def end_group(self, name: str) -> None:
         """The oldest open group of this name ends: commit it."""
-        at = 0
-        while self.open[at].name != name:
-            at += 1
-        group = self.open.pop(at)
+        group = next(group for group in self.open if group.name == name)
+        self.open.remove(group)
         if group.in_backward:  # its commit was delayed until then: too late for a copy
             return
         group.index = len(self.groups)
-        before = self._num_of.get(name, 0)
-        group.key = (name, before)
-        self._num_of[name] = before + 1
+        group.key = (name, self._num_of[name])
+        self._num_of[name] += 1
         self.groups.append(group)
         self._listener.commit(self, group)
 
     def abandon(self) -> None:
         """Its pass has failed: what autograd keeps must not be kept alive by what only a whole pass would let go of."""
-        waiting = [group.saved for group in self.open] + [one.saved for one in self.leaving]
-        for saved in (saved for some in waiting for saved in some):
+        of_groups = [group.saved for group in (*self.groups, *self.open)]
+        for saved in chain(*of_groups, *(one.saved for one in self.leaving)):
             saved.leave()
 
     def ask_out(self, stash: "Stash") -> None:
@@ -170,6 +168,13 @@ class Leaving(NamedTuple):
     parcels: list[Parcel]
     saved: list[SavedTensor]
 
+    def let_go(self) -> None:
+        """Its bytes are on the host, as far as the compute stream can see."""
+        for saved in self.saved:
+            saved.leave()
+        for parcel in self.parcels:
+            parcel.storage = None
+
 
 class Stash:
     """GPU memory that copies still read."""
@@ -186,12 +191,23 @@ class Stash:
         self._held.append((leaving, ticket))
 
     def release(self, keep: int) -> None:
-        """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held."""
+        """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held.
+
+        Raises:
+            InPlaceError: some of it has changed since it was saved.
+        """
         while len(self._held) > keep:
             leaving, ticket = self._held.popleft()
             self._copies.wait(ticket)
-            for saved in leaving.saved:
-                saved.check()
-                saved.leave()
-            for parcel in leaving.parcels:
-                parcel.storage = None
+            try:
+                for saved in leaving.saved:
+                    saved.check()
+            finally:
+                leaving.let_go()
+
+    def abandon(self) -> None:
+        """Drop all of it; nobody will use what has not been used, so that it may have changed."""
+        while self._held:
+            leaving, ticket = self._held.popleft()
+            self._copies.wait(ticket)
+            leaving.let_go()

@@ -175,7 +175,7 @@ class ActivationOffloader:
     def reset(self) -> None:
         """A schedule has ended, or has failed."""
         self._chunk = None  # its backward pass has not begun, and will not
-        self._stash.release(keep=0)
+        self._stash.abandon()
         for chunk in filter(None, (*self._chunks, self.captures.chunk)):
             chunk.abandon()
         self._chunks.clear()

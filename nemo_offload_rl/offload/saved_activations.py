@@ -48,9 +48,9 @@ class Group:
         Raises:
             InPlaceError: some of it has changed since.
         """
-        saved, self.saved = self.saved, []
-        for one in saved:
+        for one in self.saved:
             one.check()
+        saved, self.saved = self.saved, []
         parcels = list(dict.fromkeys([one.parcel for one in reversed(saved)]))
         self.parcels = [weakref.ref(parcel) for parcel in parcels]
         fresh = [parcel for parcel in reversed(parcels) if parcel.stays is None]

@@ -462,6 +462,34 @@ def test_a_pass_that_nobody_walks_back_is_gone_with_its_output(options, is_inter
     assert alive.expired()
 
 
+@pytest.mark.parametrize("fails_at", ["commit", "wait"])
+def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_at):
+    made = offloader()
+    alive = []
+
+    def forward() -> None:
+        Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        x = torch.ones(2, WIDTH, requires_grad=True) * 1
+        alive.append(StorageWeakRef(x.untyped_storage()))
+        x = x.square()
+        for module in ("qkv_linear", "mlp"):
+            group = Interface(True, x, module)
+            with group as x:
+                x = x.exp()
+            if fails_at == "commit":
+                x.detach().add_(1)
+            group.group_offload(x)
+            x.detach().add_(1)
+        made.drain()
+
+    with pytest.raises(InPlaceError, match="that qkv_linear saved"):
+        forward()
+    made.reset()  # what the worker does in its `finally`; mlp's has changed, too
+    assert alive[0].expired()
+    made.slab.take(0)
+    assert made.slab.used_bytes == 0
+
+
 def test_what_stays_has_the_gradients_of_a_plain_run():
     offloader(min_elements=1 << 20)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
