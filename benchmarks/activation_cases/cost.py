@@ -66,6 +66,7 @@ CASES: Mapping[str, Case] = {
     "dense/attention/fraction=0.75": Case(Combination("dense", ATTENTION, fraction=0.75), (4,)),
     "dense/attention/fraction=0.7": Case(Combination("dense", ATTENTION, fraction=0.7), (4,)),
     "dense/attention/fraction=0.65": Case(Combination("dense", ATTENTION, fraction=0.65), (4,)),
+    "dense/attention/fraction=0.5": Case(Combination("dense", ATTENTION, fraction=0.5), (4,)),
     "dense/core_attn+attn_proj": Case(Combination("dense", ("core_attn", "attn_proj")), (4, 1, 8)),
     "dense/core_attn": Case(Combination("dense", ("core_attn",)), (4,)),
     "dense/attention/graphs=attn": Case(Combination("dense", ATTENTION, graphs=("attn",)), (4, 1)),
