@@ -45,14 +45,21 @@ class Chunk:
         """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
         self.leaving: list[Leaving] = []
         """What leaves with the next request."""
+        self.lead = 1
+        """Of its copies back over its backward pass, in layers."""
         self._num_of: Counter[str] = Counter()
         self._ref = weakref.ref(self)
 
     @functools.cached_property
-    def resident_from(self) -> int:
-        """Groups from this one on have nothing on the host; asked for when the forward pass is over."""
-        away = [group.index for group in self.groups if group.has_left()]
-        return max(away, default=-1) + 1
+    def asks_from(self) -> int:
+        """The first group of the backward pass to ask for copies back; known when the forward pass is over.
+
+        Those that it takes before have nothing to ask for yet, as nothing of theirs is on the host; or they are of the
+        last layer, while which most memory is in use.
+        """
+        resident_from = max((group.index for group in self.groups if group.has_left()), default=-1) + 1
+        last_layer = len(self.groups) - self.num_modules
+        return max(resident_from, min(resident_from + (self.lead - 1) * self.num_modules, last_layer))
 
     @property
     def num_modules(self) -> int:
@@ -135,11 +142,18 @@ class Profile:
             eligible += 0 if group.key in margin else group.nbytes
             self.leaves[group.key] = group.key not in margin and left + group.nbytes <= fraction * eligible
             left += group.nbytes if self.leaves[group.key] else 0
-        leaving = [
-            [group.key for group in layer if self.leaves[group.key] and group.nbytes] for layer in _layers(groups)
-        ]
+        layers = _layers(groups)
+        leaving = [[group.key for group in layer if self.leaves[group.key] and group.nbytes] for layer in layers]
         self.asks.update(*leaving[:1])  # the link is idle until then, so that the first layer asks at once
         self.asks.update(*(keys[-1:] for keys in leaving[1:]))
+        kinds = {
+            tuple(name for name, _ in keys)
+            for layer, keys in zip(layers, leaving, strict=True)
+            if any(group.key not in margin for group in layer)
+        }
+        self.lead = 1 if len(kinds) <= 1 else 2
+        """Layers that copies out may lag behind, and are asked back ahead. Where other layers leave whole than those
+        before and behind them, a whole one's copies take longer than its passes, on a link that keeps up with all."""
 
 
 def _layers(groups: Sequence[Group]) -> list[list[Group]]:

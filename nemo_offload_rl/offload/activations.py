@@ -49,8 +49,9 @@ class ActivationOptions:
         resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
             rank).
         max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for as many as
-            a layer has: fewer would make it wait for copies that are fast enough, more would only take memory. With a
-            number each group makes a request of its own, so that each can be waited for.
+            a layer has, or two where layers differ (`Profile.lead`): fewer would make it wait for copies that are fast
+            enough, more would only take memory. With a number each group makes a request of its own, so that each can
+            be waited for.
         margin_stage: the model chunk whose backward pass follows its forward pass at once, on the pipeline's last rank;
             None elsewhere. There the last group of each module stays.
     """
@@ -260,8 +261,8 @@ class ActivationOffloader:
         max_inflight = self.options.max_inflight
         if profile is None or max_inflight is not None or group.key in profile.asks:
             chunk.ask_out(self._stash)
-        per_layer = len(self.options.modules) if profile is None else profile.per_layer
-        self._stash.release(keep=per_layer if max_inflight is None else max_inflight)
+        in_flight = len(self.options.modules) if profile is None else profile.per_layer * profile.lead
+        self._stash.release(keep=in_flight if max_inflight is None else max_inflight)
 
     def _stays(self, profile: Profile | None, group: Group, fresh: Sequence[Parcel]) -> bool:
         if profile is None or group.key not in profile.leaves:  # the first pass: its size is not known yet
@@ -292,7 +293,9 @@ class ActivationOffloader:
         chunk.num_not_back = len(chunk.groups)
         if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
             has_margin = chunk.stage == self.options.margin_stage
-            self._profiles[chunk.stage] = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
+            profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
+            self._profiles[chunk.stage] = profile
+            chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> Kept | SavedTensor:
         # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
@@ -332,9 +335,9 @@ class ActivationOffloader:
             self._end_forward()
         elif chunk.num_not_back is None:
             chunk.num_not_back = len(chunk.groups)
-        if group.index > chunk.resident_from:  # the next one is here, too; most memory is in use about now
+        if group.index > chunk.asks_from:
             return
-        first = group.index - chunk.num_modules
+        first = group.index - chunk.lead * chunk.num_modules
         assert chunk.num_not_back is not None
         if first < chunk.num_not_back:
             self._start_back(chunk, first)
@@ -357,7 +360,7 @@ class ActivationOffloader:
             return
         requests = [[group] for group in reversed(due)]  # each is waited for by itself
         if len(due) == 1:
-            # In step with the backward pass, a layer ahead of it: then a layer's groups are one request. The host pays
+            # In step with the backward pass, `lead` ahead of it: then a layer's groups are one request. The host pays
             # for each, and would pay as often as a layer has modules.
             start = max(0, due[0].index - chunk.num_modules + 1)
             requests = [chunk.groups[start : chunk.num_not_back][::-1]]

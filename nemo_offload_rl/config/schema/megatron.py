@@ -178,7 +178,8 @@ class MegatronConfig(TypedDict):
     # transformer_engine. Recommended: false; true for mixtures of experts with moe_router graphs. Absent: false.
     delay_offload_until_cuda_graph: NotRequired[bool]
     # Groups (a module's activations in one layer) that may be on their way to the host before computation waits for the
-    # oldest: 0 waits for each, null is as many as a layer has. 0 or more; recommended null. Absent: as null.
+    # oldest: 0 waits for each, null is as many as a layer has, or two where not all layers leave alike, as with a
+    # fraction. 0 or more; recommended null. Absent: as null.
     fine_grained_offloading_max_inflight_offloads: NotRequired[NonNegativeInt | None]
     # What captures parts of training's layers as CUDA graphs: none, or transformer_engine (local and full_iteration are
     # refused). Needs Transformer Engine on a GPU, switched off on a CPU. Recommended: none; transformer_engine for

@@ -232,15 +232,36 @@ def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
 def test_layers_of_two_kinds_ask_at_their_own_ends():
     """As with dense layers before those of experts."""
     names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
+    chunk = committed(names)
+    asks = Profile(chunk.groups, 1.0, has_margin=False).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0), ("moe_act", 1)}
+    asks = Profile(chunk.groups, 1.0, has_margin=True).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
+
+
+@pytest.mark.parametrize(
+    ("names", "fraction", "has_margin", "lead"),
+    [
+        (["qkv_linear", "core_attn"] * 4, 1.0, False, 1),
+        (["qkv_linear", "core_attn"] * 4, 1.0, True, 1),
+        (["qkv_linear", "core_attn"] * 4, 0.5, True, 1),  # one of each layer
+        (["qkv_linear", "core_attn"] * 4, 0.7, True, 2),
+        (["qkv_linear", "core_attn"] * 2 + ["qkv_linear", "core_attn", "moe_act"] * 2, 1.0, False, 2),
+        (["qkv_linear"], 1.0, True, 1),  # nothing leaves
+    ],
+)
+def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead):
+    assert Profile(committed(names).groups, fraction, has_margin=has_margin).lead == lead
+
+
+def committed(names: Sequence[str]) -> Chunk:
+    """A pass of groups of 8 bytes."""
     chunk = Chunk(_Nobody(), 0, Route(HostSlab(torch.zeros(0, dtype=torch.uint8)), LateCopies()))
     for name in names:
         chunk.start_group(name)
         chunk.end_group(name)
         chunk.groups[-1].nbytes = 8
-    asks = Profile(chunk.groups, 1.0, has_margin=False).asks
-    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0), ("moe_act", 1)}
-    asks = Profile(chunk.groups, 1.0, has_margin=True).asks
-    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
+    return chunk
 
 
 class _Nobody(GroupListener):
@@ -281,10 +302,11 @@ def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
     assert total.late_bytes == 0
 
 
-def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model):
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.3])
+def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, fraction):
     """They are on the GPU, and so is most of what a step ever has there."""
     copies = LateCopies()
-    made = offloader(model, copies=copies)
+    made = offloader(model, copies=copies, fraction=fraction)
     (x,) = batches([8], 0)
     one_by_one(model, [x])
     loss = model(x)
