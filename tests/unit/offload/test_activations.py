@@ -98,6 +98,7 @@ def model() -> Model:
     "options",
     [
         {},
+        {"fraction": 0.7},
         {"fraction": 0.5},
         {"fraction": 0.0},
         {"max_inflight": 0},

@@ -83,6 +83,9 @@ def test_nobody_waits_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(li
     made = ActivationOffloader(options, torch.zeros(1 << 20, dtype=torch.uint8), link, keep)
     activation_offload.take_place(made)
     waited: list[float] = []
+    in_flight: list[int] = []
+    for layer in model.layers:
+        layer.register_forward_hook(lambda *_: in_flight.append(len(made._stash)))
     for seed in range(4):
         (x,) = batches([8], seed)
         link.rest()
@@ -95,3 +98,5 @@ def test_nobody_waits_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(li
         link.waited = 0.0
         link.speed = moved / (0.8 * NUM_LAYERS)
     assert waited[2:] == [0.0, 0.0]  # until then neither the pass nor the speed is known
+    num_groups = 2  # of a layer; what attn_proj saves is core_attn's
+    assert max(in_flight[2 * NUM_LAYERS :]) <= (num_groups if fraction == 1 else 2 * num_groups)
