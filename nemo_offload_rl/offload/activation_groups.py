@@ -57,7 +57,7 @@ class Chunk:
         Those that it takes before have nothing to ask for yet, as nothing of theirs is on the host; or they are of the
         last layer, while which most memory is in use.
         """
-        resident_from = max((group.index for group in self.groups if group.has_left()), default=-1) + 1
+        resident_from = next((group.index for group in reversed(self.groups) if group.has_left()), -1) + 1
         last_layer = len(self.groups) - self.num_modules
         return max(resident_from, min(resident_from + (self.lead - 1) * self.num_modules, last_layer))
 
@@ -154,6 +154,15 @@ class Profile:
         self.lead = 1 if len(kinds) <= 1 else 2
         """Layers that copies out may lag behind, and are asked back ahead. Where other layers leave whole than those
         before and behind them, a whole one's copies take longer than its passes, on a link that keeps up with all."""
+        self._sizes = _sizes(groups)
+
+    def is_of(self, groups: Sequence[Group]) -> bool:
+        """Whether a pass of these groups would look the same; asking takes the host less than making it anew."""
+        return self._sizes == _sizes(groups)
+
+
+def _sizes(groups: Sequence[Group]) -> list[tuple[tuple[str, int], int]]:
+    return [(group.key, group.nbytes) for group in groups]
 
 
 def _layers(groups: Sequence[Group]) -> list[list[Group]]:

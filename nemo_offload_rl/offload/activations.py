@@ -292,9 +292,11 @@ class ActivationOffloader:
         chunk.ask_out(self._stash)
         chunk.num_not_back = len(chunk.groups)
         if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
-            has_margin = chunk.stage == self.options.margin_stage
-            profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
-            self._profiles[chunk.stage] = profile
+            profile = self._profiles.get(chunk.stage)
+            if profile is None or not profile.is_of(chunk.groups):
+                has_margin = chunk.stage == self.options.margin_stage
+                profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
+                self._profiles[chunk.stage] = profile
             chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> Kept | SavedTensor:

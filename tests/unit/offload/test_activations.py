@@ -255,6 +255,20 @@ def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, ha
     assert Profile(committed(names).groups, fraction, has_margin=has_margin).lead == lead
 
 
+def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
+    made = offloader(model, fraction=0.5)
+    short, same, long = batches([8, 8, 9], 0)
+    one_by_one(model, [short])
+    before = made._profiles[0]
+    one_by_one(model, [same])
+    assert made._profiles[0] is before
+    one_by_one(model, [long])
+    assert made._profiles[0] is not before
+    names = ["qkv_linear", "core_attn"] * 3
+    profile = Profile(committed(names).groups, 1.0, has_margin=False)
+    assert profile.is_of(committed(names).groups) and not profile.is_of(committed(names[:-1]).groups)
+
+
 def committed(names: Sequence[str]) -> Chunk:
     """A pass of groups of 8 bytes."""
     chunk = Chunk(_Nobody(), 0, Route(HostSlab(torch.zeros(0, dtype=torch.uint8)), LateCopies()))
