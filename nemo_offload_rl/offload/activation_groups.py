@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
+from nemo_offload_rl.offload.activation_share import which_leave
 from nemo_offload_rl.offload.host_slab import Region
 from nemo_offload_rl.offload.parcel import Parcel, ask_out
 from nemo_offload_rl.offload.saved_activations import Group, SavedTensor
@@ -120,9 +121,6 @@ class Chunk:
 class Profile:
     """What the last whole forward pass of a model chunk looked like, and which of its groups leave therefore.
 
-    What stays for the fraction's sake is spread over the layers, so that the link is used evenly: with the first groups
-    leaving and the last ones staying, a link that is fast enough on average makes the GPU wait in the first layers.
-
     Args:
         groups: of that pass, in order.
         fraction: of the eligible bytes that leave, at most.
@@ -133,24 +131,17 @@ class Profile:
         margin = {group.name: group.key for group in groups}.values() if has_margin else ()
         self.per_layer = len({group.name for group in groups if group.nbytes})
         """Modules that have storages of their own to move."""
-        self.leaves: dict[tuple[str, int], bool] = {}
+        self.leaves: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
         """Of each group's key."""
         self.asks: set[tuple[str, int]] = set()
         """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
-        eligible = left = 0
-        for group in groups:
-            eligible += 0 if group.key in margin else group.nbytes
-            self.leaves[group.key] = group.key not in margin and left + group.nbytes <= fraction * eligible
-            left += group.nbytes if self.leaves[group.key] else 0
-        layers = _layers(groups)
+        layers = [[group for group in layer if group.key not in margin] for layer in _layers(groups)]
+        chosen = which_leave([[group.nbytes for group in layer] for layer in layers], fraction)
+        self.leaves.update((group.key, leaves) for group, leaves in zip(chain(*layers), chosen, strict=True))
         leaving = [[group.key for group in layer if self.leaves[group.key] and group.nbytes] for layer in layers]
         self.asks.update(*leaving[:1])  # the link is idle until then, so that the first layer asks at once
         self.asks.update(*(keys[-1:] for keys in leaving[1:]))
-        kinds = {
-            tuple(name for name, _ in keys)
-            for layer, keys in zip(layers, leaving, strict=True)
-            if any(group.key not in margin for group in layer)
-        }
+        kinds = {tuple(name for name, _ in keys) for layer, keys in zip(layers, leaving, strict=True) if layer}
         self.lead = 1 if len(kinds) <= 1 else 2
         """Layers that copies out may lag behind, and are asked back ahead. Where other layers leave whole than those
         before and behind them, a whole one's copies take longer than its passes, on a link that keeps up with all."""

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from nemo_offload_rl.offload.activation_share import which_leave
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
 # Every storage in the slab starts at a page.
@@ -147,21 +148,11 @@ def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: Activati
 
 
 def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:
-    """Of each module, how many layers of a model chunk leave with the recipe's fraction.
-
-    As the manager counts (offload/activation_groups.py, `Profile`): in the order of the forward pass a group leaves if
-    what has left is then within the fraction of what has come by.
-    """
+    """Of each module, how many layers of a model chunk leave with the recipe's fraction."""
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
-    layers = -(-facts.num_layers // facts.num_model_chunks)
-    counts = dict.fromkeys(sizes, 0)
-    eligible = left = 0
-    for name in list(sizes) * layers:
-        eligible += sizes[name]
-        if left + sizes[name] <= settings.fraction * eligible:
-            left += sizes[name]
-            counts[name] += 1
-    return counts
+    num_layers = -(-facts.num_layers // facts.num_model_chunks)
+    leaves = which_leave([list(sizes.values())] * num_layers, settings.fraction)
+    return {name: sum(leaves[index :: len(sizes)]) for index, name in enumerate(sizes)}
 
 
 def _round_up(value: int, multiple: int) -> int:

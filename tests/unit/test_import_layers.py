@@ -39,7 +39,11 @@ LAYERS = {
     "placement.numa": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
     "config": layer(never="torch ray megatron transformer_engine transformers"),
-    "plan": layer("config", "offload.targets", *LEAVES, never="torch ray megatron transformer_engine transformers"),
+    "offload.activation_share": layer(never="torch ray megatron"),
+    "plan": layer(
+        "config", "offload.targets", "offload.activation_share", *LEAVES,
+        never="torch ray megatron transformer_engine transformers",
+    ),
     "offload": layer(*LEAVES, never="ray transformers"),
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.link": layer("offload.pinned_arena", *LEAVES, never="ray megatron transformers"),

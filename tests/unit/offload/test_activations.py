@@ -245,7 +245,6 @@ def test_layers_of_two_kinds_ask_at_their_own_ends():
     [
         (["qkv_linear", "core_attn"] * 4, 1.0, False, 1),
         (["qkv_linear", "core_attn"] * 4, 1.0, True, 1),
-        (["qkv_linear", "core_attn"] * 4, 0.5, True, 1),  # one of each layer
         (["qkv_linear", "core_attn"] * 4, 0.7, True, 2),
         (["qkv_linear", "core_attn"] * 2 + ["qkv_linear", "core_attn", "moe_act"] * 2, 1.0, False, 2),
         (["qkv_linear"], 1.0, True, 1),  # nothing leaves

@@ -213,8 +213,8 @@ def test_a_fraction_is_kept_layer_by_layer():
     assert layers(1.0) == [16, 16]
     assert layers(0.75) == [12, 12]
     assert layers(0.5) == [8, 8]
-    # Of 128, 192, 128, ... the 5th group is the first within a quarter of what has come by (768 MiB); 192 never are.
-    assert layers(0.25) == [9, 0]
+    # 10 times 128 MiB are a quarter of 16 times 320; where there is room for 192, there was for 128 before.
+    assert layers(0.25) == [10, 0]
     assert layers(0.0) == [0, 0]
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.25)) == 4 * 192 * MIB
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.0)) == 0
