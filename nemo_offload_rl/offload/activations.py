@@ -291,13 +291,13 @@ class ActivationOffloader:
             return
         chunk.ask_out(self._stash)
         chunk.num_not_back = len(chunk.groups)
-        if not self.captures.regions.nbytes:  # a pass with replays has eager groups only
-            profile = self._profiles.get(chunk.stage)
-            if profile is None or not profile.is_of(chunk.groups):
-                has_margin = chunk.stage == self.options.margin_stage
-                profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
-                self._profiles[chunk.stage] = profile
-            chunk.lead = profile.lead
+        profile = self._profiles.get(chunk.stage)
+        is_whole = not self.captures.regions.nbytes  # a pass with replays has eager groups only
+        if profile is None or (is_whole and not profile.is_of(chunk.groups)):
+            has_margin = chunk.stage == self.options.margin_stage
+            profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
+            self._profiles[chunk.stage] = profile
+        chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> Kept | SavedTensor:
         # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.

@@ -50,9 +50,9 @@ def model() -> Model:
     return Model(MODULES)
 
 
-def offloader(model: Model, seed: int = 0) -> ActivationOffloader:
+def offloader(model: Model, seed: int = 0, fraction: float = 1.0) -> ActivationOffloader:
     made = ActivationOffloader(
-        ActivationOptions(MODULES, min_elements=0),
+        ActivationOptions(MODULES, fraction=fraction, min_elements=0),
         torch.zeros(NBYTES, dtype=torch.uint8),
         CaptureRules(seed),
         [p.untyped_storage() for p in model.parameters()],
@@ -154,6 +154,22 @@ def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
     made.init_model_chunk_offload_handler(0, None, 0)
     made.reset()
     assert made.report.total().moved_bytes == 0  # nothing was replayed in this step
+
+
+@pytest.mark.parametrize(("fraction", "lead"), [(1.0, 1), (0.7, 2)])
+def test_a_pass_with_replays_leads_as_the_whole_pass_before_it(model, made, fraction, lead):
+    """It has other groups, those outside of graphs, and says nothing of how the layers leave."""
+    made = offloader(model, fraction=fraction)
+    eager_step(model, [12])
+    profile = made._profiles[0]
+    capture(made, model, *batches([12], 0))
+    made.init_model_chunk_offload_handler(0, None, 0)
+    loss = model.layers[1](*batches([12], 1)).sum()
+    (chunk,) = made._chunks
+    loss.backward()
+    assert chunk.lead == profile.lead == lead
+    assert made._profiles[0] is profile
+    made.reset()
 
 
 def test_a_pass_that_only_warms_up_moves_nothing(model, made):
