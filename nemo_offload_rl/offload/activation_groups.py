@@ -9,7 +9,7 @@ from typing import NamedTuple, Protocol
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine, Ticket
 from nemo_offload_rl.offload.activation_route import Route
-from nemo_offload_rl.offload.activation_share import which_leave
+from nemo_offload_rl.offload.activation_share import Pace, which_leave
 from nemo_offload_rl.offload.host_slab import Region
 from nemo_offload_rl.offload.parcel import Parcel, ask_out
 from nemo_offload_rl.offload.saved_activations import Group, SavedTensor
@@ -30,12 +30,14 @@ class Chunk:
         listener: told of each group.
         stage: the model chunk's number on this rank.
         route: that its activations take.
+        pace: by which groups leave of which no pass before says it.
     """
 
-    def __init__(self, listener: GroupListener, stage: int, route: Route) -> None:
+    def __init__(self, listener: GroupListener, stage: int, route: Route, pace: Pace) -> None:
         self._listener = listener
         self.stage = stage
         self.route = route
+        self.pace = pace
         self.open: list[Group] = []
         """Started, and not committed: a norm's group commits after the module behind it has started."""
         self.groups: list[Group] = []
@@ -132,13 +134,14 @@ class Profile:
         self.per_layer = len({group.name for group in groups if group.nbytes})
         """Modules that have storages of their own to move."""
         self.leaves: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
-        """Of each group's key."""
+        """Of each group's key; of one that had nothing to move nobody knows."""
         self.asks: set[tuple[str, int]] = set()
         """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
         layers = [[group for group in layer if group.key not in margin] for layer in _layers(groups)]
         chosen = which_leave([[group.nbytes for group in layer] for layer in layers], fraction)
-        self.leaves.update((group.key, leaves) for group, leaves in zip(chain(*layers), chosen, strict=True))
-        leaving = [[group.key for group in layer if self.leaves[group.key] and group.nbytes] for layer in layers]
+        of_groups = zip(chain(*layers), chosen, strict=True)
+        self.leaves.update((group.key, leaves) for group, leaves in of_groups if group.nbytes)
+        leaving = [[group.key for group in layer if self.leaves.get(group.key)] for layer in layers]
         self.asks.update(*leaving[:1])  # the link is idle until then, so that the first layer asks at once
         self.asks.update(*(keys[-1:] for keys in leaving[1:]))
         kinds = {tuple(name for name, _ in keys) for layer, keys in zip(layers, leaving, strict=True) if layer}
@@ -147,13 +150,21 @@ class Profile:
         before and behind them, a whole one's copies take longer than its passes, on a link that keeps up with all."""
         self._sizes = _sizes(groups)
 
-    def is_of(self, groups: Sequence[Group]) -> bool:
-        """Whether a pass of these groups would look the same; asking takes the host less than making it anew."""
-        return self._sizes == _sizes(groups)
+    def is_outdated_by(self, groups: Sequence[Group]) -> bool:
+        """Whether a pass of these groups says something else, and of as many; asking takes less than making it anew.
+
+        A short pass does not: of groups whose storages were below the minimum it knows nothing.
+        """
+        sizes = _sizes(groups)
+        return sizes != self._sizes and all(sizes.get(key, 1) for key, nbytes in self._sizes.items() if nbytes)
+
+    def modules_that_leave(self) -> set[str]:
+        """Those of which some group does."""
+        return {name for (name, _), leaves in self.leaves.items() if leaves}
 
 
-def _sizes(groups: Sequence[Group]) -> list[tuple[tuple[str, int], int]]:
-    return [(group.key, group.nbytes) for group in groups]
+def _sizes(groups: Sequence[Group]) -> dict[tuple[str, int], int]:
+    return {group.key: group.nbytes for group in groups}
 
 
 def _layers(groups: Sequence[Group]) -> list[list[Group]]:

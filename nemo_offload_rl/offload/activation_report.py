@@ -15,9 +15,9 @@ class ModuleReport:
     returned_bytes: int = 0
     """Copied back ahead of need."""
     late_bytes: int = 0
-    """Copied back when they were needed; what is in neither was still on the GPU."""
+    """Copied back when they were needed: the backward pass of their own group had begun."""
     freed_bytes: int = 0
-    """Seen gone from the GPU between their copy out and their copy back."""
+    """Seen gone from the GPU between their copy out and their copy back; of the rest somebody else keeps the memory."""
     duplicate_bytes: int = 0
     """Saved here, too, after another module had saved the same storage; not copied again."""
     kept_bytes: int = 0
@@ -26,6 +26,13 @@ class ModuleReport:
     """Left on the GPU since the host memory was full."""
     small_bytes: int = 0
     """In storages below the minimum."""
+
+    def count_back(self, nbytes: int, *, is_late: bool) -> None:
+        """A storage of `nbytes` has been asked back."""
+        if is_late:
+            self.late_bytes += nbytes
+        else:
+            self.returned_bytes += nbytes
 
     def scaled(self, times: int, by: int) -> "ModuleReport":
         """All of it `times` / `by`."""

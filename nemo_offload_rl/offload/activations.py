@@ -32,6 +32,7 @@ from nemo_offload_rl.offload.activation_copies import CopyEngine
 from nemo_offload_rl.offload.activation_groups import Chunk, Leaving, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
+from nemo_offload_rl.offload.activation_share import Pace
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.parcel import Parcel, start_back
@@ -114,6 +115,10 @@ class ActivationOffloader:
         finally:
             self._enabled = was
 
+    def modules_that_leave(self) -> set[str]:
+        """Those of which something leaves in the next pass, as the passes before say."""
+        return set().union(*(profile.modules_that_leave() for profile in self._profiles.values()))
+
     # What megatron-core calls, by its names.
 
     def init_model_chunk_offload_handler(
@@ -123,7 +128,7 @@ class ActivationOffloader:
         self._end_forward()
         if not (self._enabled and torch.is_grad_enabled()):
             return
-        self._chunk = Chunk(self, vp_stage or 0, self._route)
+        self._chunk = Chunk(self, vp_stage or 0, self._route, Pace(self.options.fraction))
         self._chunks.append(self._chunk)
         self._route.tally.num_chunks += 1
 
@@ -230,7 +235,8 @@ class ActivationOffloader:
 
     def _captured_chunk(self) -> Chunk:
         if self.captures.chunk is None:
-            self.captures.chunk = Chunk(self, 0, self.captures.route)  # of the one pipeline stage
+            pace = Pace(self.options.fraction)
+            self.captures.chunk = Chunk(self, 0, self.captures.route, pace)  # of the one pipeline stage
         return self.captures.chunk
 
     # Forward.
@@ -241,7 +247,7 @@ class ActivationOffloader:
         is_captured = chunk.route is self.captures.route
         group.report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
-        stays = bool(fresh) and self._stays(profile, group, fresh)
+        stays = bool(fresh) and self._stays(profile, chunk, group, fresh)
         for parcel in fresh:
             parcel.stays = stays
         for one in saved:
@@ -264,11 +270,11 @@ class ActivationOffloader:
         in_flight = len(self.options.modules) if profile is None else profile.per_layer * profile.lead
         self._stash.release(keep=in_flight if max_inflight is None else max_inflight)
 
-    def _stays(self, profile: Profile | None, group: Group, fresh: Sequence[Parcel]) -> bool:
-        if profile is None or group.key not in profile.leaves:  # the first pass: its size is not known yet
-            if self.options.fraction == 0:
-                return True
-        elif not profile.leaves[group.key]:
+    def _stays(self, profile: Profile | None, chunk: Chunk, group: Group, fresh: Sequence[Parcel]) -> bool:
+        leaves = None if profile is None else profile.leaves.get(group.key)
+        if leaves is None:  # its size was not known before
+            leaves = chunk.pace.leaves(group.nbytes)
+        if not leaves:
             return True
         limit = self.options.resident_bytes
         if limit and sum(parcel.nbytes for parcel in self._resident) + group.nbytes <= limit:
@@ -293,10 +299,11 @@ class ActivationOffloader:
         chunk.num_not_back = len(chunk.groups)
         profile = self._profiles.get(chunk.stage)
         is_whole = not self.captures.regions.nbytes  # a pass with replays has eager groups only
-        if profile is None or (is_whole and not profile.is_of(chunk.groups)):
+        if profile is None or (is_whole and profile.is_outdated_by(chunk.groups)):
             has_margin = chunk.stage == self.options.margin_stage
             profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
-            self._profiles[chunk.stage] = profile
+            if profile.per_layer:  # else it was too short to say anything
+                self._profiles[chunk.stage] = profile
         chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> Kept | SavedTensor:
@@ -318,8 +325,8 @@ class ActivationOffloader:
             return keep(tensor, group.name)
         known = chunk.parcels.get(number)
         parcel = known() if known is not None else None
-        if parcel is None:
-            parcel = Parcel(storage, group.report, chunk.route)
+        if parcel is None or parcel.version != tensor._version:  # a new storage, or new bytes
+            parcel = Parcel(storage, tensor._version, group.report, chunk.route)
             chunk.parcels[number] = weakref.ref(parcel)
         elif parcel.report is not group.report:
             group.report.duplicate_bytes += nbytes
@@ -333,20 +340,18 @@ class ActivationOffloader:
         """A group's backward pass is about to be queued: ask for what the ones after it need."""
         if group.index < 0:  # its commit is delayed
             return
-        if chunk is self._chunk:
-            self._end_forward()
-        elif chunk.num_not_back is None:
+        self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of one that is to follow it
+        if chunk.num_not_back is None:
             chunk.num_not_back = len(chunk.groups)
         if group.index > chunk.asks_from:
             return
         first = group.index - chunk.lead * chunk.num_modules
-        assert chunk.num_not_back is not None
         if first < chunk.num_not_back:
-            self._start_back(chunk, first)
+            self._start_back(chunk, first, group)
         if first < 0:
             follower = self._next_backward(chunk)
             if follower is not None:
-                self._start_back(follower, len(follower.groups) + first)
+                self._start_back(follower, len(follower.groups) + first, group)
         if group.index == 0 and chunk in self._chunks:
             self._chunks.remove(chunk)
 
@@ -354,8 +359,8 @@ class ActivationOffloader:
         """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
         return next((c for c in self._chunks if c is not chunk and c.num_not_back and c.stage == chunk.stage), None)
 
-    def _start_back(self, chunk: Chunk, first: int) -> None:
-        """Ask for the copies of all groups from `first` on that nobody has asked for."""
+    def _start_back(self, chunk: Chunk, first: int, begun: Group) -> None:
+        """Ask for the copies of all groups from `first` on that nobody has asked for; late where one has `begun`."""
         assert chunk.num_not_back is not None
         due = chunk.groups[max(0, first) : chunk.num_not_back]
         if not due:
@@ -367,10 +372,15 @@ class ActivationOffloader:
             start = max(0, due[0].index - chunk.num_modules + 1)
             requests = [chunk.groups[start : chunk.num_not_back][::-1]]
         for groups in requests:
-            parcels = (ref() for group in groups for ref in group.parcels)
-            absent = dict.fromkeys(parcel for parcel in parcels if parcel is not None and parcel.storage is None)
-            for parcel in start_back(list(absent)):
-                parcel.report.returned_bytes += parcel.nbytes
+            absent: dict[Parcel, bool] = {}
+            for group in groups:
+                for ref in group.parcels:
+                    parcel = ref()
+                    if parcel is not None and parcel.storage is None:
+                        absent.setdefault(parcel, group is begun)
+            start_back(list(absent))
+            for parcel, is_late in absent.items():
+                parcel.report.count_back(parcel.nbytes, is_late=is_late)
         chunk.num_not_back = requests[-1][-1].index
 
     def _unpack(self, packed: Kept | SavedTensor) -> torch.Tensor:
@@ -383,6 +393,6 @@ class ActivationOffloader:
             if chunk is not None:
                 self.begin_backward(chunk, group)
         if packed.parcel.storage is None:
-            for parcel in start_back([packed.parcel]):
-                parcel.report.late_bytes += parcel.nbytes
+            start_back([packed.parcel])
+            packed.parcel.report.count_back(packed.parcel.nbytes, is_late=True)
         return packed.unpacked()

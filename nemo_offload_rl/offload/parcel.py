@@ -14,6 +14,7 @@ class Parcel:
     """A storage that autograd saved, wherever it is now.
 
     Attributes:
+        version: of the tensor that was saved first, in autograd's count of changes in place.
         report: of the module that saved it first.
         route: that it takes.
         nbytes: of the storage.
@@ -34,11 +35,13 @@ class Parcel:
         "route",
         "stays",
         "storage",
+        "version",
     )
     # Not by torch's name when it is called: an interpreter that ends may have cleared that module.
     _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
 
-    def __init__(self, storage: torch.UntypedStorage, report: ModuleReport, route: Route) -> None:
+    def __init__(self, storage: torch.UntypedStorage, version: int, report: ModuleReport, route: Route) -> None:
+        self.version = version
         self.report = report
         self.route = route
         self.nbytes = storage.nbytes()
@@ -73,19 +76,9 @@ class Parcel:
         region, _ = self.on_host()
         self.storage, self._returning = storage, ticket
         self._region = None
-        self.report.freed_bytes += self.nbytes
+        if torch.UntypedStorage._new_with_weak_ptr(self._weak) is None:
+            self.report.freed_bytes += self.nbytes  # else somebody has kept what left, and may have changed it
         self.route.host.give_back(region, ticket)
-
-    def revive(self) -> bool:
-        """Use its memory on the GPU again if somebody else has kept it.
-
-        Returns:
-            Whether somebody has.
-        """
-        alive = torch.UntypedStorage._new_with_weak_ptr(self._weak)
-        if alive is not None and alive.nbytes() == self.nbytes:
-            self.storage = alive
-        return self.storage is not None
 
     def fetch(self) -> torch.UntypedStorage:
         """Its storage on the GPU; the caller's stream has waited for it."""
@@ -119,25 +112,16 @@ def ask_out(route: Route, placed: Sequence[tuple[Parcel, Region]]) -> Ticket:
     return ticket
 
 
-def start_back(parcels: Sequence[Parcel]) -> list[Parcel]:
-    """Ask for the copies to the GPU of parcels that take one route, all at once.
-
-    Args:
-        parcels: on the host alone, as far as is known here.
-
-    Returns:
-        Those that will be copied: all whose memory nobody else has kept on the GPU.
-    """
-    absent = [parcel for parcel in parcels if not parcel.revive()]
-    if not absent:
-        return []
+def start_back(parcels: Sequence[Parcel]) -> None:
+    """Ask for the copies to the GPU of parcels that are on the host alone and take one route, all at once."""
+    if not parcels:
+        return
     spans: list[Span] = []
     after: list[Ticket] = []
-    for parcel in absent:
+    for parcel in parcels:
         region, left = parcel.on_host()
         spans.append(parcel.span(torch.UntypedStorage(parcel.nbytes, device=parcel.device), region))
         after.append(left)
-    returning = absent[0].route.copies.back(spans, after)
-    for parcel, span in zip(absent, spans, strict=True):
+    returning = parcels[0].route.copies.back(spans, after)
+    for parcel, span in zip(parcels, spans, strict=True):
         parcel.come_back(span.gpu, returning)
-    return absent

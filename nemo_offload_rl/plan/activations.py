@@ -5,10 +5,10 @@ Not counted: `delta_offload_bytes_across_pp_ranks`, which keeps bytes on the GPU
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_offload_rl.offload.activation_share import which_leave
+from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
 # Every storage in the slab starts at a page.
@@ -105,11 +105,12 @@ def module_bytes(facts: ActivationFacts, settings: ActivationSettings) -> dict[s
 def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
     """Host memory for all groups of all micro-batches in flight, experts at `EXPERT_LOAD_FACTOR` times average load."""
     busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
-    in_chunk = _groups_that_leave(busy, settings)
-    chunk = sum(
-        in_chunk[name] * _group_bytes(name, tensors, settings) for name, tensors in _leaving(busy, settings).items()
+    sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _leaving(busy, settings).items()}
+    in_first, later = (
+        sum(num_groups * sizes[name] for name, num_groups in _groups_that_leave(busy, settings, which).items())
+        for which in (which_leave_unknown, which_leave)  # other groups leave in the first pass, and may be more
     )
-    return chunk * facts.num_chunks_in_flight
+    return max(in_first, later) * facts.num_chunks_in_flight
 
 
 def slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
@@ -147,11 +148,15 @@ def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: Activati
     return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
 
 
-def _groups_that_leave(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, int]:
+def _groups_that_leave(
+    facts: ActivationFacts,
+    settings: ActivationSettings,
+    which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = which_leave,
+) -> dict[str, int]:
     """Of each module, how many layers of a model chunk leave with the recipe's fraction."""
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
     num_layers = -(-facts.num_layers // facts.num_model_chunks)
-    leaves = which_leave([list(sizes.values())] * num_layers, settings.fraction)
+    leaves = which([list(sizes.values())] * num_layers, settings.fraction)
     return {name: sum(leaves[index :: len(sizes)]) for index, name in enumerate(sizes)}
 
 

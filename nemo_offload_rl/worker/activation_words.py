@@ -9,23 +9,36 @@ from nemo_offload_rl.plan.units import MIB
 _FRACTION_STEP = 0.05
 
 
-def why_no_effect(module: str, report: ModuleReport | None) -> str | None:
-    """Why a module's activations all stayed on the GPU; None if some left, or belong to another module's."""
+def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: bool) -> str | None:
+    """Why a module's activations all stay on the GPU; None if some leave, or belong to another module's.
+
+    Args:
+        module: its name.
+        report: of the first step; None if it took no part.
+        leaves_later: whether something of it leaves in passes after the first, in which nobody knows the last layer.
+    """
     if report is None:
         if module.endswith("_norm"):
             return "Transformer Engine computes this norm inside the linear behind it, so it saves nothing of its own"
         return "no layer of this pipeline stage offloads it"
-    if report.moved_bytes or report.duplicate_bytes:
+    if report.moved_bytes and not report.freed_bytes:
+        return (
+            f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none, since something else keeps all of it on the "
+            f"GPU{_hint(module)}"
+        )
+    if (report.moved_bytes and leaves_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None
     if report.refused_bytes:
         return (
             f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
             "policy.activation_offload.host_memory_limit_gib"
         )
-    if report.kept_bytes:
+    if report.kept_bytes or report.moved_bytes:
+        first = ", but in the first micro-batch," if report.moved_bytes else ""
         return (
-            f"all of its {report.kept_bytes / MIB:.0f} MiB stay by policy.megatron_cfg.activation_offload_fraction, "
-            "delta_offload_bytes_across_pp_ranks, or since they are the last layer's"
+            f"all of its {report.distinct_bytes / MIB:.0f} MiB{first} stay by "
+            "policy.megatron_cfg.activation_offload_fraction, delta_offload_bytes_across_pp_ranks, or since they are "
+            "the last layer's"
         )
     if report.small_bytes:
         return (
@@ -46,11 +59,14 @@ def table(report: StepReport) -> str:
 
 def stays_alive(module: str, report: ModuleReport) -> str:
     """Not all that a module moved came free."""
-    hint = " (the attention's output is attn_proj's input: offload attn_proj as well)" if module == "core_attn" else ""
     return (
         f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
-        f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{hint}."
+        f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{_hint(module)}."
     )
+
+
+def _hint(module: str) -> str:
+    return " (the attention's output is attn_proj's input: offload attn_proj as well)" if module == "core_attn" else ""
 
 
 def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float | None:

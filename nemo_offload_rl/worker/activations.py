@@ -148,9 +148,10 @@ class Activations:
         assert self.offloader is not None
         logger.info("activations offloaded in the first step:\n%s", table(report))
         without = {}
+        leaving = self.offloader.modules_that_leave()
         for module in self.offloader.options.modules:
             found = report.modules.get(module)
-            reason = why_no_effect(module, found)
+            reason = why_no_effect(module, found, leaves_later=module in leaving)
             if reason is not None:
                 without[module] = reason
             elif found is not None and found.freed_bytes < _FREED_SHARE * found.moved_bytes:
@@ -158,7 +159,7 @@ class Activations:
         if not without:
             return
         words = "; ".join(f"{module}: {reason}" for module, reason in without.items())
-        message = f"policy.megatron_cfg.offload_modules has modules that did nothing in the first step: {words}."
+        message = f"policy.megatron_cfg.offload_modules has modules without effect in the first step: {words}."
         if self._strict:
             raise NoEffectError(f"{message} Take them out, or set policy.activation_offload.strict to false.")
         logger.warning("%s Take them out.", message)

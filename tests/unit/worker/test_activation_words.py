@@ -23,18 +23,29 @@ from nemo_offload_rl.worker.activation_words import gpu_waited, suggested_fracti
             r"0\.5 MiB are .* below .*min_offloaded_tensor_size",
         ),
         ("core_attn", ModuleReport(), "saved nothing"),
+        ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB and freed none, .* offload attn_proj as well"),
+        ("mlp_norm", ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB), "keeps all of it on the GPU$"),
     ],
 )
 def test_a_module_without_effect_has_a_reason(module, report, words):
-    reason = why_no_effect(module, report)
+    reason = why_no_effect(module, report, leaves_later=True)
     assert reason is not None
     assert re.search(words, reason)
 
 
+def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
+    report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, kept_bytes=3 * MIB)
+    assert why_no_effect("core_attn", report, leaves_later=True) is None
+    reason = why_no_effect("core_attn", report, leaves_later=False)
+    assert reason is not None
+    assert reason.startswith("all of its 4 MiB, but in the first micro-batch, stay by")
+
+
 def test_a_module_with_one_has_none():
-    assert why_no_effect("core_attn", ModuleReport(distinct_bytes=2, moved_bytes=1, refused_bytes=1)) is None
+    report = ModuleReport(distinct_bytes=2, moved_bytes=1, freed_bytes=1, refused_bytes=1)
+    assert why_no_effect("core_attn", report, leaves_later=True) is None
     # Its input left with core_attn, as that module's output; without it here the memory would not come free.
-    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1)) is None
+    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), leaves_later=False) is None
 
 
 def test_the_table_has_a_line_for_each_module():
