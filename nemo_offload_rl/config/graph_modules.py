@@ -25,6 +25,24 @@ REFUSED_GRAPH_MODULES: Mapping[str, str] = {
 }
 
 
+_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
+
+
+def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
+    """The variable with expandable segments, where NCCL would register a graph's buffers in them; None if all is well.
+
+    Segments that expand are mapped anew, and a replay then reads what NCCL registered: illegal memory accesses.
+    """
+    if environ.get("NCCL_GRAPH_REGISTER") == "0":
+        return None
+    expandable = (name for name in _ALLOCATOR_SETTINGS if _expands(environ.get(name, "")))
+    return next(expandable, None)
+
+
+def _expands(settings: str) -> bool:
+    return "expandable_segments:true" in settings.replace(" ", "").lower()
+
+
 def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
     """Why these modules cannot be captured in a model's layers; None where they can, or its kind is unknown (None)."""
     names = list(modules)

@@ -18,6 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from nemo_offload_rl.config.graph_modules import allocator_that_unmaps
 from nemo_offload_rl.mcore.graph_capture import (
     CaptureObserver,
     FrozenShapes,
@@ -36,7 +37,6 @@ from nemo_offload_rl.offload.lanes import mark_current_stream
 logger = logging.getLogger(__name__)
 
 _KEY = "policy.megatron_cfg.cuda_graph_impl"
-_ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 class StepGraphs(Protocol):
@@ -301,14 +301,13 @@ def check_environment(environ: Mapping[str, str]) -> None:
     Raises:
         ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
     """
-    for name in _ALLOCATOR_SETTINGS:
-        settings = environ.get(name, "").replace(" ", "").lower()
-        if "expandable_segments:true" in settings and environ.get("NCCL_GRAPH_REGISTER") != "0":
-            raise ValueError(
-                f"{name} has expandable_segments:True, with which CUDA graphs ({_KEY}) need NCCL_GRAPH_REGISTER=0 in "
-                f"the environment, but it is {environ.get('NCCL_GRAPH_REGISTER', 'unset')}; set it, or take "
-                f"expandable_segments out of {name}."
-            )
+    name = allocator_that_unmaps(environ)
+    if name is not None:
+        raise ValueError(
+            f"{name} has expandable_segments:True, with which CUDA graphs ({_KEY}) need NCCL_GRAPH_REGISTER=0 in "
+            f"the environment, but it is {environ.get('NCCL_GRAPH_REGISTER', 'unset')}; set it, or take "
+            f"expandable_segments out of {name}."
+        )
 
 
 def check_dtypes(config: Any) -> None:

@@ -11,6 +11,7 @@ from nemo_offload_rl.config.activation_modules import (
     modules_without_layer,
 )
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
+from nemo_offload_rl.config.libraries import TRANSFORMER_ENGINE_2_14, too_old
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import nearest, show, show_choices
 from nemo_offload_rl.config.rules.base import ETP, MEGATRON, MODEL, Verdict, rule
@@ -150,6 +151,15 @@ def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused:
     if not parts or not fused or "fused_group_mlp" in moved:
         return None
     return f"names {quoted(parts)}, which are fused while {OP_FUSER} is true; name fused_group_mlp instead"
+
+
+@rule(f"{OP_FUSER}?", MODULES, OFFLOADING, *MODEL)
+def fused_experts_have_their_library(*fusion: Any) -> Verdict:
+    """megatron-core fuses experts with a recent Transformer Engine only, and asserts that it can."""
+    old = too_old(TRANSFORMER_ENGINE_2_14)
+    if not old or not fuses_experts(*fusion):
+        return None
+    return f"is true, and fused experts need {old[0]}; install that, or set it to false"
 
 
 @rule(f"{MEGATRON}.env_vars?", *EXPERT_FUSION)

@@ -1,16 +1,16 @@
 """CUDA graphs: parts of a layer that can be captured, in shapes that stay."""
 
-import importlib.metadata
 import math
-import re
 from typing import Any
 
 from nemo_offload_rl.config.graph_modules import (
     GRAPH_MODULES,
     GRAPH_MODULES_KEY,
     REFUSED_GRAPH_MODULES,
+    allocator_that_unmaps,
     graph_refusal,
 )
+from nemo_offload_rl.config.libraries import TORCH_2_9, TRANSFORMER_ENGINE_2_14, too_old
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.activations import (
@@ -32,13 +32,33 @@ LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_leng
 # this, for a known fault of cuDNN up to 9.15.0; its unfused kernel then runs in the graph, and the fused one in eager
 # passes. The driver does not know the workers' cuDNN, so the rule is the same for all.
 CAPTURED_ATTENTION_MULTIPLE = 128
-# Offloading inside a captured graph needs these (megatron-core's TransformerLayer asserts them in the worker).
-LIBRARIES = {"torch": ("torch", (2, 9)), "Transformer Engine": ("transformer-engine", (2, 14))}
 
 
 def captured(impl: str, modules: list[str]) -> list[str]:
     """The modules that are captured; none where graphs are off."""
     return modules if impl != "none" else []
+
+
+@rule(GRAPHS, "policy.precision")
+def graphs_take_bfloat16(impl: str, precision: str) -> Verdict:
+    """megatron-core's static inputs are bfloat16, and would round others in silence."""
+    if impl == "none" or precision == "bfloat16":
+        return None
+    return (
+        f"is {impl}, whose graphs take bfloat16, but policy.precision is {precision}; set that to bfloat16, or this to "
+        "none"
+    )
+
+
+@rule(GRAPHS, f"{MEGATRON}.fp32_residual_connection?")
+def captured_residuals_are_bfloat16(impl: str, fp32: bool | None) -> Verdict:
+    """So are hidden states between layers."""
+    if impl == "none" or not fp32:
+        return None
+    return (
+        f"is {impl}, whose graphs take bfloat16, but {MEGATRON}.fp32_residual_connection is true; set that to false, "
+        "or this to none"
+    )
 
 
 @rule(CAPTURED, GRAPHS)
@@ -228,14 +248,12 @@ def captured_routers_are_not_recomputed(
 def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, str] | None, impl: str) -> Verdict:
     """NCCL registers a graph's buffers by address, which expandable segments map anew: illegal memory accesses."""
     settings = env_vars or {}
-    allocators = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
-    expandable = [name for name in allocators if name in settings and "expandable_segments:True" in settings[name]]
-    registers = "NCCL_GRAPH_REGISTER" not in settings or settings["NCCL_GRAPH_REGISTER"] != "0"
-    if impl == "none" or not expandable or not registers:
+    name = allocator_that_unmaps(settings)
+    if impl == "none" or name is None:
         return None
     found = show(settings["NCCL_GRAPH_REGISTER"]) if "NCCL_GRAPH_REGISTER" in settings else "none"
     return (
-        f'needs NCCL_GRAPH_REGISTER: "0" beside {expandable[0]} {show(settings[expandable[0]])} while {GRAPHS} is '
+        f'needs NCCL_GRAPH_REGISTER: "0" beside {name} {show(settings[name])} while {GRAPHS} is '
         f"{impl}, or NCCL reads memory that has moved; found {found}"
     )
 
@@ -244,13 +262,9 @@ def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, s
 def offloading_in_graphs_has_its_libraries(
     modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool
 ) -> Verdict:
-    """Copies inside a graph need a recent torch and Transformer Engine; one that is not installed here is not asked."""
+    """Copies inside a graph need a recent torch and Transformer Engine: megatron-core's layers assert it."""
     inside = _offloaded_in_graphs(captured(impl, modules), offloaded(enabled, offload_modules))
-    old = [
-        f"{title} {'.'.join(map(str, least))} or newer, found {found}"
-        for title, (distribution, least) in LIBRARIES.items()
-        if (found := _installed(distribution)) is not None and _release(found) < least
-    ]
+    old = too_old(TORCH_2_9, TRANSFORMER_ENGINE_2_14)
     if not inside or not old:
         return None
     return (
@@ -277,15 +291,3 @@ def _offloaded_in_graphs(modules: list[str], moved: list[str]) -> list[str]:
     inside = ["qkv_linear", "core_attn", "attn_proj"] if "attn" in modules else []
     inside += ["mlp_norm"] if {"attn", "mlp"} <= set(modules) else []
     return [name for name in moved if name in inside]
-
-
-def _installed(distribution: str) -> str | None:
-    try:
-        return importlib.metadata.version(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _release(version: str) -> tuple[int, ...]:
-    """Major and minor: (2, 9) of 2.9.0a0+git."""
-    return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

@@ -1,6 +1,9 @@
 """What is worth saying of a valid recipe."""
 
-from nemo_offload_rl.config.rules.base import MEGATRON, OPTIMIZER, TP, Verdict, note
+from typing import Any
+
+from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PP, TP, Verdict, note
 
 
 @note(f"{MEGATRON}.sequence_parallel", TP)
@@ -40,6 +43,18 @@ def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bo
     """The list alone moves nothing."""
     switch = f"{MEGATRON}.fine_grained_activation_offloading"
     return f"has no effect, since {switch} is false" if modules and not enabled else None
+
+
+@note(f"{MEGATRON}.delta_offload_bytes_across_pp_ranks?", PP)
+def pipeline_ranks_differ_with_a_pipeline(delta: int | None, pp: int) -> Verdict:
+    """The first stage offloads all that the recipe says."""
+    return f"has no effect, since {PP} is 1" if delta and pp == 1 else None
+
+
+@note(f"{MEGATRON}.delay_offload_until_cuda_graph?", *MODEL)
+def delayed_offload_is_of_experts(delay: bool | None, *model: Any) -> Verdict:
+    """megatron-core delays the copies of mixture-of-experts layers only."""
+    return "has no effect on a dense model" if delay and model_kind(*model).has_experts is False else None
 
 
 @note(f"{MEGATRON}.cuda_graph_modules", f"{MEGATRON}.cuda_graph_impl")

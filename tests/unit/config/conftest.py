@@ -11,6 +11,21 @@ CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
 
 ErrorOf = Callable[..., str]
+Installed = Callable[..., None]
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Installed:
+    """Makes distributions seem to be installed, each in the version that is given for its name."""
+
+    def pretend(**versions: str) -> None:
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
+        monkeypatch.syspath_prepend(tmp_path)
+
+    return pretend
 
 
 @pytest.fixture

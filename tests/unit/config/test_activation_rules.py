@@ -170,8 +170,28 @@ BROKEN = {
 }
 
 
+LIBRARY = "fused_experts_have_their_library"
+
+
 def test_each_rule_of_activations_has_a_recipe_that_breaks_it():
-    assert set(BROKEN) == {rule.check.__name__ for rule in RULES if rule.check.__module__ == activations.__name__}
+    rules = {rule.check.__name__ for rule in RULES if rule.check.__module__ == activations.__name__}
+    assert set(BROKEN) | {LIBRARY} == rules
+
+
+def test_fused_experts_have_their_library(installed, error_of):
+    installed(transformer_engine="2.13.1")
+    error = error_of(*EXPERTS, FUSER)
+    assert (
+        f"{MEGATRON}.use_transformer_engine_op_fuser: is true, and fused experts need Transformer Engine 2.14 or "
+        "newer, found 2.13.1; install that, or set it to false"
+    ) in error
+    load(CONFIGS / "grpo_tiny_cpu.yaml", [FUSER])  # a dense model
+
+
+def test_another_implementation_of_layers_is_refused(error_of):
+    error = error_of(f"+{MEGATRON}.transformer_impl=local", *offload("core_attn"))
+    assert f"{MEGATRON}.transformer_impl: is set by this package for the device it runs on; delete it" in error
+    assert "'local'" in error
 
 
 @pytest.mark.parametrize(

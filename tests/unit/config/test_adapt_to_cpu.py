@@ -7,6 +7,7 @@ from nemo_offload_rl.config.cpu import OFF_ON_CPU
 from nemo_offload_rl.config.keys import is_valid_key
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_activation_rules import EXPERTS
+from tests.unit.config.test_graph_rules import BF16
 
 
 def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
@@ -54,6 +55,7 @@ def test_activation_offloading_and_graphs_are_switched_off():
         "policy.megatron_cfg.delay_offload_until_cuda_graph=true",
         "policy.megatron_cfg.cuda_graph_impl=transformer_engine",
         "policy.megatron_cfg.cuda_graph_modules=[moe_router]",
+        *BF16,
         *EXPERTS,
     ]
     adapted, lines = adapt_to_cpu(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config)

@@ -20,8 +20,11 @@ PIPELINE = [f"{MEGATRON}.pipeline_model_parallel_size=2", "cluster.gpus_per_node
 MIXED = [*EXPERTS, f"+{MEGATRON}.moe_layer_freq=[0,1,1,1]"]
 
 
+BF16 = ["policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"]
+
+
 def capture(*modules, length=128):
-    return [ON, f"{MODULES}=[{','.join(modules)}]", f"{LENGTH}={length}"]
+    return [ON, *BF16, f"{MODULES}=[{','.join(modules)}]", f"{LENGTH}={length}"]
 
 
 def env_vars(**variables):
@@ -29,12 +32,25 @@ def env_vars(**variables):
 
 
 BROKEN = {
+    "graphs_take_bfloat16": [
+        (
+            [ON, f"{MODULES}=[mlp]"],
+            f"{MEGATRON}.cuda_graph_impl: is transformer_engine, whose graphs take bfloat16, but policy.precision is "
+            "float32; set that to bfloat16, or this to none",
+        ),
+    ],
+    "captured_residuals_are_bfloat16": [
+        (
+            [*capture("mlp"), f"+{MEGATRON}.fp32_residual_connection=true"],
+            f"whose graphs take bfloat16, but {MEGATRON}.fp32_residual_connection is true; set that to false, or",
+        ),
+    ],
     "graphs_name_modules": [
         (
-            [ON],
+            [ON, *BF16],
             f"{MODULES}: must name what is captured while {MEGATRON}.cuda_graph_impl is transformer_engine: 'attn',",
         ),
-        ([ON], f"found []: name some, or set {MEGATRON}.cuda_graph_impl to none"),
+        ([ON, *BF16], f"found []: name some, or set {MEGATRON}.cuda_graph_impl to none"),
     ],
     "graph_modules_are_known": [
         (
@@ -152,6 +168,7 @@ BROKEN = {
             ],
             "or NCCL reads memory that has moved; found '1'",
         ),
+        ([*capture("attn"), env_vars(PYTORCH_ALLOC_CONF="expandable_segments: true")], "expandable_segments: true' wh"),
     ],
     "offloading_in_graphs_has_one_stage": [
         (
@@ -243,12 +260,8 @@ def test_dynamic_batching_stays_refused(error_of):
         ("2.9.0a0+git1", "2.14.0", None),
     ],
 )
-def test_offloading_in_graphs_has_its_libraries(torch, transformer_engine, too_old, tmp_path, monkeypatch, error_of):
-    for name, version in {"torch": torch, "transformer_engine": transformer_engine}.items():
-        info = tmp_path / f"{name}-{version}.dist-info"
-        info.mkdir()
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    monkeypatch.syspath_prepend(tmp_path)
+def test_offloading_in_graphs_has_its_libraries(torch, transformer_engine, too_old, installed, error_of):
+    installed(torch=torch, transformer_engine=transformer_engine)
     inside = [*capture("attn"), *offload("qkv_linear", "core_attn")]
     if too_old is None:
         load(CONFIGS / "grpo_tiny_cpu.yaml", inside)

@@ -315,6 +315,19 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             [f"{MEGATRON}.cuda_graph_modules=[attn]"],
             "cuda_graph_modules has no effect, since policy.megatron_cfg.cuda_graph_impl is none",
         ),
+        (
+            [f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=1048576"],
+            "delta_offload_bytes_across_pp_ranks has no effect, since policy.megatron_cfg.pipeline_model_parallel_size",
+        ),
+        (
+            [
+                *("policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
+                *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[mlp]"),
+                *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"),
+                f"{MEGATRON}.delay_offload_until_cuda_graph=true",
+            ],
+            "delay_offload_until_cuda_graph has no effect on a dense model",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],
 )
