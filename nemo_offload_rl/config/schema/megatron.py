@@ -174,8 +174,8 @@ class MegatronConfig(TypedDict):
     # Bytes that each pipeline stage moves less than the one before it, which holds more micro-batches at a time. 0 or
     # more; recommended 0. Absent: 0.
     delta_offload_bytes_across_pp_ranks: NotRequired[NonNegativeInt]
-    # Hold copies of experts back until the next graph has been replayed, when the CPU is idle; nothing on a dense model.
-    # Needs cuda_graph_impl transformer_engine. Recommended: false. Absent: false.
+    # Hold copies of experts back until the next graph has been replayed, when the CPU is idle; no effect on a dense
+    # model. Needs cuda_graph_impl transformer_engine. Recommended: false. Absent: false.
     delay_offload_until_cuda_graph: NotRequired[bool]
     # Groups (a module's activations in one layer) that may be on their way to the host before computation waits for the
     # oldest: 0 waits for each, null is as many as a layer has, or two where not all layers leave alike, as with a
