@@ -145,8 +145,8 @@ def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late
 )
 def test_what_stays_in_all_passes_but_the_first_is_an_error_too(make_worker, late, num_layers, fraction, says):
     """Though the first step has moved something, or has had no room for it."""
-    policy = offloading_activations(tiny_policy(), ["core_attn", "attn_proj"], activation_offload_fraction=fraction)
-    policy["hf_config"]["num_hidden_layers"] = num_layers
+    tiny = tiny_policy(TINY_QWEN3 | {"num_hidden_layers": num_layers})
+    policy = offloading_activations(tiny, ["core_attn", "attn_proj"], activation_offload_fraction=fraction)
     policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": None}
     with pytest.raises(NoEffectError, match=f"core_attn: all of its .*{says}"):
         make_worker(policy).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
