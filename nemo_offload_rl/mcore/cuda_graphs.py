@@ -24,10 +24,12 @@ from nemo_offload_rl.mcore.graph_capture import (
     FrozenShapes,
     NoObserver,
     addresses,
+    forget_replayed_routing,
     num_microbatches_told,
     param_gather_hooks_off,
     replay_args,
     reserved_bytes,
+    undone_on_failure,
     without_attention_mask,
 )
 from nemo_offload_rl.mcore.graph_pace import GraphPace
@@ -251,7 +253,7 @@ class CudaGraphs:
             )
             layers = list(helper.flattened_callables)
             self._check_some_layer(layers)
-            with without_attention_mask(layers, self._observer.keep_graph_input):
+            with without_attention_mask(layers, self._observer.keep_graph_input), undone_on_failure():
                 helper.create_cudagraphs()
         if were_on:
             helper.cuda_graph_set_manual_hooks()
@@ -374,10 +376,13 @@ def _check_addresses(captured: _Captured) -> None:
 def _attached(captured: _Captured) -> Iterator[None]:
     """The layers replay meanwhile; a layer without graphs runs eagerly."""
     captured.shapes.restore()
+    norms = [layer.recompute_pre_mlp_layernorm for layer in captured.layers]  # off while a replay's layer ends
     for layer, graphs in zip(captured.layers, captured.graphs, strict=True):
         layer.cuda_graphs = graphs
     try:
         yield
     finally:
-        for layer in captured.layers:
+        forget_replayed_routing(captured.layers)
+        for layer, recomputes_norm in zip(captured.layers, norms, strict=True):
             layer.cuda_graphs = []
+            layer.recompute_pre_mlp_layernorm = recomputes_norm

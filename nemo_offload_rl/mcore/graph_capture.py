@@ -2,13 +2,16 @@
 
 import contextlib
 import functools
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
+from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.module import GraphableMegatronModule
+from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 class CaptureObserver(Protocol):
@@ -52,6 +55,34 @@ def addresses(layers: Sequence[Any]) -> list[int]:
     held = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     held += [tensor.main_grad for tensor in held if hasattr(tensor, "main_grad")]
     return [tensor.data_ptr() for tensor in held]
+
+
+@contextlib.contextmanager
+def undone_on_failure() -> Iterator[None]:
+    """A capture runs inside; of one that fails nothing is left behind.
+
+    megatron-core's helper and Transformer Engine's `make_graphed_callables` take back only at their ends what they have
+    set: that a capture is under way, with which hooks do nothing, and what they do to the garbage collector.
+    """
+    was_collecting = gc.isenabled()
+    try:
+        yield
+    except BaseException:
+        cuda_graphs._set_capture_end()
+        if cuda_graphs.HAVE_TE_GRAPHS:
+            cuda_graphs.te_set_capture_end()
+        if cuda_graphs.FREEZE_GC:
+            gc.unfreeze()
+        if was_collecting:
+            gc.enable()
+        raise
+
+
+def forget_replayed_routing(layers: Sequence[Any]) -> None:
+    """A layer that fails behind its router's replay keeps what that gave, and would route all passes by it."""
+    for layer in layers:
+        if isinstance(layer.mlp, MoELayer):
+            layer.mlp.cudagraph_tensor_store.clear()
 
 
 class FrozenShapes:

@@ -30,14 +30,14 @@ class Chunk:
         listener: told of each group.
         stage: the model chunk's number on this rank.
         route: that its activations take.
-        pace: by which groups leave of which no pass before says it.
+        fraction: of the bytes that leave, at most, of groups of which no pass before says whether they do.
     """
 
-    def __init__(self, listener: GroupListener, stage: int, route: Route, pace: Pace) -> None:
+    def __init__(self, listener: GroupListener, stage: int, route: Route, fraction: float) -> None:
         self._listener = listener
         self.stage = stage
         self.route = route
-        self.pace = pace
+        self.pace = Pace(fraction)
         self.open: list[Group] = []
         """Started, and not committed: a norm's group commits after the module behind it has started."""
         self.groups: list[Group] = []

@@ -32,7 +32,6 @@ from nemo_offload_rl.offload.activation_copies import CopyEngine
 from nemo_offload_rl.offload.activation_groups import Chunk, Leaving, Profile, Stash
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
-from nemo_offload_rl.offload.activation_share import Pace
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.parcel import Parcel, start_back
@@ -128,7 +127,7 @@ class ActivationOffloader:
         self._end_forward()
         if not (self._enabled and torch.is_grad_enabled()):
             return
-        self._chunk = Chunk(self, vp_stage or 0, self._route, Pace(self.options.fraction))
+        self._chunk = Chunk(self, vp_stage or 0, self._route, self.options.fraction)
         self._chunks.append(self._chunk)
         self._route.tally.num_chunks += 1
 
@@ -229,14 +228,14 @@ class ActivationOffloader:
         self.captures.count_replay()
 
     def forget_captures(self) -> None:
-        """The graphs have been deleted."""
-        self.captures.regions.release()
+        """The graphs have been deleted, or their capture has failed, perhaps in Transformer Engine's warm-up."""
+        self.captures.abandon()
         self.captures = Captures(self.slab, self.copies)
+        self._enabled = True
 
     def _captured_chunk(self) -> Chunk:
         if self.captures.chunk is None:
-            pace = Pace(self.options.fraction)
-            self.captures.chunk = Chunk(self, 0, self.captures.route, pace)  # of the one pipeline stage
+            self.captures.chunk = Chunk(self, 0, self.captures.route, self.options.fraction)  # the one pipeline stage
         return self.captures.chunk
 
     # Forward.
@@ -287,12 +286,15 @@ class ActivationOffloader:
 
         Called before the logits are made: with the loss they are where most memory is in use.
         """
+        self.flush_delayed_groups()  # the last layer's: no replay follows that would
         if self._chunk is not None:
             self._chunk.ask_out(self._stash)
         self._stash.release(keep=0)
 
     def _end_forward(self) -> None:
         chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            self.flush_delayed_groups()
         if chunk is None or not chunk.groups:
             return
         chunk.ask_out(self._stash)
@@ -374,10 +376,8 @@ class ActivationOffloader:
         for groups in requests:
             absent: dict[Parcel, bool] = {}
             for group in groups:
-                for ref in group.parcels:
-                    parcel = ref()
-                    if parcel is not None and parcel.storage is None:
-                        absent.setdefault(parcel, group is begun)
+                for parcel in group.absent():
+                    absent.setdefault(parcel, group is begun)
             start_back(list(absent))
             for parcel, is_late in absent.items():
                 parcel.report.count_back(parcel.nbytes, is_late=is_late)

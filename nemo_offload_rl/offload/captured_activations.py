@@ -105,17 +105,20 @@ class CapturedCopies(CopyEngine):
         self._unjoined = []
         self._capture += 1
 
+    def abandon_capture(self) -> None:
+        """It has failed: its events mean nothing to anybody."""
+        self._unjoined = []
+        self._capture += 1
+
     def _asked(self, ticket: Ticket) -> Ticket:
         self._unjoined.append(ticket)
         return _CapturedTicket(ticket, self._capture)
 
     def _of_this_capture(self, tickets: Iterable[Ticket]) -> list[Ticket]:
-        mine = []
-        for ticket in tickets:
-            assert isinstance(ticket, _CapturedTicket), "host memory that an eager copy may still use"
-            if ticket.capture == self._capture:
-                mine.append(ticket.ticket)
-        return mine
+        # Of eager copies none is under way: the GPU was idle when captures began (`prepare_capture`). Host memory may
+        # still come back from them, as from a failed step that the garbage collector finds later.
+        captured = (ticket for ticket in tickets if isinstance(ticket, _CapturedTicket))
+        return [ticket.ticket for ticket in captured if ticket.capture == self._capture]
 
 
 class Captures:
@@ -143,6 +146,14 @@ class Captures:
         self.stash.release(keep=0)
         self._copies.end_capture()
         self._num_forward += forward
+
+    def abandon(self) -> None:
+        """There are no graphs, or no more: what autograd keeps of a capture that has failed must not keep it alive."""
+        self._copies.abandon_capture()
+        self.stash.abandon()
+        if self.chunk is not None:
+            self.chunk.abandon()
+        self.regions.release()
 
     def count_replay(self) -> None:
         """A layer's forward graph has been replayed."""

@@ -57,6 +57,11 @@ class Group:
         self.nbytes = sum([parcel.nbytes for parcel in fresh])
         return saved, fresh
 
+    def absent(self) -> list[Parcel]:
+        """Storages of what it saved that are on the host alone."""
+        parcels = [ref() for ref in self.parcels]
+        return [parcel for parcel in parcels if parcel is not None and parcel.storage is None]
+
     def has_left(self) -> bool:
         """Whether something that it saved was copied to the host, perhaps for another group."""
         return any(parcel is not None and parcel.has_left for parcel in (ref() for ref in self.parcels))

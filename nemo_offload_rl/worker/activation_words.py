@@ -23,8 +23,8 @@ def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: boo
         return "no layer of this pipeline stage offloads it"
     if report.moved_bytes and not report.freed_bytes:
         return (
-            f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none, since something else keeps all of it on the "
-            f"GPU{_hint(module)}"
+            f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none: something else keeps all of it on the GPU"
+            f"{_hint(module)}, or its backward pass comes before its memory can go"
         )
     if (report.moved_bytes and leaves_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None

@@ -3,6 +3,7 @@
 Only Transformer Engine's capture, which needs a GPU, is stood in for, by calls of the same layers.
 """
 
+import gc
 import logging
 import sys
 import types
@@ -17,7 +18,7 @@ from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from megatron.core.transformer.module import GraphableMegatronModule
 from support.marks import At
-from support.tiny import random_batch, tiny_policy
+from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import step
@@ -41,7 +42,11 @@ class EagerGraph:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         assert not self.was_reset
         assert [tensor.shape for tensor in args] == self.shapes
-        return self.layer._te_cuda_graph_capture(*args, **{key: kwargs[key] for key in self.keys})
+        mcore_graphs._set_capture_start()  # a mixture of experts ends behind its router then, as when it is captured
+        try:
+            return self.layer._te_cuda_graph_capture(*args, **{key: kwargs[key] for key in self.keys})
+        finally:
+            mcore_graphs._set_capture_end()
 
     def reset(self) -> None:
         self.was_reset = True
@@ -69,6 +74,7 @@ def stand_in(monkeypatch):
         monkeypatch.setitem(sys.modules, "transformer_engine.pytorch", package.pytorch)
         monkeypatch.setattr(mcore_graphs, "HAVE_TE_GRAPHS", True)
         monkeypatch.setattr(mcore_graphs, "make_graphed_callables", make_graphed_callables, raising=False)
+        monkeypatch.setattr(mcore_graphs, "te_set_capture_end", lambda: None, raising=False)
         for module in (mcore_graphs, transformer_layer):
             monkeypatch.setattr(module, "is_te_min_version", lambda *_: True)
 
@@ -85,8 +91,8 @@ def captures(stand_in):
 def graphed(make_worker, stand_in):
     """Builds a worker of which the layers have been told of graphs, and its `CudaGraphs`."""
 
-    def make(modules=("attn", "mlp"), **megatron):
-        worker = make_worker(tiny_policy(precision="bfloat16", **megatron))
+    def make(modules=("attn", "mlp"), *, hf_config=None, **megatron):
+        worker = make_worker(tiny_policy(hf_config, precision="bfloat16", **megatron))
         stand_in.install()
         config = worker._state.config
         config.cuda_graph_impl = "transformer_engine"
@@ -257,6 +263,48 @@ def test_a_failed_capture_keeps_nothing(graphed):
     with pytest.raises(RuntimeError, match="out of memory"):
         train(worker, graphs, 4)
     assert witness.told == ["prepare", "forget"]
+
+
+def test_a_capture_that_fails_half_way_leaves_no_capture_under_way(graphed, monkeypatch):
+    worker, graphs = graphed()
+
+    def fail(*_, **__):
+        gc.disable()  # as beside torch.cuda.graph
+        assert mcore_graphs.is_graph_capturing()
+        raise RuntimeError("out of memory")
+
+    with monkeypatch.context() as failing:
+        failing.setattr(mcore_graphs, "make_graphed_callables", fail)
+        for _ in range(WARMUP_STEPS):
+            train(worker, graphs, 4)
+        frozen = gc.get_freeze_count()
+        with pytest.raises(RuntimeError, match="out of memory"):
+            train(worker, graphs, 4)
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen
+    assert not mcore_graphs.is_graph_capturing()
+    train(worker, graphs, 4)
+    assert graphs.num_replays > 0
+
+
+def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_worker, stand_in, graphed, monkeypatch):
+    """megatron-core's layer keeps what its router gave until its experts are done, and passes ask for that first."""
+    worker, graphs = graphed(["moe_router"], hf_config=TINY_QWEN3_MOE)
+    for seed in range(WARMUP_STEPS + 1):
+        train(worker, graphs, 4, seed=seed)
+    assert graphs.num_replays > 0
+    data = random_batch(4, longest=12)
+    want = worker.get_logprobs(data, mbs=2)["logprobs"]
+    layer = worker._state.model[0].module.module.decoder.layers[1]
+
+    def fail(*_, **__):
+        assert not layer.mlp.cudagraph_tensor_store.is_empty()
+        raise MemoryError
+
+    with monkeypatch.context() as failing:
+        failing.setattr(layer.mlp.experts, "forward", fail)
+        with pytest.raises(MemoryError):
+            train(worker, graphs, 4, seed=9)
+    assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], want)
 
 
 def test_micro_batches_of_two_shapes_are_refused(graphed):

@@ -18,7 +18,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activation_groups import Chunk, GroupListener, Profile
 from nemo_offload_rl.offload.activation_route import Route
-from nemo_offload_rl.offload.activation_share import Pace, which_leave_unknown
+from nemo_offload_rl.offload.activation_share import which_leave_unknown
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
 from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.saved_activations import Group, InPlaceError
@@ -304,7 +304,7 @@ def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
 
 def committed(names: Sequence[str]) -> Chunk:
     """A pass of groups of 8 bytes."""
-    chunk = Chunk(_Nobody(), 0, Route(HostSlab(torch.zeros(0, dtype=torch.uint8)), LateCopies()), Pace(1.0))
+    chunk = Chunk(_Nobody(), 0, Route(HostSlab(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
     for name in names:
         chunk.start_group(name)
         chunk.end_group(name)
@@ -662,6 +662,51 @@ def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
     assert made.cur_forward_chunk().groups == []
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
     made.reset()
+
+
+class Experts(torch.nn.Module):
+    """A layer whose experts' copies wait for the next layer's replay, if they are delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.delays = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.delays:
+            Interface.enter_replay()
+            Interface.flush_delayed_groups()
+        h = self.up(x)
+        group = Interface(True, h, "moe_act")
+        with group as h:
+            y = h.exp()
+        y = group.group_offload(self.down(y), delay_offload=self.delays)
+        if self.delays:
+            Interface.exit_replay()
+        return y * 0.1 + x
+
+
+@pytest.mark.parametrize(("schedule", "is_last_stage"), [(one_by_one, True), (one_forward_one_backward, False)])
+def test_the_last_layers_delayed_commits_are_made_where_the_pass_ends(schedule, is_last_stage, monkeypatch):
+    """No replay follows that would: nothing would count them, and the layer before would stay in their place."""
+    if not is_last_stage:
+        monkeypatch.setattr(ActivationOffloader, "drain", lambda self: None)  # it is called where logits are made
+    model = Model(())
+    model.layers = torch.nn.ModuleList(Experts() for _ in range(LAYERS))
+    inputs = batches([8] * 5, 0)
+    want = plain(model, inputs, schedule)
+    made = offloader(model, modules=("moe_act",), margin_stage=0 if is_last_stage else None)
+    schedule(model, inputs)
+    schedule(model, inputs)
+    eager = made.report.total()
+    assert eager.moved_bytes == len(inputs) * (LAYERS - is_last_stage) * 8 * WIDTH * 4
+    for layer in model.layers:
+        layer.delays = True
+    for _ in range(2):
+        assert_equal(schedule(model, inputs), want)
+        total = made.report.total()
+        assert (total.distinct_bytes, total.moved_bytes) == (eager.distinct_bytes, eager.moved_bytes)
+        assert (total.kept_bytes, total.refused_bytes) == (eager.kept_bytes, 0)
 
 
 def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):

@@ -1,12 +1,14 @@
 """Activations that leave inside of CUDA graphs: what is asked of streams while each layer is captured by itself."""
 
-from collections.abc import Iterator
+import gc
+from collections.abc import Callable, Iterator
 
 import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, Model, batches
+from support.marked_layers import LAYERS, MODULES, Layer, Model, batches
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
@@ -67,11 +69,14 @@ def made(model: Model) -> Iterator[ActivationOffloader]:
     activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
 
 
-def capture(made: ActivationOffloader, model: Model, x: torch.Tensor) -> list[torch.Tensor]:
+def capture(
+    made: ActivationOffloader, model: Model, x: torch.Tensor, prepared: Callable[[], None] = lambda: None
+) -> list[torch.Tensor]:
     """Forward passes layer by layer, then backward passes from the last one; output and all gradients."""
     rules, inputs, outputs = made.copies, [], []
     assert isinstance(rules, CaptureRules)
     made.prepare_capture()
+    prepared()
     for layer in model.layers:
         inputs.append(x.detach().clone().requires_grad_())
         made.keep_graph_input(inputs[-1].untyped_storage())
@@ -181,13 +186,45 @@ def test_a_pass_that_only_warms_up_moves_nothing(model, made):
 
 
 def test_a_failed_capture_leaves_no_chunk_behind(model, made):
-    (x,) = batches([12], 0)
+    made.prepare_capture()
     made.copies.captures = True
-    model.layers[0](x)
+    saved = layer_that_fails(model.layers[0], batches([12], 0)[0])
     made.copies.captures = False
-    made.reset()
-    assert made.captures.chunk is None
     made.forget_captures()
+    assert made.captures.chunk is None
+    gc.collect()
+    assert saved and all(storage.expired() for storage in saved)
     made.slab.take_all([])
     made.slab.forget_reached()
     assert made.slab.used_bytes == 0
+
+
+def layer_that_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
+    """One module leaves, another is not done: what they have saved."""
+    group = layer.group("qkv_linear", x)
+    with group as x:
+        y = (x * 2).exp()  # saves its output
+    y = group.group_offload(y)
+    with layer.group("core_attn", y) as y:
+        z = (y * 2).exp()
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in (y, z)]
+
+
+def test_a_warm_up_that_fails_does_not_switch_offloading_off(model, made):
+    made.disable_offload()  # as Transformer Engine's warm-up is told to
+    made.forget_captures()
+    eager_step(model, [12, 12])
+    assert made.report.num_micro_batches == 2 and made.report.total().moved_bytes > 0
+
+
+def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(model, made):
+    """As from a failed step that the garbage collector finds when captures have begun."""
+    with made.suspended():
+        want = capture(made, model, *batches([12], 0))
+    eager_step(model, [12])
+    failed = [model(*batches([12], 1))]
+    made.reset()
+    used = made.slab.used_bytes
+    found = capture(made, model, *batches([12], 0), prepared=failed.clear)
+    assert used > 0 and made.captures.regions.nbytes > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
