@@ -24,7 +24,6 @@ REFUSED_GRAPH_MODULES: Mapping[str, str] = {
     "full_iteration_inference": "generation captures no graphs here",
 }
 
-
 _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
@@ -35,8 +34,7 @@ def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
     """
     if environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None
-    expandable = (name for name in _ALLOCATOR_SETTINGS if _expands(environ.get(name, "")))
-    return next(expandable, None)
+    return next((name for name in _ALLOCATOR_SETTINGS if name in environ and _expands(environ[name])), None)
 
 
 def _expands(settings: str) -> bool:

@@ -64,18 +64,16 @@ def undone_on_failure() -> Iterator[None]:
     megatron-core's helper and Transformer Engine's `make_graphed_callables` take back only at their ends what they have
     set: that a capture is under way, with which hooks do nothing, and what they do to the garbage collector.
     """
-    was_collecting = gc.isenabled()
-    try:
-        yield
-    except BaseException:
-        cuda_graphs._set_capture_end()
+    with contextlib.ExitStack() as on_failure:
+        on_failure.callback(cuda_graphs._set_capture_end)
         if cuda_graphs.HAVE_TE_GRAPHS:
-            cuda_graphs.te_set_capture_end()
+            on_failure.callback(cuda_graphs.te_set_capture_end)
         if cuda_graphs.FREEZE_GC:
-            gc.unfreeze()
-        if was_collecting:
-            gc.enable()
-        raise
+            on_failure.callback(gc.unfreeze)
+        if gc.isenabled():
+            on_failure.callback(gc.enable)
+        yield
+        on_failure.pop_all()
 
 
 def forget_replayed_routing(layers: Sequence[Any]) -> None:

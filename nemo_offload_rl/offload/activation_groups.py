@@ -156,7 +156,8 @@ class Profile:
         A short pass does not: of groups whose storages were below the minimum it knows nothing.
         """
         sizes = _sizes(groups)
-        return sizes != self._sizes and all(sizes.get(key, 1) for key, nbytes in self._sizes.items() if nbytes)
+        is_short = any(nbytes == 0 and key in self._sizes and self._sizes[key] > 0 for key, nbytes in sizes.items())
+        return sizes != self._sizes and not is_short
 
     def modules_that_leave(self) -> set[str]:
         """Those of which some group does."""

@@ -180,6 +180,7 @@ class ActivationOffloader:
     def reset(self) -> None:
         """A schedule has ended, or has failed."""
         self._chunk = None  # its backward pass has not begun, and will not
+        self._in_replay = False  # of a layer that has failed behind its replay
         self._stash.abandon()
         for chunk in filter(None, (*self._chunks, self.captures.chunk)):
             chunk.abandon()

@@ -102,11 +102,10 @@ class CapturedCopies(CopyEngine):
         """The capturing stream waits for all copies of this capture, and for none of another."""
         for ticket in self._unjoined:
             self._copies.wait(ticket)
-        self._unjoined = []
-        self._capture += 1
+        self.forget_capture()
 
-    def abandon_capture(self) -> None:
-        """It has failed: its events mean nothing to anybody."""
+    def forget_capture(self) -> None:
+        """It is over, or has failed: nobody waits for its events from now on."""
         self._unjoined = []
         self._capture += 1
 
@@ -149,7 +148,7 @@ class Captures:
 
     def abandon(self) -> None:
         """There are no graphs, or no more: what autograd keeps of a capture that has failed must not keep it alive."""
-        self._copies.abandon_capture()
+        self._copies.forget_capture()
         self.stash.abandon()
         if self.chunk is not None:
             self.chunk.abandon()

@@ -28,7 +28,7 @@ def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: boo
         )
     if (report.moved_bytes and leaves_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None
-    if report.refused_bytes:
+    if report.refused_bytes and not report.moved_bytes:
         return (
             f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
             "policy.activation_offload.host_memory_limit_gib"

@@ -475,17 +475,23 @@ def test_a_change_in_place_is_refused(model):
         group.group_offload(y)
 
 
+def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(is_on, x, "mlp")
+    with group as inside:
+        y = inside.exp()
+    group.group_offload(y)
+    return x, y
+
+
 @pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
 def test_a_change_of_what_stays_is_refused_as_in_plain_steps(options):
     """Autograd asks for the versions of what it saved only where there are no hooks."""
 
     def changed_behind_its_group(is_on: bool) -> torch.Tensor:
-        Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-        x = torch.ones(2, WIDTH, requires_grad=True)
-        group = Interface(is_on, x, "mlp")
-        with group as inside:
-            y = inside.exp()
-        group.group_offload(y)
+        _, y = saved_by_a_group(is_on)
         with torch.no_grad():
             y.add_(1)
         return y
@@ -501,11 +507,7 @@ def test_a_change_of_what_stays_is_refused_as_in_plain_steps(options):
 
 def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for():
     made = offloader()
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "mlp")
-    with group as x:
-        y = x.exp()
-    group.group_offload(y)
+    _, y = saved_by_a_group()
     with torch.no_grad():
         y.add_(1)
     with pytest.raises(InPlaceError, match="while it was copied to the host; take mlp out"):
@@ -515,12 +517,7 @@ def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for()
 def test_what_has_left_comes_back_as_it_was_saved():
     """Whatever has become of the original, and whoever saves that again."""
     made = offloader(margin_stage=None)
-    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
-    x = torch.ones(2, WIDTH, requires_grad=True)
-    group = Interface(True, x, "mlp")
-    with group as inside:
-        y = inside.exp()
-    group.group_offload(y)
+    x, y = saved_by_a_group()
     made.drain()
     was = y.detach().clone()
     with torch.no_grad():
@@ -649,6 +646,20 @@ def test_delayed_commits_are_made_when_they_are_flushed(model):
     assert copies.num_out > 0
     z.sum().backward()
     assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    made.reset()
+
+
+def test_a_replay_that_fails_delays_no_commit_of_later_steps():
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.enter_replay()  # and its layer fails before it calls `exit_replay`
+    made.reset()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "moe_act")
+    with group as x:
+        y = x.exp()
+    group.group_offload(y, delay_offload=True)
+    assert copies.num_out > 0
     made.reset()
 
 

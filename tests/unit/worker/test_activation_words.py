@@ -43,6 +43,8 @@ def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
     reason = why_no_effect("core_attn", report, leaves_later=False)
     assert reason is not None
     assert reason.startswith("all of its 4 MiB, but in the first micro-batch, stay by")
+    report.refused_bytes = MIB  # no more room would change that
+    assert why_no_effect("core_attn", report, leaves_later=False) == reason
 
 
 def test_a_module_with_one_has_none():
