@@ -146,8 +146,9 @@ def _plan(options: argparse.Namespace) -> None:
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
-    from nemo_offload_rl.mcore.model_config import hf_config
+    from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.placement.machine import host_facts
+    from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
     from nemo_offload_rl.plan.planner import keeps_reference, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
@@ -160,10 +161,12 @@ def _plan(options: argparse.Namespace) -> None:
     model = hf_config(config["policy"]).to_dict()
     try:
         run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
-    except UnknownArchitectureError:
+    except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
         keeps = keeps_reference(config)
         print_residency(without_sizes, keeps_reference=keeps, written_at=written_at, as_json=options.json)
+        if without_sizes.activations is not None:
+            limit_where_unknown(without_sizes.activations, error)
         raise
     print_plan(run, written_at=written_at, here=host_facts(), as_json=options.json)
 

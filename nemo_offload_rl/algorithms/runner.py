@@ -48,6 +48,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         _print_error(errors, error)
         return EXIT_WRONG_RECIPE
 
+    from nemo_offload_rl.algorithms.before_ray import check_before_ray
     from nemo_offload_rl.algorithms.interrupt import Interrupt
     from nemo_offload_rl.algorithms.job import Session
     from nemo_offload_rl.algorithms.step_end import StopReason
@@ -56,8 +57,10 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         try:
+            for one in filter(None, (warm_start, job)):
+                check_before_ray(one.config, one.algorithm)
             cluster = stack.enter_context(_start_cluster(job.config["cluster"]))
-        except ValueError as error:  # fewer GPUs or nodes than the recipe asks for
+        except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
         try:

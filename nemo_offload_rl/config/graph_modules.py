@@ -37,6 +37,24 @@ def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
     return next((name for name in _ALLOCATOR_SETTINGS if name in environ and _expands(environ[name])), None)
 
 
+def check_graph_environment(environ: Mapping[str, str]) -> None:
+    """Refuse settings under which a replay reads memory that NCCL registered and torch has unmapped since.
+
+    Args:
+        environ: the process's environment.
+
+    Raises:
+        ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
+    """
+    name = allocator_that_unmaps(environ)
+    if name is not None:
+        raise ValueError(
+            f"{name} has expandable_segments:True, with which CUDA graphs ({GRAPH_IMPL_KEY}) need "
+            f"NCCL_GRAPH_REGISTER=0 in the environment, but it is {environ.get('NCCL_GRAPH_REGISTER', 'unset')}; set "
+            f"it, or take expandable_segments out of {name}."
+        )
+
+
 def _expands(settings: str) -> bool:
     return "expandable_segments:true" in settings.replace(" ", "").lower()
 

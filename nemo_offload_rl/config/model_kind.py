@@ -11,6 +11,8 @@ from nemo_offload_rl.config.problems import show
 # Names of the number of experts in Hugging Face configs.
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
+NUM_LAYERS_KEY = "num_hidden_layers"
+
 # Families that have no experts where their config does not say how many.
 _DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 # Families whose experts are in every layer; others may begin with dense layers.
@@ -57,8 +59,19 @@ def model_kind(
         is_dense = num_experts is not None or family in _DENSE_FAMILIES
         return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
     if moe_layer_freq is not None:
-        return ModelKind(name, has_experts=True, has_dense_mlps=has_dense_layers(moe_layer_freq))
+        return ModelKind(
+            name, has_experts=has_expert_layers(moe_layer_freq), has_dense_mlps=has_dense_layers(moe_layer_freq)
+        )
     return ModelKind(name, has_experts=True, has_dense_mlps=False if family in _EXPERTS_IN_EVERY_LAYER else None)
+
+
+def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:
+    """Whether a model that has experts has a layer with them.
+
+    Args:
+        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+    """
+    return 1 in moe_layer_freq if isinstance(moe_layer_freq, list) else True
 
 
 def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:

@@ -27,6 +27,7 @@ _OTHER_GRAPHS = (
 _OLD_GRAPH_SWITCH = (
     "is megatron-core's old name; set policy.megatron_cfg.cuda_graph_impl to transformer_engine, and delete it"
 )
+_OLD_RECOMPUTATION = "is megatron-core's old name; list moe in policy.megatron_cfg.recompute_modules, and delete it"
 _OLD_GRAPH_SCOPE = "is megatron-core's old name; list them in policy.megatron_cfg.cuda_graph_modules, and delete it"
 _INFERENCE_GRAPHS = (
     "generation captures no graphs here; leave it at null (policy.megatron_cfg.cuda_graph_modules is of training)"
@@ -104,8 +105,11 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         ),
         **dict.fromkeys(("fp4", "fp4_quantizer_factory"), Owned((None,), _FP4)),
         "fp4_param": Owned(OFF, _FP4),
+        **dict.fromkeys(("moe_router_padding_for_fp8", "moe_router_padding_for_quantization"), Owned(OFF, _FP8)),
         "quant_recipe": Owned((None,), _FP8),
         "use_kitchen": Owned(OFF, _FP8),
+        # Recomputation.
+        "moe_layer_recompute": Owned(OFF, _OLD_RECOMPUTATION),
         # CUDA graphs.
         "cuda_graph_impl": Owned(("none", "transformer_engine"), _OTHER_GRAPHS),
         **dict.fromkeys(("enable_cuda_graph", "external_cuda_graph"), Owned(OFF, _OLD_GRAPH_SWITCH)),
@@ -122,9 +126,15 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         ),
         **dict.fromkeys(("gtp_weight_remat_size", "expert_gtp_weight_remat_size"), Owned((1,), _NOT_HERE)),
         **dict.fromkeys(
-            ("overlap_moe_expert_parallel_comm", "delay_wgrad_compute", "defer_embedding_wgrad_compute"),
+            (
+                "overlap_moe_expert_parallel_comm",
+                "ep_overlap_early_attn_memory_release",
+                "delay_wgrad_compute",
+                "defer_embedding_wgrad_compute",
+            ),
             Owned(OFF, _NOT_HERE),
         ),
+        "moe_expert_rank_capacity_factor": Owned((None,), _NOT_HERE),
         # Offloading.
         "cpu_offloading": Owned(OFF, _CPU_OFFLOADING),
         "cpu_offloading_num_layers": Owned((0,), _CPU_OFFLOADING),

@@ -1,7 +1,6 @@
 """Puts our activation offloading in the place of megatron-core's."""
 
 from collections.abc import Iterator, Sequence
-from importlib.metadata import version
 from typing import Any
 
 import torch
@@ -14,11 +13,9 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 )
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from nemo_offload_rl.config.libraries import untested_megatron_core
 from nemo_offload_rl.offload.activation_copies import CudaCopies
 from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
-
-TESTED_VERSIONS = ("0.19.2",)
-"""Of megatron-core: how its layers call the manager, and what they expect of it, is no public interface."""
 
 
 def activation_options(config: Any) -> ActivationOptions:
@@ -41,13 +38,9 @@ def require_tested_version() -> None:
     Raises:
         ValueError: it is of a version that this was not tested with.
     """
-    found = version("megatron-core")  # its own __version__ ends in a commit of whatever folder it is run in
-    if found not in TESTED_VERSIONS:
-        raise ValueError(
-            "policy.megatron_cfg.fine_grained_activation_offloading takes the place of a private part of megatron-core "
-            f"and was tested with {', '.join(TESTED_VERSIONS)}, but {found} is installed; install a tested version, or "
-            "set the key to false."
-        )
+    refusal = untested_megatron_core()
+    if refusal is not None:
+        raise ValueError(f"policy.megatron_cfg.fine_grained_activation_offloading {refusal}.")
 
 
 _THEIR_GROUP_OFFLOAD = fine_grained_activation_offload.fine_grained_offloading_group_offload

@@ -9,7 +9,7 @@ import gc
 import logging
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -18,7 +18,7 @@ from megatron.core import parallel_state as mpu
 from megatron.core.transformer.cuda_graphs import TECudaGraphHelper
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_offload_rl.config.graph_modules import allocator_that_unmaps
+from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.mcore.graph_capture import (
     CaptureObserver,
     FrozenShapes,
@@ -162,7 +162,7 @@ class CudaGraphs:
         observer: CaptureObserver | None = None,
         make_helper: Callable[..., TECudaGraphHelper] = TECudaGraphHelper,
     ) -> None:
-        check_environment(os.environ)
+        check_graph_environment(os.environ)
         check_dtypes(config)
         self._model = list(model)
         self._config = config
@@ -292,24 +292,6 @@ class CudaGraphs:
                 f"{_KEY} to none."
             )
         logger.warning("no CUDA graphs on this pipeline stage: %s", why)
-
-
-def check_environment(environ: Mapping[str, str]) -> None:
-    """Refuse settings under which a replay reads memory that NCCL registered and torch has unmapped since.
-
-    Args:
-        environ: the process's environment.
-
-    Raises:
-        ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
-    """
-    name = allocator_that_unmaps(environ)
-    if name is not None:
-        raise ValueError(
-            f"{name} has expandable_segments:True, with which CUDA graphs ({_KEY}) need NCCL_GRAPH_REGISTER=0 in "
-            f"the environment, but it is {environ.get('NCCL_GRAPH_REGISTER', 'unset')}; set it, or take "
-            f"expandable_segments out of {name}."
-        )
 
 
 def check_dtypes(config: Any) -> None:

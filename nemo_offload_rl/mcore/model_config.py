@@ -12,7 +12,8 @@ from megatron.core.optimizer import OptimizerConfig
 
 from nemo_offload_rl.config.activation_modules import check_modules_fit_model
 from nemo_offload_rl.config.graph_modules import check_graphs_fit_model
-from nemo_offload_rl.config.model_kind import has_dense_layers
+from nemo_offload_rl.config.model_kind import has_dense_layers, has_expert_layers
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 
@@ -67,49 +68,6 @@ def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
         expert=megatron_cfg["expert_model_parallel_size"],
         expert_tensor=megatron_cfg["expert_tensor_parallel_size"],
     )
-
-
-def hf_config(policy: Mapping[str, Any]) -> Any:
-    """The Hugging Face config of the policy's model.
-
-    Returns:
-        A `transformers.PretrainedConfig`: from the recipe's `hf_config` mapping, or that of `model_name`, with
-        `hf_config_overrides` applied.
-
-    Raises:
-        ValueError: if `model_name` is neither a folder nor a name that can be resolved, if transformers does not know
-            the mapping's `model_type`, or an override names no field.
-    """
-    from transformers import CONFIG_MAPPING, AutoConfig
-
-    mapping = policy.get("hf_config")
-    if mapping is not None:
-        fields = dict(mapping)
-        model_type = fields.pop("model_type", None)
-        if model_type not in CONFIG_MAPPING:
-            raise ValueError(
-                f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
-                "one that it does, such as 'qwen2'."
-            )
-        config = AutoConfig.for_model(model_type, **fields)
-    else:
-        try:
-            config = AutoConfig.from_pretrained(policy["model_name"])
-        except OSError as error:
-            raise ValueError(
-                f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
-                f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"
-            ) from error
-    overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
-    for key, value in overrides.items():
-        if not hasattr(config, key):
-            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
-        setattr(config, key, value)
-    if not config.architectures:
-        from transformers import AutoModelForCausalLM
-
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
-    return config
 
 
 def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
@@ -240,7 +198,7 @@ def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
 def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
     """Where the recipe names a model of a hub, its layers are known only here."""
     freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
-    is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1
+    is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
     if cfg.get("fine_grained_activation_offloading"):
         check_modules_fit_model(cfg["offload_modules"], is_moe=is_moe)
     if cfg["cuda_graph_impl"] != "none":

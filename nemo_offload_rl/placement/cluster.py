@@ -149,7 +149,7 @@ class Cluster:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
-        if "RAY_ADDRESS" in os.environ:
+        if not starts_ray_here():
             ray.init(**logging_options)
             return
         num_gpus = torch.cuda.device_count()
@@ -185,6 +185,11 @@ class Cluster:
                     f"{ray.available_resources()}; stop what else runs there, or lower cluster.gpus_per_node or "
                     "cluster.num_nodes."
                 )
+
+
+def starts_ray_here() -> bool:
+    """Whether a `Cluster` would start Ray on this machine, whose environment its actors then have."""
+    return "RAY_ADDRESS" not in os.environ and not ray.is_initialized()
 
 
 def available_threads() -> int:

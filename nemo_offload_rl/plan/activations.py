@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
+from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
 # Every storage in the slab starts at a page.
@@ -41,6 +42,20 @@ class ActivationSettings:
     min_elements: int
     host_memory_limit_bytes: int | None
     strict: bool = False
+
+
+def limit_where_unknown(settings: ActivationSettings, error: UnknownArchitectureError) -> int:
+    """The recipe's limit, where what activations need cannot be computed.
+
+    Raises:
+        ValueError: the recipe has none.
+    """
+    if settings.host_memory_limit_bytes is None:
+        raise ValueError(
+            f"The host memory for this model's activations cannot be computed ({str(error).partition('. ')[0]}); give "
+            "it in policy.activation_offload.host_memory_limit_gib."
+        ) from error
+    return settings.host_memory_limit_bytes
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.model_kind import has_dense_layers
 from nemo_offload_rl.config.problems import show, show_choices
 
 MEGATRON = "policy.megatron_cfg"
@@ -45,7 +46,6 @@ FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
     "softmax_type": ("vanilla", "off-by-one", None),
     "attention_output_gate": (False, None),
     "linear_attention_freq": (None,),
-    "moe_layer_freq": (1, None),
     "moe_latent_size": (None,),
     "moe_shared_expert_intermediate_size": (None,),
     "pipeline_model_parallel_layout": (None,),
@@ -103,6 +103,12 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
                 f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, with which the sizes are not known here; they are "
                 f"with {show_choices(values)}. The worker will know the exact sizes once it has built the model."
             )
+    freq = megatron_cfg["moe_layer_freq"] if "moe_layer_freq" in megatron_cfg else None
+    if freq is not None and has_dense_layers(freq):
+        raise UnknownArchitectureError(
+            f"{MEGATRON}.moe_layer_freq is {show(freq)}, with which the sizes are not known here; they are where every "
+            "layer has experts. The worker will know the exact sizes once it has built the model."
+        )
     return _read(FAMILIES[kind], kind, hf_config, megatron_cfg)
 
 

@@ -7,16 +7,16 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.model_config import hf_config
 from nemo_offload_rl.mcore.parallel import mpu
 from nemo_offload_rl.offload.activation_report import StepReport
 from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.attach import Engine
 from nemo_offload_rl.offload.wait_clock import Waits
 from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.activations import slab_bytes
+from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.plan.units import GIB
@@ -50,12 +50,7 @@ def activation_bytes(policy: Mapping[str, Any], plan: OffloadPlan, *, world_size
     try:
         facts = activation_facts(hf_config(policy).to_dict(), policy, world_size=world_size)
     except UnknownArchitectureError as error:
-        if plan.activations.host_memory_limit_bytes is None:
-            raise ValueError(
-                f"The host memory for this model's activations cannot be computed ({error}); give it in "
-                "policy.activation_offload.host_memory_limit_gib."
-            ) from error
-        return plan.activations.host_memory_limit_bytes
+        return limit_where_unknown(plan.activations, error)
     return slab_bytes(facts[mpu.get_pipeline_model_parallel_rank()], plan.activations)
 
 

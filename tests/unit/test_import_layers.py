@@ -35,6 +35,7 @@ def layer(*may_import: str, never: str = "") -> Layer:
 # A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
+    "hf_config": layer(never="torch ray megatron transformer_engine"),
     "metrics": layer(never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
@@ -51,20 +52,21 @@ LAYERS = {
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
         "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
-        "config.model_kind", *LEAVES, never="ray",
+        "config.model_kind", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
     "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
     "worker": layer(
-        "plan", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract", *LEAVES
+        "plan", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract", "hf_config",
+        *LEAVES
     ),
     "algorithms": layer(
-        "worker.group", "generation", "refit", "data", "environments", "placement.cluster", "config", "metrics",
-        never="megatron transformer_engine",
+        "worker.group", "worker.environment", "generation", "refit", "data", "environments", "placement.cluster",
+        "plan", "config", "hf_config", *LEAVES, never="megatron transformer_engine",
     ),
     "cli": layer(
         "config", "plan", "offload", "placement", "data", "environments", "mcore", "refit", "generation", "worker",
-        "algorithms", *LEAVES,
+        "algorithms", "hf_config", *LEAVES,
     ),
 }  # fmt: skip
 

@@ -6,6 +6,7 @@ A rule gets the values of the keys that it reads. It is asked only where all of 
 from nemo_offload_rl.config.rules import (
     activations,
     batches,
+    experts,
     graphs,
     grpo,
     memory,
@@ -24,6 +25,7 @@ __all__ = [
     "Rule",
     "activations",
     "batches",
+    "experts",
     "graphs",
     "grpo",
     "memory",

@@ -11,7 +11,7 @@ from nemo_offload_rl.config.activation_modules import (
     modules_without_layer,
 )
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
-from nemo_offload_rl.config.libraries import TRANSFORMER_ENGINE_2_14, too_old
+from nemo_offload_rl.config.libraries import TRANSFORMER_ENGINE_2_14, too_old, untested_megatron_core
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.problems import nearest, show, show_choices
 from nemo_offload_rl.config.rules.base import ETP, MEGATRON, MODEL, Verdict, rule
@@ -24,6 +24,7 @@ GRAPHS = GRAPH_IMPL_KEY
 OP_FUSER = f"{MEGATRON}.use_transformer_engine_op_fuser"
 # The arguments of `fuses_experts`.
 EXPERT_FUSION = (f"{OP_FUSER}?", MODULES, OFFLOADING, *MODEL)
+FRACTION = f"{MEGATRON}.activation_offload_fraction"
 LIMIT = "policy.activation_offload.host_memory_limit_gib"
 RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"
 
@@ -56,6 +57,12 @@ def unknown_names(names: Sequence[str], known: Sequence[str]) -> str:
 def repeated_names(names: Sequence[str]) -> list[str]:
     """The names that stand more than once."""
     return [name for name, count in Counter(names).items() if count > 1]
+
+
+@rule(OFFLOADING)
+def offloading_knows_megatron_core(enabled: bool) -> Verdict:
+    """Its layers might call something else, or expect something else of it."""
+    return untested_megatron_core() if enabled else None
 
 
 @rule(MODULES, OFFLOADING)
@@ -132,10 +139,12 @@ def fused_group_mlp_moves_as_a_whole(modules: list[str] | None, enabled: bool) -
     )
 
 
-@rule(MODULES, OFFLOADING, f"{OP_FUSER}?")
-def fused_group_mlp_needs_op_fuser(modules: list[str] | None, enabled: bool, fused: bool | None) -> Verdict:
-    """Without the fuser there is no fused MLP."""
-    if "fused_group_mlp" not in offloaded(enabled, modules) or fused:
+@rule(MODULES, OFFLOADING, f"{OP_FUSER}?", *MODEL)
+def fused_group_mlp_needs_op_fuser(
+    modules: list[str] | None, enabled: bool, fused: bool | None, *model: Any
+) -> Verdict:
+    """Without the fuser there is no fused MLP; that a dense model has none at all, another rule says."""
+    if "fused_group_mlp" not in offloaded(enabled, modules) or fused or model_kind(*model).has_experts is False:
         return None
     return (
         f"names 'fused_group_mlp', which needs {OP_FUSER} true; found {show(fused)}: set it, or name expert_fc1 and "
@@ -240,10 +249,12 @@ def recomputed_activations_are_not_offloaded(
     for name, (inside, why) in pairs.items():
         clash = [module for module in moved if module in inside]
         if name in again and clash:
-            source = "" if recomputed is not None else ", as null means"
+            holds, remedy = f"holds {name}", f"{name} out there"
+            if recomputed is None:
+                holds, remedy = f"is null, which means {name}", "name others there (or [])"
             return (
-                f"names {quoted(clash)}, but {MEGATRON}.recompute_modules holds {name}{source}: {why}; take "
-                f"{quoted(clash)} out here, or {name} out there"
+                f"names {quoted(clash)}, but {MEGATRON}.recompute_modules {holds}: {why}; take {quoted(clash)} out "
+                f"here, or {remedy}"
             )
     return None
 
@@ -271,10 +282,18 @@ def transformer_engine_leaves_offloading_to_megatron(env_vars: dict[str, str] | 
     )
 
 
-@rule(f"{LIMIT}?", f"{RESIDENCY_LIMIT}?")
-def activations_fit_into_host_memory_limit(limit: float | None, all_of_it: float | None) -> Verdict:
+@rule("policy.activation_offload.strict?", OFFLOADING, f"{FRACTION}?")
+def strictness_lets_something_leave(strict: bool | None, enabled: bool, fraction: float | None) -> Verdict:
+    """With a fraction of 0 every module is without effect, and the first step would end in an error."""
+    if not strict or not enabled or fraction != 0:
+        return None
+    return f"is true, but {FRACTION} is 0, with which nothing leaves the GPU; raise that, or set this to false"
+
+
+@rule(f"{LIMIT}?", f"{RESIDENCY_LIMIT}?", OFFLOADING)
+def activations_fit_into_host_memory_limit(limit: float | None, all_of_it: float | None, enabled: bool) -> Verdict:
     """A rank's host memory holds its activations beside its training state."""
-    if limit is None or all_of_it is None or limit <= all_of_it:
+    if not enabled or limit is None or all_of_it is None or limit <= all_of_it:
         return None
     return f"is {limit:g}, above {RESIDENCY_LIMIT} ({all_of_it:g}), of which it is a part; lower it, or raise that"
 

@@ -91,11 +91,11 @@ def graph_modules_are_named_once(modules: list[str], impl: str) -> Verdict:
     return f"names {quoted(repeated)} more than once; name each module once" if repeated else None
 
 
-@rule(CAPTURED, GRAPHS)
-def moe_preprocess_needs_moe_router(modules: list[str], impl: str) -> Verdict:
-    """It is captured in the router's graph."""
+@rule(CAPTURED, GRAPHS, *MODEL)
+def moe_preprocess_needs_moe_router(modules: list[str], impl: str, *model: Any) -> Verdict:
+    """It is captured in the router's graph; a dense model has neither."""
     names = captured(impl, modules)
-    if "moe_preprocess" not in names or "moe_router" in names:
+    if "moe_preprocess" not in names or "moe_router" in names or model_kind(*model).has_experts is False:
         return None
     return f"has moe_preprocess, which is captured with moe_router; found {show(modules)}; add moe_router"
 
@@ -114,21 +114,17 @@ def captured_modules_are_in_the_model(modules: list[str], impl: str, *model: Any
     f"{MEGATRON}.moe_token_dispatcher_type?",
     f"{MEGATRON}.moe_expert_capacity_factor?",
     f"{MEGATRON}.moe_pad_expert_input_to_capacity?",
-    f"{MEGATRON}.moe_router_padding_for_fp8?",
 )
 def captured_preprocessing_does_not_wait(
-    modules: list[str], impl: str, dispatcher: str | None, capacity: float | None, pads: bool | None, fp8: bool | None
+    modules: list[str], impl: str, dispatcher: str | None, capacity: float | None, pads: bool | None
 ) -> Verdict:
     """A graph holds no copy to the host that the next line waits for; Megatron-Bridge's dispatcher is alltoall."""
-    waits = dispatcher in (None, "alltoall") and (capacity is None or not pads) and (capacity is not None or fp8)
+    waits = dispatcher in (None, "alltoall") and capacity is not None and not pads
     if "moe_preprocess" not in captured(impl, modules) or not waits:
         return None
-    key, value = (
-        ("moe_expert_capacity_factor", capacity) if capacity is not None else ("moe_router_padding_for_fp8", fp8)
-    )
     return (
-        f"has moe_preprocess, which with {MEGATRON}.{key} {show(value)} waits for numbers on the host, and cannot be "
-        f"captured; take it out, or leave {key} off"
+        f"has moe_preprocess, which with {MEGATRON}.moe_expert_capacity_factor {show(capacity)} waits for numbers on "
+        "the host, and cannot be captured; take it out, or leave moe_expert_capacity_factor off"
     )
 
 
@@ -171,7 +167,7 @@ def captured_layers_have_fixed_shapes(modules: list[str], impl: str, packs: bool
         return None
     return (
         f"has {quoted(fixed)}, whose graphs take padded batches of {LENGTH}, but {PACKING} is "
-        f"true; set that to false, or capture moe_router alone"
+        "true; set that to false, or capture none of attn and mlp (moe_router may be, in a mixture of experts)"
     )
 
 

@@ -1,9 +1,12 @@
 """Recomputation and checkpoint formats."""
 
-from nemo_offload_rl.config.problems import show_choices
-from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, rule
+from typing import Any
 
-RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts", "gdn_norm_out")
+from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.problems import show_choices
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
+
+RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
 RECOMPUTATION = (
     f"{MEGATRON}.activation_checkpointing",
     f"{MEGATRON}.recompute_granularity",
@@ -37,6 +40,21 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
     if granularity == "selective" and unknown:
         found = show_choices(unknown)
         return f"{MEGATRON}.recompute_modules", f"may hold {show_choices(RECOMPUTE_MODULES)}; found {found}"
+    return None
+
+
+@rule(f"{MEGATRON}.recompute_modules", *RECOMPUTATION[:2], f"{MEGATRON}.moe_grouped_gemm?", *MODEL)
+def recomputed_experts_are_grouped(
+    modules: list[str] | None, enabled: bool, granularity: str | None, grouped: bool | None, *model: Any
+) -> Verdict:
+    """megatron-core recomputes the activation of grouped experts only."""
+    has_experts = model_kind(*model).has_experts
+    if "moe_act" not in recomputed_modules(enabled, granularity, modules):
+        return None
+    if has_experts is False:
+        return "has moe_act, which only a mixture of experts has, and the model is dense; take it out"
+    if grouped is False:
+        return f"has moe_act, which needs {MEGATRON}.moe_grouped_gemm true; found false: take it out, or set that"
     return None
 
 

@@ -5,6 +5,8 @@ from typing import Any
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PP, TP, Verdict, note
 
+ACTIVATION_OFFLOAD = "policy.activation_offload"
+
 
 @note(f"{MEGATRON}.sequence_parallel", TP)
 def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Verdict:
@@ -45,16 +47,53 @@ def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bo
     return f"has no effect, since {switch} is false" if modules and not enabled else None
 
 
-@note(f"{MEGATRON}.delta_offload_bytes_across_pp_ranks?", PP)
-def pipeline_ranks_differ_with_a_pipeline(delta: int | None, pp: int) -> Verdict:
+@note(f"{MEGATRON}.delta_offload_bytes_across_pp_ranks?", PP, f"{MEGATRON}.fine_grained_activation_offloading")
+def pipeline_ranks_differ_with_a_pipeline(delta: int | None, pp: int, enabled: bool) -> Verdict:
     """The first stage offloads all that the recipe says."""
-    return f"has no effect, since {PP} is 1" if delta and pp == 1 else None
+    if not delta or (pp > 1 and enabled):
+        return None
+    why = f"{PP} is 1" if pp == 1 else f"{MEGATRON}.fine_grained_activation_offloading is false"
+    return f"has no effect, since {why}"
 
 
-@note(f"{MEGATRON}.delay_offload_until_cuda_graph?", *MODEL)
-def delayed_offload_is_of_experts(delay: bool | None, *model: Any) -> Verdict:
-    """megatron-core delays the copies of mixture-of-experts layers only."""
-    return "has no effect on a dense model" if delay and model_kind(*model).has_experts is False else None
+@note(f"{MEGATRON}.delay_offload_until_cuda_graph?", f"{MEGATRON}.offload_modules", *MODEL)
+def delayed_offload_is_of_experts(delay: bool | None, modules: list[str] | None, *model: Any) -> Verdict:
+    """megatron-core delays the copies of mixture-of-experts layers only, and those of fused experts never."""
+    if not delay:
+        return None
+    if model_kind(*model).has_experts is False:
+        return "has no effect on a dense model"
+    if not {"expert_fc1", "moe_act"} & set(modules or []):
+        return f"has no effect, since {MEGATRON}.offload_modules has neither expert_fc1 nor moe_act"
+    return None
+
+
+@note(
+    f"{MEGATRON}.attention_backend?",
+    "policy.precision",
+    f"{MEGATRON}.offload_modules",
+    f"{MEGATRON}.fine_grained_activation_offloading",
+    f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib?",
+)
+def scores_of_attention_are_not_planned(
+    backend: str | None, precision: str, modules: list[str] | None, enabled: bool, limit: float | None
+) -> Verdict:
+    """They are tokens x tokens a head, and the host memory that is computed for core_attn has no room for them."""
+    is_unfused = backend == "unfused" or precision == "float32"
+    if not is_unfused or not enabled or "core_attn" not in (modules or []) or limit is not None:
+        return None
+    why = "is unfused" if backend == "unfused" else "cannot be fused with policy.precision float32"
+    return (
+        f"{why}, so that attention keeps its scores; the host memory that is computed for activations has no room for "
+        f"them, and they stay on the GPU: give it in {ACTIVATION_OFFLOAD}.host_memory_limit_gib"
+    )
+
+
+@note(f"{ACTIVATION_OFFLOAD}.strict?", f"{MEGATRON}.fine_grained_activation_offloading")
+def strictness_counts_with_offloading(strict: bool | None, enabled: bool) -> Verdict:
+    """There is nothing that could be without effect."""
+    switch = f"{MEGATRON}.fine_grained_activation_offloading"
+    return f"has no effect, since {switch} is false" if strict and not enabled else None
 
 
 @note(f"{MEGATRON}.cuda_graph_modules", f"{MEGATRON}.cuda_graph_impl")

@@ -4,7 +4,7 @@ from typing import NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, PositiveFloat
+from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib
 
 
 @with_config(STRICT)
@@ -17,4 +17,4 @@ class ActivationOffloadConfig(TypedDict):
     # Host memory that one rank page-locks for activations at its start, all of it, in GiB, within policy.residency's
     # host_memory_limit_gib; what does not fit stays on the GPU. Above 0; null for what the plan says.
     # Recommended: null. Absent: as null.
-    host_memory_limit_gib: NotRequired[PositiveFloat | None]
+    host_memory_limit_gib: NotRequired[PositiveGib | None]

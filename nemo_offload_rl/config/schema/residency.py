@@ -4,7 +4,7 @@ from typing import Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, PositiveFloat
+from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib
 
 
 @with_config(STRICT)
@@ -52,6 +52,6 @@ class ResidencyConfig(TypedDict):
     huge_pages: bool
     # Most host memory that one rank may take for everything that moves, in GiB. Above 0; null for what the machine and
     # its cgroup have free, shared by the ranks of a host. Recommended: null.
-    host_memory_limit_gib: PositiveFloat | None
+    host_memory_limit_gib: PositiveGib | None
     # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}.
     table: ResidencyTable | None

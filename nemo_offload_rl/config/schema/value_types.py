@@ -13,6 +13,8 @@ STRICT_WITH_MEGATRON_FIELDS = ConfigDict(strict=True, extra="allow")
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+# Of memory; more than any machine has would be no number of bytes.
+PositiveGib = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]

@@ -20,6 +20,7 @@ FUSER = f"+{MEGATRON}.use_transformer_engine_op_fuser=true"
 UNFUSED = f"{MEGATRON}.env_vars={{NVTE_CUTEDSL_FUSED_GROUPED_MLP: '0'}}"
 HUB_NAME = ["~warm_start", "policy.model_name=org/model", "policy.hf_config=null", "policy.tokenizer.name=x"]
 TWO_RANKS_AN_EXPERT = [f"{MEGATRON}.expert_tensor_parallel_size=2", "cluster.gpus_per_node=2"]
+STRICT = "policy.activation_offload.strict=true"
 SELECTIVE = [f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"]
 
 
@@ -127,8 +128,8 @@ BROKEN = {
     "recomputed_activations_are_not_offloaded": [
         (
             [*offload("core_attn"), *SELECTIVE],
-            f"names 'core_attn', but {MEGATRON}.recompute_modules holds core_attn, as null means: recomputed attention "
-            "does not offload; take 'core_attn' out here, or core_attn out there",
+            f"names 'core_attn', but {MEGATRON}.recompute_modules is null, which means core_attn: recomputed attention "
+            "does not offload; take 'core_attn' out here, or name others there (or [])",
         ),
         (
             [*offload("core_attn"), *SELECTIVE, f"{MEGATRON}.recompute_modules=[layernorm,core_attn]"],
@@ -160,9 +161,19 @@ BROKEN = {
             f'{MEGATRON}.env_vars.NVTE_CPU_OFFLOAD_V1: must be "1" while',
         ),
     ],
+    "strictness_lets_something_leave": [
+        (
+            [*offload("core_attn"), STRICT, f"{MEGATRON}.activation_offload_fraction=0"],
+            f"policy.activation_offload.strict: is true, but {MEGATRON}.activation_offload_fraction is 0, with which",
+        ),
+    ],
     "activations_fit_into_host_memory_limit": [
         (
-            ["policy.activation_offload.host_memory_limit_gib=9", "policy.residency.host_memory_limit_gib=8"],
+            [
+                *offload("core_attn"),
+                "policy.activation_offload.host_memory_limit_gib=9",
+                "policy.residency.host_memory_limit_gib=8",
+            ],
             "policy.activation_offload.host_memory_limit_gib: is 9, above policy.residency.host_memory_limit_gib (8), "
             "of which it is a part; lower it, or raise that",
         ),
@@ -170,12 +181,21 @@ BROKEN = {
 }
 
 
-LIBRARY = "fused_experts_have_their_library"
+OF_LIBRARIES = {"fused_experts_have_their_library", "offloading_knows_megatron_core"}
 
 
 def test_each_rule_of_activations_has_a_recipe_that_breaks_it():
     rules = {rule.check.__name__ for rule in RULES if rule.check.__module__ == activations.__name__}
-    assert set(BROKEN) | {LIBRARY} == rules
+    assert set(BROKEN) | OF_LIBRARIES == rules
+
+
+def test_another_megatron_core_is_refused(installed, error_of):
+    installed(megatron_core="0.20.0")
+    assert (
+        f"{MEGATRON}.fine_grained_activation_offloading: takes the place of a private part of megatron-core and was "
+        "tested with 0.19.2, but 0.20.0 is installed; install a tested version, or set the key to false"
+    ) in error_of(*offload("core_attn"))
+    load(CONFIGS / "grpo_tiny_cpu.yaml")
 
 
 def test_fused_experts_have_their_library(installed, error_of):
@@ -210,7 +230,13 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
         ["~policy.activation_offload"],
         ["policy.activation_offload={}"],
         ["policy.activation_offload={strict: true, host_memory_limit_gib: 2.5}", *offload("core_attn")],
-        ["policy.activation_offload.host_memory_limit_gib=8", "policy.residency.host_memory_limit_gib=8"],
+        [
+            *offload("core_attn"),
+            "policy.activation_offload.host_memory_limit_gib=8",
+            "policy.residency.host_memory_limit_gib=8",
+        ],
+        ["policy.activation_offload.host_memory_limit_gib=9", "policy.residency.host_memory_limit_gib=8"],
+        [STRICT, f"{MEGATRON}.activation_offload_fraction=0"],
         offload("attn_norm", "qkv_linear", "core_attn", "attn_proj", "mlp_norm"),
         [*EXPERTS, *offload("qkv_linear", "expert_fc1", "moe_act")],
         [*EXPERTS, FUSER, *offload("fused_group_mlp", "core_attn")],
@@ -261,6 +287,7 @@ def test_what_works_is_accepted(overrides):
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, None, True, None),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 1, 1], True, True),
         ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [1, 1, 1], True, False),
+        ({"model_type": "deepseek_v3", "n_routed_experts": 256}, [0, 0, 0], False, True),
         ({"model_type": "qwen3_moe", "num_experts": 8}, 2, True, True),
         ({"model_type": "qwen3_moe", "num_experts": 8}, 1, True, False),
     ],

@@ -10,7 +10,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES, activations, graphs
+from nemo_offload_rl.config.rules import NOTES, RULES, activations, experts, graphs
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.config.schema import ALGORITHMS
 from tests.unit.config.conftest import CONFIGS
@@ -39,6 +39,13 @@ BROKEN = {
             f"++{MEGATRON}.moe_token_dispatcher_type=allgather",
         ],
         f"moe_token_dispatcher_type: is allgather, which takes no packed rows on a pipeline ({PP} 2",
+    ),
+    "recomputed_experts_are_grouped": (
+        [
+            *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
+            f"{MEGATRON}.recompute_modules=[moe_act]",
+        ],
+        f"{MEGATRON}.recompute_modules: has moe_act, which only a mixture of experts has, and the model is dense",
     ),
     "virtual_pipeline_needs_pipeline": (
         [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
@@ -217,8 +224,8 @@ BROKEN = {
 }
 
 
-# Those of activations and of graphs have test files of their own.
-ELSEWHERE = (activations.__name__, graphs.__name__)
+# Those of activations, of experts and of graphs have test files of their own.
+ELSEWHERE = (activations.__name__, experts.__name__, graphs.__name__)
 
 
 @pytest.mark.parametrize(
@@ -327,6 +334,39 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 f"{MEGATRON}.delay_offload_until_cuda_graph=true",
             ],
             "delay_offload_until_cuda_graph has no effect on a dense model",
+        ),
+        (
+            [
+                *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=8"),
+                *("policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
+                *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[moe_router]"),
+                *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"),
+                f"{MEGATRON}.delay_offload_until_cuda_graph=true",
+            ],
+            "has no effect, since policy.megatron_cfg.offload_modules has neither expert_fc1 nor moe_act",
+        ),
+        (
+            [f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"],
+            "attention_backend cannot be fused with policy.precision float32, so that attention keeps its scores; the",
+        ),
+        (
+            [
+                *("policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
+                *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"),
+                f"+{MEGATRON}.attention_backend=unfused",
+            ],
+            "attention_backend is unfused, so that attention keeps its scores; the host memory that is computed for",
+        ),
+        (
+            ["policy.activation_offload.strict=true"],
+            "policy.activation_offload.strict has no effect, since policy.megatron_cfg.fine_grained_activation_offload",
+        ),
+        (
+            [
+                *(f"{PP}=2", "cluster.gpus_per_node=2"),
+                f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=1048576",
+            ],
+            "pp_ranks has no effect, since policy.megatron_cfg.fine_grained_activation_offloading is false",
         ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],

@@ -21,8 +21,9 @@ from support.marks import At
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.mcore import step
-from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, check_environment, step_shape
+from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
 from nemo_offload_rl.mcore.graph_capture import FrozenShapes, NoObserver
 from nemo_offload_rl.mcore.graph_pace import slower_than_eager
 
@@ -395,9 +396,9 @@ def test_hidden_states_that_are_not_bfloat16_are_refused(make_worker, precision,
 def test_expandable_segments_need_unregistered_buffers(name):
     settings = {name: "max_split_size_mb:64, expandable_segments: True"}
     with pytest.raises(ValueError, match=rf"{name} has expandable_segments:True.*NCCL_GRAPH_REGISTER=0.*is unset"):
-        check_environment(settings)
-    check_environment(settings | {"NCCL_GRAPH_REGISTER": "0"})
-    check_environment({name: "max_split_size_mb:64"})
+        check_graph_environment(settings)
+    check_graph_environment(settings | {"NCCL_GRAPH_REGISTER": "0"})
+    check_graph_environment({name: "max_split_size_mb:64"})
 
 
 class Stage:

@@ -100,9 +100,9 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
     """What a worker really holds, and the config that transformers makes of the recipe's mapping."""
     from megatron.core import parallel_state
 
+    from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.mcore import parallel
     from nemo_offload_rl.mcore.build import build
-    from nemo_offload_rl.mcore.model_config import hf_config
 
     policy: Any = policy_of(layout)
     join(policy, rank, world_size, port)

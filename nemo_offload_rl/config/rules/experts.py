@@ -1,0 +1,49 @@
+"""Mixtures of experts: which layers have them, and how many tokens they take."""
+
+from typing import Any
+
+from nemo_offload_rl.config.model_kind import NUM_LAYERS_KEY
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.activations import GRAPHS, OFFLOADING
+from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, rule
+
+LAYER_FREQ = f"{MEGATRON}.moe_layer_freq"
+CAPACITY = f"{MEGATRON}.moe_expert_capacity_factor"
+PADS = f"{MEGATRON}.moe_pad_expert_input_to_capacity"
+
+
+@rule(f"{LAYER_FREQ}?", "policy.hf_config?")
+def layers_with_experts_are_counted(freq: int | list[int] | None, hf_config: dict[str, Any] | None) -> Verdict:
+    """Every how many layers there are experts, or for each layer whether."""
+    rule_says = "must be a whole number of layers from 1, or 0 or 1 for each layer"
+    if isinstance(freq, int):
+        return None if freq >= 1 else f"{rule_says}; found {freq}"
+    if freq is None:
+        return None
+    if not freq or any(one not in (0, 1) for one in freq):
+        return f"{rule_says}; found {show(freq)}"
+    layers = hf_config.get(NUM_LAYERS_KEY) if hf_config else None
+    if isinstance(layers, int) and len(freq) != layers:
+        return f"has {len(freq)} numbers, one for each layer, but the model has {layers} layers; give as many"
+    return None
+
+
+@rule(f"{PADS}?", f"{CAPACITY}?")
+def padded_experts_have_a_capacity(pads: bool | None, capacity: float | None) -> Verdict:
+    """What experts are padded to."""
+    if not pads or capacity is not None:
+        return None
+    return f"is true, which needs {CAPACITY}, such as 1.0; found null: set that, or this to false"
+
+
+@rule(f"{CAPACITY}?", OFFLOADING, GRAPHS)
+def experts_that_drop_tokens_are_not_offloaded_beside_graphs(
+    capacity: float | None, enabled: bool, graphs: str
+) -> Verdict:
+    """No combination of the three was ever compared with plain steps, neither here nor upstream."""
+    if capacity is None or not enabled or graphs == "none":
+        return None
+    return (
+        f"is {show(capacity)}, with which experts drop tokens, and that is not supported with both {OFFLOADING} and "
+        f"{GRAPHS} {graphs}; leave it at null, or switch one of them off"
+    )

@@ -1,0 +1,99 @@
+"""What is refused before Ray starts, although the recipe alone is valid."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from nemo_offload_rl.algorithms import before_ray
+from nemo_offload_rl.algorithms.before_ray import check_before_ray
+from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
+from nemo_offload_rl.config import load
+from nemo_offload_rl.plan.host_budget import HostBudgetError
+
+ROOT = Path(__file__).parents[3]
+DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
+TINY = ROOT / "examples" / "configs" / "grpo_tiny_cpu.yaml"
+MEGATRON = "policy.megatron_cfg"
+OFFLOAD = [f"{MEGATRON}.fine_grained_activation_offloading=true", f"{MEGATRON}.offload_modules=[core_attn]"]
+CAPTURE = [f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[attn]"]
+LIMIT = "++policy.residency.host_memory_limit_gib"
+EXPANDS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+# Sizes that are not known here.
+UNKNOWN = f"+{MEGATRON}.softmax_type=learnable"
+
+
+@pytest.fixture
+def check(monkeypatch):
+    """Checks a recipe as on a machine with GPUs, and without their variables."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    for name in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(before_ray, "starts_ray_here", lambda: True)
+
+    def on_a_gpu(*overrides, environ=(), recipe=DENSE):
+        for name, value in dict(environ).items():
+            monkeypatch.setenv(name, value)
+        validated = load(recipe, list(overrides))
+        check_before_ray(validated.config, validated.algorithm)
+
+    return on_a_gpu
+
+
+def test_a_limit_that_is_too_small_is_said_with_what_is_missing(check):
+    with pytest.raises(
+        HostBudgetError, match=r"but policy.residency.host_memory_limit_gib is 0\.1\.(.|\n)*are missing"
+    ):
+        check(*OFFLOAD, f"{LIMIT}=0.1")
+    check(*OFFLOAD, f"{LIMIT}=100")
+
+
+def test_activations_of_unknown_sizes_need_a_limit(check):
+    message = (
+        rf"cannot be computed \({MEGATRON}.softmax_type is 'learnable', with which the sizes are not known here; they "
+        r".*\); give it in policy\.activation_offload\.host_memory_limit_gib\.$"
+    )
+    with pytest.raises(ValueError, match=message):
+        check(*OFFLOAD, UNKNOWN)
+    check(*OFFLOAD, UNKNOWN, "++policy.activation_offload.host_memory_limit_gib=4")
+    check(UNKNOWN)
+
+
+def test_a_model_of_a_hub_is_left_to_the_workers(check):
+    check(*OFFLOAD, UNKNOWN, "policy.model_name=org/model", "policy.hf_config=null")
+
+
+def test_a_models_folder_is_read(check, tmp_path):
+    fields = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    with pytest.raises(ValueError, match=r"cannot be computed \(The model's model_type is 'gpt2'"):
+        check(*OFFLOAD, f"policy.model_name={tmp_path}", "policy.hf_config=null")
+
+
+@pytest.mark.parametrize("environ", [EXPANDS, EXPANDS | {"NCCL_GRAPH_REGISTER": "1"}], ids=str)
+def test_graphs_do_not_go_with_expandable_segments_of_the_shell(check, environ):
+    with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which CUDA"):
+        check(*CAPTURE, environ=environ)
+    check(environ=environ)
+
+
+def test_the_recipes_variables_count_beside_the_shells(check):
+    check(*CAPTURE, environ=EXPANDS | {"NCCL_GRAPH_REGISTER": "0"})
+    check(*CAPTURE, f"{MEGATRON}.env_vars={{NCCL_GRAPH_REGISTER: '0'}}", environ=EXPANDS)
+
+
+def test_the_environment_of_a_running_cluster_is_another(check, monkeypatch):
+    monkeypatch.setattr(before_ray, "starts_ray_here", lambda: False)
+    check(*CAPTURE, environ=EXPANDS)
+
+
+def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    check(*OFFLOAD, *CAPTURE, UNKNOWN, environ=EXPANDS)
+
+
+def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):
+    monkeypatch.setattr("ray.init", lambda *args, **kwargs: pytest.fail("Ray was started"))
+    overrides = [f"{LIMIT}=0.0001", f"logger.log_dir={tmp_path}"]
+    assert run(TINY, overrides, "grpo") == EXIT_WRONG_RECIPE
+    assert "of host memory for what leaves its GPU, but policy.residency.host_memory" in capsys.readouterr().err
