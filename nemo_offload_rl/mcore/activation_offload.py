@@ -1,6 +1,6 @@
 """Puts our activation offloading in the place of megatron-core's."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -11,11 +11,13 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface,
     PipelineOffloadManager,
 )
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.config.libraries import untested_megatron_core
 from nemo_offload_rl.offload.activation_copies import CudaCopies
-from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+from nemo_offload_rl.offload.activation_options import ActivationOptions
+from nemo_offload_rl.offload.activations import ActivationOffloader
 
 
 def activation_options(config: Any) -> ActivationOptions:
@@ -74,6 +76,24 @@ def _group_offload(
         return output
     manager.end_group(chunk, name, delay=delay_offload)
     return output
+
+
+_THEIR_CHECKPOINT = CheckpointWithoutOutput.checkpoint
+
+
+def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[..., Any], *args: Any) -> Any:
+    """What selective recomputation calls, with the arguments of megatron-core's `CheckpointWithoutOutput.checkpoint`.
+
+    It empties the outputs' storages once the modules that read them are through, and fills them in the backward pass.
+    Where a module of its own computes a layer's first norm, as in multi-latent attention, `qkv_linear` saves what
+    `layernorm` discards so.
+    """
+    outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    if isinstance(manager, ActivationOffloader):
+        for output in checkpoint.outputs or ():
+            manager.keep_recomputed(output.untyped_storage())
+    return outputs
 
 
 class _EndOfCapturedBackward(torch.autograd.Function):
@@ -152,6 +172,7 @@ def take_place(offloader: ActivationOffloader) -> None:
     """Have megatron-core's functions call this one, until `uninstall`."""
     PipelineOffloadManager.OFFLOAD_MGR = offloader
     fine_grained_activation_offload.fine_grained_offloading_group_offload = _group_offload
+    CheckpointWithoutOutput.checkpoint = _checkpoint
 
 
 def uninstall(offloader: ActivationOffloader) -> None:
@@ -159,6 +180,7 @@ def uninstall(offloader: ActivationOffloader) -> None:
     if PipelineOffloadManager.OFFLOAD_MGR is offloader:
         PipelineOffloadManager.OFFLOAD_MGR = None
         fine_grained_activation_offload.fine_grained_offloading_group_offload = _THEIR_GROUP_OFFLOAD
+        CheckpointWithoutOutput.checkpoint = _THEIR_CHECKPOINT
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -59,6 +59,19 @@ class CopyEngine(Protocol):
         """What the caller's stream is given from now on runs after these copies."""
         ...
 
+    def wait_to_free(self, ticket: Ticket) -> None:
+        """Memory that these copies use is about to be used again by the caller's stream; nobody reads it.
+
+        Captures begin on an idle GPU. So there is nothing to wait for where what an eager pass has left is collected
+        beside one, and an event from outside of a capture would end it.
+        """
+        if not self.is_capturing():
+            self.wait(ticket)
+
+    def synchronize(self) -> None:
+        """Return when all copies are done."""
+        ...
+
     def timed_waits(self) -> AbstractContextManager[Waits]:
         """Time what the caller's streams wait inside; an engine whose waits cannot be timed counts none."""
         return nullcontext(Waits())
@@ -189,6 +202,11 @@ class CudaCopies(CopyEngine):
             return
         with self._clock.wait():
             ticket.event.wait(stream)
+
+    def synchronize(self) -> None:
+        """See `CopyEngine`."""
+        for lane in self.lanes.values():
+            lane.stream.synchronize()
 
     @contextmanager
     def timed_waits(self) -> Iterator[Waits]:

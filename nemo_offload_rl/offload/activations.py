@@ -22,7 +22,6 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -30,38 +29,14 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.offload.activation_copies import CopyEngine
 from nemo_offload_rl.offload.activation_groups import Chunk, Leaving, Profile, Stash
+from nemo_offload_rl.offload.activation_options import ActivationOptions
 from nemo_offload_rl.offload.activation_report import StepReport, Tally
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.captured_activations import Captures
 from nemo_offload_rl.offload.host_slab import HostSlab
+from nemo_offload_rl.offload.kept_storages import KeptStorages
 from nemo_offload_rl.offload.parcel import Parcel, start_back
 from nemo_offload_rl.offload.saved_activations import Group, Kept, SavedTensor, keep, kept_tensor, may_move
-
-
-@dataclass(frozen=True)
-class ActivationOptions:
-    """What to offload.
-
-    Attributes:
-        modules: as in `policy.megatron_cfg.offload_modules`.
-        fraction: of a micro-batch's eligible bytes, from 0 to 1; what stays is spread over the layers.
-        min_elements: smaller storages stay.
-        resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
-            rank).
-        max_inflight: groups whose GPU memory may wait for its copy before the compute stream does; None for as many as
-            a layer has, or two where layers differ (`Profile.lead`): fewer would make it wait for copies that are fast
-            enough, more would only take memory. With a number each group makes a request of its own, so that each can
-            be waited for.
-        margin_stage: the model chunk whose backward pass follows its forward pass at once, on the pipeline's last rank;
-            None elsewhere. There the last group of each module stays.
-    """
-
-    modules: tuple[str, ...]
-    fraction: float = 1.0
-    min_elements: int = 1024 * 1024
-    resident_bytes: int = 0
-    max_inflight: int | None = None
-    margin_stage: int | None = 0
 
 
 class ActivationOffloader:
@@ -92,7 +67,7 @@ class ActivationOffloader:
         self.captures = Captures(self.slab, copies)
         self.report = StepReport({}, 0, 0, 0)
         """Of the last step."""
-        self._keep = {storage._cdata for storage in keep}
+        self._keep = KeptStorages(keep)
         self._enabled = True
         self._route = Route(self.slab, copies)
         self._chunk: Chunk | None = None
@@ -171,6 +146,11 @@ class ActivationOffloader:
         """As before."""
         self._enabled = True
 
+    def keep_recomputed(self, storage: torch.UntypedStorage) -> None:
+        """Selective recomputation will empty it behind the pass under way, and fill it again in the backward pass."""
+        if self.cur_forward_chunk() is not None:
+            self._keep.add_recomputed(storage)
+
     def flush_delayed_groups(self) -> None:
         """Make the commits that waited for a graph's replay."""
         delayed, self._delayed = self._delayed, []
@@ -187,6 +167,7 @@ class ActivationOffloader:
         self._chunks.clear()
         self._active.clear()
         self._delayed.clear()
+        self._keep.forget_recomputed()
         self.captures.chunk = None
         if self.cuda_graph_stream is not None:  # copies in the last graphs may be under way
             torch.cuda.current_stream().wait_stream(self.cuda_graph_stream)
@@ -199,8 +180,9 @@ class ActivationOffloader:
             self.slab.peak_bytes = self.slab.used_bytes
 
     def close(self) -> None:
-        """Let go of the host memory; nothing can be offloaded any more."""
+        """Let go of the host memory, which no copy uses any more; nothing can be offloaded any more."""
         self.reset()
+        self.copies.synchronize()
         self.slab.close()
 
     def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
@@ -318,7 +300,7 @@ class ActivationOffloader:
             return keep(tensor, group.name)
         storage = tensor.untyped_storage()
         number = storage._cdata
-        if number in self._keep or number in self.captures.keep:
+        if number in self._keep.addresses or number in self.captures.keep:
             return keep(tensor, group.name)
         nbytes = storage.nbytes()
         if nbytes < self.options.min_elements * tensor.element_size():

@@ -93,10 +93,18 @@ class CapturedCopies(CopyEngine):
         """See `CopyEngine`."""
         return self._asked(self._copies.back(spans, self._of_this_capture(after)))
 
+    def synchronize(self) -> None:
+        """See `CopyEngine`."""
+        self._copies.synchronize()
+
     def wait(self, ticket: Ticket) -> None:
         """See `CopyEngine`; graphs before this one have ended when it begins, their copies included."""
         for mine in self._of_this_capture([ticket]):
             self._copies.wait(mine)
+
+    def wait_to_free(self, ticket: Ticket) -> None:
+        """See `CopyEngine`."""
+        self.wait(ticket)
 
     def end_capture(self) -> None:
         """The capturing stream waits for all copies of this capture, and for none of another."""

@@ -92,8 +92,8 @@ class Parcel:
 
     def __del__(self) -> None:
         self._free_weak_ref(self._weak)
-        if self._returning is not None:  # prefetched and not needed: its memory must not be used again before
-            self.route.copies.wait(self._returning)
+        if self._returning is not None:  # prefetched and not needed
+            self.route.copies.wait_to_free(self._returning)
         if self._region is not None:
             self.route.host.give_back(self._region, self._left)
 

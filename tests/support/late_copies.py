@@ -90,6 +90,10 @@ class LateCopies(CopyEngine):
         assert isinstance(ticket, LateTicket)
         ticket.run()
 
+    def synchronize(self) -> None:
+        for ticket in self._pending:
+            ticket.run()
+
     @contextmanager
     def timed_waits(self) -> Iterator[Waits]:
         self.num_timed += 1

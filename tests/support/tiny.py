@@ -27,6 +27,30 @@ TINY_QWEN3_MOE: dict[str, Any] = TINY_QWEN3 | {
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,
 }
+TINY_DEEPSEEK_V3: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "hidden_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "intermediate_size": 1024,
+    "vocab_size": VOCAB_SIZE,
+    "tie_word_embeddings": False,
+    "q_lora_rank": 128,
+    "kv_lora_rank": 128,
+    "qk_nope_head_dim": 128,
+    "qk_rope_head_dim": 64,
+    "v_head_dim": 128,
+    "first_k_dense_replace": 1,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 256,
+    "n_group": 1,
+    "topk_group": 1,
+    "num_nextn_predict_layers": 0,
+}
+"""Multi-latent attention, whose layers begin with a norm of its own also where Transformer Engine computes them."""
 
 
 def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float32", **megatron: Any) -> dict[str, Any]:

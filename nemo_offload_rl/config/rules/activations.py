@@ -237,7 +237,8 @@ def recomputed_activations_are_not_offloaded(
       computed again, and megatron-core asserts that they are not.
 
     The others go together. A recomputed norm (layernorm) or activation (moe_act) discards its output and keeps its
-    input, which is what attn_norm, mlp_norm and moe_act move; mlp and shared_experts hold no module that is offloaded.
+    input, which is what attn_norm, mlp_norm and moe_act move; of what qkv_linear saves the output of a norm of its own
+    stays (`KeptStorages`). mlp and shared_experts hold no module that is offloaded.
     """
     moved = offloaded(enabled, modules)
     again = recomputed_modules(recompute, granularity, recomputed)

@@ -2,9 +2,13 @@
 
 import gc
 import random
+from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from megatron.core.tensor_parallel import random as checkpoints
 from support.late_copies import LateCopies
 from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
@@ -84,6 +88,37 @@ def test_beside_selective_recomputation(make_worker, late, config, recomputed):
     worker = make_worker(offloading_activations(tiny_policy(config), ATTENTION, **selective))
     assert steps(worker) == want
     assert worker.activations.offloader.report.total().moved_bytes > 0
+
+
+def fill_again(output: torch.Tensor, recomputed: torch.Tensor) -> None:
+    """What megatron-core's C++ extension, which is built for CUDA, does without a copy."""
+    storage, full = output.untyped_storage(), recomputed.untyped_storage()
+    storage.resize_(full.nbytes())
+    storage.copy_(full)
+
+
+@pytest.fixture
+def recomputing(monkeypatch):
+    """Lets megatron-core discard and recompute outputs without Transformer Engine, which is asked about fp8."""
+    no_fp8 = SimpleNamespace(is_fp8_enabled=lambda: False)
+    monkeypatch.setattr(checkpoints, "FP8GlobalStateManager", no_fp8, raising=False)
+    monkeypatch.setattr(checkpoints, "activation_recompute_forward", lambda **_: nullcontext(), raising=False)
+    monkeypatch.setattr(checkpoints, "fp8_autocast", lambda **_: nullcontext(), raising=False)
+    monkeypatch.setattr(checkpoints, "_get_share_storage", lambda: fill_again)
+
+
+@pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
+def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, modules):
+    """`qkv_linear` saves its output, which is emptied before the layer's copies are asked for, and filled again."""
+    again = {
+        "activation_checkpointing": True,
+        "recompute_granularity": "selective",
+        "recompute_modules": ["layernorm"],
+    }
+    want = steps(make_worker(tiny_policy(**again)))
+    worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **again)))
+    assert steps(worker) == want
+    assert worker.activations.offloader.report.modules["qkv_linear"].moved_bytes > 0
 
 
 def test_norms_too(make_worker, late):

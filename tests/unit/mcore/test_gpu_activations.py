@@ -9,7 +9,14 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.phases import checksums, delay_moves
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+from support.tiny import (
+    TINY_DEEPSEEK_V3,
+    TINY_QWEN3,
+    TINY_QWEN3_MOE,
+    offloading_activations,
+    random_batch,
+    tiny_policy,
+)
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
@@ -35,8 +42,8 @@ def _deterministic():
 
 
 def policy_of(model: str, *, packed: bool = False, **megatron: Any) -> dict[str, Any]:
-    config = TINY_QWEN3_MOE | MOE_SHAPE if model == "moe" else TINY_QWEN3 | SHAPE
-    policy = tiny_policy(config, "bfloat16", moe_grouped_gemm=True, **megatron)
+    configs = {"dense": TINY_QWEN3 | SHAPE, "moe": TINY_QWEN3_MOE | MOE_SHAPE, "latent": TINY_DEEPSEEK_V3}
+    policy = tiny_policy(configs[model], "bfloat16", moe_grouped_gemm=True, **megatron)
     policy["max_total_sequence_length"] = LONGEST
     if packed:
         policy["sequence_packing"] = {
@@ -94,6 +101,24 @@ def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain,
     total = worker.activations.offloader.report.total()
     assert total.moved_bytes > 0
     assert total.refused_bytes == 0
+
+
+@pytest.mark.parametrize("recomputed", [[], ["layernorm"]], ids=str)
+def test_norms_of_their_own_may_be_recomputed(make_worker, monkeypatch, recomputed):
+    """What `qkv_linear` saves is then emptied right behind it, and filled again: it must stay where it is."""
+    again = {
+        "activation_checkpointing": bool(recomputed),
+        "recompute_granularity": "selective",
+        "recompute_modules": recomputed,
+    }
+    want = steps(make_worker(policy_of("latent", **again)), 4)
+    policy = offloading_activations(policy_of("latent"), ["attn_norm", *ATTENTION, "mlp_norm", *EXPERTS], **again)
+    policy["activation_offload"] = {"strict": True, "host_memory_limit_gib": 0.25}  # the plan does not know the sizes
+    worker = make_worker(policy)
+    delay_moves(monkeypatch, seconds=0.002)
+    assert steps(worker, 4) == want
+    modules = worker.activations.offloader.report.modules
+    assert min(modules[name].moved_bytes for name in ("attn_norm", "qkv_linear", "core_attn")) > 0
 
 
 def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, caplog):

@@ -53,6 +53,16 @@ def test_bytes_leave_and_come_back_in_the_order_of_tickets(copies, host):
     assert not host.tensor[:OFFSET].any()
 
 
+def test_all_copies_are_done_when_they_were_waited_for(copies, host):
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    out = copies.out([span(gpu, host)], [])
+    back = copies.back([span(gpu, host)], [out])
+    assert not out.reached()
+    copies.synchronize()
+    assert out.reached() and back.reached()
+
+
 def test_events_are_used_again(copies, host):
     gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
     for _ in range(10):

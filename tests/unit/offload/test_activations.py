@@ -2,7 +2,7 @@
 
 import contextlib
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 import torch
@@ -17,9 +17,10 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activation_groups import Chunk, GroupListener, Profile
+from nemo_offload_rl.offload.activation_options import ActivationOptions
 from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.activation_share import which_leave_unknown
-from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.host_slab import HostSlab
 from nemo_offload_rl.offload.saved_activations import Group, InPlaceError
 
@@ -451,7 +452,7 @@ def test_parameters_and_small_storages_stay(model):
     assert total.distinct_bytes == 0
     whole = torch.ones(WIDTH, WIDTH)
     made = offloader(copies=copies)
-    made._keep.add(whole.untyped_storage()._cdata)
+    made._keep.addresses.add(whole.untyped_storage()._cdata)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     x = torch.ones(2, WIDTH, requires_grad=True)
     group = Interface(True, x, "mlp")
@@ -459,6 +460,46 @@ def test_parameters_and_small_storages_stay(model):
         y = x @ whole.t()  # saves a view of `whole`
     group.group_offload(y).sum().backward()
     assert copies.num_out == 0
+
+
+def test_what_will_be_recomputed_stays_until_its_pass_is_over():
+    made = offloader()
+    tensor = torch.ones(8, WIDTH)
+    made.keep_recomputed(tensor.untyped_storage())  # no pass is under way: as in log-probs
+    assert eligible_bytes(tensor) == tensor.nbytes
+    assert eligible_bytes(tensor, lambda: made.keep_recomputed(tensor.untyped_storage())) == 0
+    assert eligible_bytes(tensor) == tensor.nbytes
+
+
+def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
+    """What may move in a step whose only group saves this tensor."""
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    before()
+    x = torch.ones(8, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x * saved
+    group.group_offload(y).sum().backward()
+    Interface.reset()
+    return PipelineOffloadManager.OFFLOAD_MGR.report.total().distinct_bytes
+
+
+def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
+    copies = LateCopies(eager_share=0.0)
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([12], 0))
+    loss = model(*batches([12], 1))
+    model.layers[2].qkv.weight.register_hook(fail)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    made.reset()
+    assert not all(ticket.reached() for ticket in copies._pending)
+    made.close()
+    assert all(ticket.reached() for ticket in copies._pending)
+
+
+def fail(_: torch.Tensor) -> None:
+    raise MemoryError
 
 
 def test_a_change_in_place_is_refused(model):

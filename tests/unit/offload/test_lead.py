@@ -13,7 +13,8 @@ from support.marked_layers import Layer, Model, batches
 
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.offload.activation_copies import Span, Ticket
-from nemo_offload_rl.offload.activations import ActivationOffloader, ActivationOptions
+from nemo_offload_rl.offload.activation_options import ActivationOptions
+from nemo_offload_rl.offload.activations import ActivationOffloader
 
 MODULES = ("qkv_linear", "core_attn", "attn_proj")
 NUM_LAYERS = 16
