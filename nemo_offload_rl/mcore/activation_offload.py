@@ -84,15 +84,16 @@ _THEIR_CHECKPOINT = CheckpointWithoutOutput.checkpoint
 def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[..., Any], *args: Any) -> Any:
     """What selective recomputation calls, with the arguments of megatron-core's `CheckpointWithoutOutput.checkpoint`.
 
-    It empties the outputs' storages once the modules that read them are through, and fills them in the backward pass.
-    Where a module of its own computes a layer's first norm, as in multi-latent attention, `qkv_linear` saves what
-    `layernorm` discards so.
+    It saves the inputs, detached. It empties the outputs' storages once the modules that read them are through, and
+    fills them in the backward pass; where a module of its own computes a layer's first norm, as in multi-latent
+    attention, `qkv_linear` saves what `layernorm` discards so.
     """
-    outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)
     manager = PipelineOffloadManager.OFFLOAD_MGR
-    if isinstance(manager, ActivationOffloader):
-        for output in checkpoint.outputs or ():
-            manager.keep_recomputed(output.untyped_storage())
+    assert isinstance(manager, ActivationOffloader)
+    with manager.saving_to_recompute():
+        outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)
+    for output in checkpoint.outputs or ():
+        manager.keep_recomputed(output.untyped_storage())
     return outputs
 
 

@@ -78,6 +78,7 @@ class ActivationOffloader:
         self._resident: weakref.WeakSet[Parcel] = weakref.WeakSet()
         self._hooks = saved_tensors_hooks(self._pack, self._unpack)
         self._delayed: list[Callable[[], None]] = []
+        self._saves_aliases = False
         self._in_replay = False  # megatron-core sets it
 
     @contextmanager
@@ -145,6 +146,15 @@ class ActivationOffloader:
     def enable_offload(self) -> None:
         """As before."""
         self._enabled = True
+
+    @contextmanager
+    def saving_to_recompute(self) -> Iterator[None]:
+        """Selective recomputation saves its inputs inside, each detached from what the model goes on with."""
+        was, self._saves_aliases = self._saves_aliases, True
+        try:
+            yield
+        finally:
+            self._saves_aliases = was
 
     def keep_recomputed(self, storage: torch.UntypedStorage) -> None:
         """Selective recomputation will empty it behind the pass under way, and fill it again in the backward pass."""
@@ -315,7 +325,7 @@ class ActivationOffloader:
             chunk.parcels[number] = weakref.ref(parcel)
         elif parcel.report is not group.report:
             group.report.duplicate_bytes += nbytes
-        saved = SavedTensor(tensor, group, parcel)
+        saved = SavedTensor(tensor, group, parcel, is_alias=self._saves_aliases)
         group.saved.append(saved)
         return saved
 

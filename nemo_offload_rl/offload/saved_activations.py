@@ -112,16 +112,18 @@ class SavedTensor:
         tensor: that a module saved.
         group: of that module.
         parcel: its storage.
+        is_alias: autograd alone knows the tensor, whoever else has its storage.
     """
 
-    __slots__ = ("_seen_as", "_tensor", "_version", "group", "parcel")
+    __slots__ = ("_is_alias", "_seen_as", "_tensor", "_version", "group", "parcel")
 
-    def __init__(self, tensor: torch.Tensor, group: Group, parcel: Parcel) -> None:
+    def __init__(self, tensor: torch.Tensor, group: Group, parcel: Parcel, *, is_alias: bool = False) -> None:
         self.group = group
         self.parcel = parcel
+        self._is_alias = is_alias
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
-        self._seen_as: tuple[int, torch.Size, tuple[int, ...], torch.dtype] | None = None
+        self._seen_as = _view_of(tensor) if is_alias else None  # the first one that leaves empties it
 
     def stay(self) -> None:
         """It is on the GPU until the backward pass."""
@@ -132,7 +134,9 @@ class SavedTensor:
         """Let go of the tensor; `parcel` has its bytes."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
-            self._seen_as = int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
+            self._seen_as = self._seen_as or _view_of(tensor)
+            if self._is_alias:  # autograd keeps a leaf that requires a gradient, to add that to it
+                tensor.data = tensor.new_empty(0)
 
     def check(self) -> None:
         """Refuse to go on with a copy of something that has changed since.
@@ -159,6 +163,11 @@ class SavedTensor:
         offset, size, stride, dtype = self._seen_as
         storage = self.parcel.fetch()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Where and how it is seen in its storage."""
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
 
 
 def _without_history(tensor: torch.Tensor) -> torch.Tensor:

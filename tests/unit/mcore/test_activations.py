@@ -118,7 +118,10 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, mod
     want = steps(make_worker(tiny_policy(**again)))
     worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **again)))
     assert steps(worker) == want
-    assert worker.activations.offloader.report.modules["qkv_linear"].moved_bytes > 0
+    report = worker.activations.offloader.report.modules
+    assert report["qkv_linear"].moved_bytes > 0
+    norms = [report[name] for name in ("attn_norm", "mlp_norm") if name in report]  # what recomputation starts from
+    assert all(norm.freed_bytes == norm.moved_bytes > 0 for norm in norms)
 
 
 def test_norms_too(make_worker, late):

@@ -103,7 +103,7 @@ def test_ten_steps_are_bit_equal_to_a_plain_run(make_worker, monkeypatch, plain,
     assert total.refused_bytes == 0
 
 
-@pytest.mark.parametrize("recomputed", [[], ["layernorm"]], ids=str)
+@pytest.mark.parametrize("recomputed", [[], ["layernorm", "moe_act"]], ids=str)
 def test_norms_of_their_own_may_be_recomputed(make_worker, monkeypatch, recomputed):
     """What `qkv_linear` saves is then emptied right behind it, and filled again: it must stay where it is."""
     again = {
@@ -118,7 +118,9 @@ def test_norms_of_their_own_may_be_recomputed(make_worker, monkeypatch, recomput
     delay_moves(monkeypatch, seconds=0.002)
     assert steps(worker, 4) == want
     modules = worker.activations.offloader.report.modules
-    assert min(modules[name].moved_bytes for name in ("attn_norm", "qkv_linear", "core_attn")) > 0
+    assert min(modules[name].moved_bytes for name in ("qkv_linear", "core_attn")) > 0
+    for name in ("attn_norm", "mlp_norm", "moe_act"):  # what recomputation starts from
+        assert modules[name].freed_bytes == modules[name].moved_bytes > 0
 
 
 def test_a_gpu_that_waits_for_copies_is_said_once(make_worker, monkeypatch, caplog):

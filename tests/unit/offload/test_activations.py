@@ -471,6 +471,39 @@ def test_what_will_be_recomputed_stays_until_its_pass_is_over():
     assert eligible_bytes(tensor) == tensor.nbytes
 
 
+@pytest.mark.parametrize("is_alias", [True, False])
+def test_a_leaf_that_autograd_keeps_is_emptied_where_nobody_else_knows_it(is_alias):
+    """As what selective recomputation starts from; a leaf of the user's stays as it is."""
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    leaf = torch.ones(8, WIDTH, requires_grad=True)
+    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
+    with group as y, made.saving_to_recompute() if is_alias else contextlib.nullcontext():
+        y = SavesALeaf.apply(y, [leaf, leaf])
+    y = group.group_offload(y)
+    made.drain()
+    assert leaf.untyped_storage().nbytes() == (0 if is_alias else 4 * 8 * WIDTH)
+    y.sum().backward()
+    Interface.reset()
+    assert made.report.total().moved_bytes == 4 * 8 * WIDTH
+
+
+class SavesALeaf(torch.autograd.Function):
+    """Saves leaves that are none of its inputs, and finds them again."""
+
+    @staticmethod
+    def forward(ctx, x, leaves):
+        ctx.save_for_backward(*leaves)
+        return x + 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        for leaf in ctx.saved_tensors:
+            assert leaf.requires_grad
+            assert torch.equal(leaf.detach(), torch.ones(8, WIDTH))
+        return grad, None
+
+
 def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
     """What may move in a step whose only group saves this tensor."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
