@@ -164,6 +164,11 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
 
         if torch.cuda.is_available():
             _check_features_without_transformer_engine(cfg)
+        if provider.multi_latent_attention:
+            raise ValueError(
+                f"The model has multi-latent attention ({type(provider).__name__}), which needs Transformer Engine; "
+                "run it on a GPU with the extra te, or choose a model of another family."
+            )
         needed |= _agreed(cfg, _WITHOUT_TRANSFORMER_ENGINE, "layers without Transformer Engine need")
         needed["transformer_layer_spec"] = local_block_spec
     if not torch.cuda.is_available():

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, tiny_policy
+from support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, tiny_policy
 
 from nemo_offload_rl.mcore import model_config
 
@@ -28,6 +28,12 @@ def test_modules_of_experts_are_refused_in_a_dense_model():
     with pytest.raises(ValueError, match=message):
         provider_of(offloading(DENSE, "core_attn", "moe_act"))
     assert provider_of(offloading(EXPERTS, "core_attn", "moe_act")).offload_modules == ["core_attn", "moe_act"]
+
+
+@pytest.mark.skipif(model_config.have_transformer_engine(), reason="with it there are such layers")
+def test_latent_attention_needs_transformer_engine():
+    with pytest.raises(ValueError, match=r"has multi-latent attention .*, which needs Transformer Engine; run"):
+        provider_of(tiny_policy(TINY_DEEPSEEK_V3))
 
 
 @pytest.mark.parametrize(
