@@ -45,7 +45,7 @@ def activation_facts(
         ActivationFacts(
             num_tokens=num_tokens,
             num_residual_tokens=num_residual_tokens,
-            num_expert_tokens=num_residual_tokens * top_k * expert_ranks,
+            num_expert_tokens=math.ceil(num_residual_tokens * top_k * expert_ranks * _padding(cfg)),
             hidden_size=model.hidden_size,
             num_heads=model.num_heads // tensor,
             num_query_groups=max(1, model.num_query_groups // tensor),
@@ -83,6 +83,12 @@ def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> in
     samples = policy["train_global_batch_size"] // data_parallel_size
     rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
     return max(1, math.ceil(samples / rows))
+
+
+def _padding(cfg: Mapping[str, Any]) -> float:
+    """How many times the average tokens of an expert it computes on: with a capacity, each is padded to that."""
+    pads = _set(cfg, "moe_pad_expert_input_to_capacity", False)
+    return float(_set(cfg, "moe_expert_capacity_factor", 1.0)) if pads else 1.0
 
 
 def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:

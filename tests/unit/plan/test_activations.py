@@ -301,6 +301,17 @@ def test_stages_hold_fewer_micro_batches_the_later_they_are():
     ]
 
 
+def test_experts_that_are_padded_compute_on_their_capacity():
+    policy = policy_of()
+    policy["sequence_packing"]["enabled"] = False
+    policy["megatron_cfg"]["moe_expert_capacity_factor"] = 1.5  # without padding fewer tokens at most
+    [facts] = activation_facts(TINY_QWEN3_MOE, policy, world_size=8)
+    assert facts.num_expert_tokens == 2 * facts.num_tokens
+    policy["megatron_cfg"]["moe_pad_expert_input_to_capacity"] = True
+    [facts] = activation_facts(TINY_QWEN3_MOE, policy, world_size=8)
+    assert facts.num_expert_tokens == 3 * facts.num_tokens
+
+
 def test_experts_get_their_share_of_every_expert_parallel_ranks_tokens():
     policy = policy_of()
     policy["sequence_packing"]["enabled"] = False
