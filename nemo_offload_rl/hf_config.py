@@ -13,8 +13,18 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
 
     Raises:
         ValueError: if `model_name` is neither a folder nor a name that can be resolved, if transformers does not know
-            the mapping's `model_type`, or an override names no field.
+            the mapping's `model_type` or has no causal language model of it, if a field has a value that it cannot
+            have, or an override names no field.
     """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        return _hf_config(policy)
+    except StrictDataclassError as error:
+        raise ValueError(f"policy.hf_config or hf_config_overrides has a value that cannot be: {error}") from error
+
+
+def _hf_config(policy: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     mapping = policy.get("hf_config")
@@ -43,5 +53,10 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
     if not config.architectures:
         from transformers import AutoModelForCausalLM
 
+        if type(config) not in AutoModelForCausalLM._model_mapping:
+            raise ValueError(
+                f"The model's model_type is {config.model_type!r}, of which transformers has no causal language model; "
+                "give another model in policy.model_name or policy.hf_config."
+            )
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return config

@@ -1,4 +1,4 @@
-"""What this machine and the model's sizes tell of a valid recipe, checked before Ray starts."""
+"""What this machine and the model's sizes tell of a valid recipe, checked before anything is built."""
 
 import os
 from collections.abc import Mapping
@@ -10,7 +10,6 @@ import torch
 from nemo_offload_rl.config import adapt_to_cpu
 from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.placement.cluster import starts_ray_here
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import settings
@@ -19,29 +18,37 @@ from nemo_offload_rl.worker.environment import library_environment
 
 
 def check_before_ray(config: Mapping[str, Any], algorithm: str) -> None:
-    """Refuse what workers would refuse once they have built the model.
-
-    The environment of a cluster that runs already, and the sizes of a model of a hub, are left to the workers.
+    """Refuse what workers on this machine would refuse once they have built the model, before Ray is started here.
 
     Args:
         config: a validated recipe.
         algorithm: a key of `ALGORITHMS`.
 
     Raises:
-        HostBudgetError: a rank needs more host memory than the recipe's limit.
-        ValueError: the host memory for activations is not known, the model cannot be split as the recipe says, or
-            the environment does not go with CUDA graphs.
+        HostBudgetError: as `check_sizes`.
+        ValueError: as `check_sizes`; or the environment does not go with CUDA graphs.
     """
-    if starts_ray_here():
-        if not torch.cuda.device_count():
-            config, _ = adapt_to_cpu(config)
-        megatron = config["policy"]["megatron_cfg"]
-        if megatron["cuda_graph_impl"] != "none":
-            check_graph_environment(os.environ | library_environment(megatron))
-    _check_sizes(config, algorithm)
+    has_gpus = torch.cuda.device_count() > 0
+    megatron = config["policy"]["megatron_cfg"]
+    if has_gpus and megatron["cuda_graph_impl"] != "none":
+        check_graph_environment(os.environ | library_environment(megatron))
+    check_sizes(config, algorithm, has_gpus=has_gpus)
 
 
-def _check_sizes(config: Mapping[str, Any], algorithm: str) -> None:
+def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) -> None:
+    """Refuse what does not fit, of a model whose config is in the recipe or in a folder; others are left to workers.
+
+    Args:
+        config: a validated recipe.
+        algorithm: a key of `ALGORITHMS`.
+        has_gpus: whether the workers have; without, what needs one is off.
+
+    Raises:
+        HostBudgetError: a rank needs more host memory than the recipe's limit.
+        ValueError: the host memory for activations is not known, or the model cannot be split as the recipe says.
+    """
+    if not has_gpus:
+        config, _ = adapt_to_cpu(config)
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         return

@@ -6,10 +6,10 @@ Recipes are validated before torch or Ray is imported, so that a mistake in one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from rich.console import Console
 
@@ -48,7 +48,6 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         _print_error(errors, error)
         return EXIT_WRONG_RECIPE
 
-    from nemo_offload_rl.algorithms.before_ray import check_before_ray
     from nemo_offload_rl.algorithms.interrupt import Interrupt
     from nemo_offload_rl.algorithms.job import Session
     from nemo_offload_rl.algorithms.step_end import StopReason
@@ -57,9 +56,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     with ExitStack() as stack:
         interrupt = stack.enter_context(Interrupt())
         try:
-            for one in filter(None, (warm_start, job)):
-                check_before_ray(one.config, one.algorithm)
-            cluster = stack.enter_context(_start_cluster(job.config["cluster"]))
+            cluster = stack.enter_context(_start_cluster([one for one in (warm_start, job) if one is not None]))
         except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
@@ -89,15 +86,27 @@ def _prepare(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) 
     return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
 
 
-def _start_cluster(section: dict[str, Any]) -> Cluster:
-    from nemo_offload_rl.placement.cluster import Cluster
+@contextmanager
+def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
+    """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked."""
+    from nemo_offload_rl.algorithms.before_ray import check_before_ray, check_sizes
+    from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
 
+    starts_here = starts_ray_here()
+    if starts_here:
+        for job in jobs:
+            check_before_ray(job.config, job.algorithm)
+    section = jobs[-1].config["cluster"]
     low, high = section.get("master_port_range_low"), section.get("master_port_range_high")
-    return Cluster(
+    with Cluster(
         num_nodes=section["num_nodes"],
         gpus_per_node=section["gpus_per_node"],
         master_port_range=None if low is None or high is None else (low, high),
-    )
+    ) as cluster:
+        if not starts_here:
+            for job in jobs:
+                check_sizes(job.config, job.algorithm, has_gpus=cluster.has_gpus)
+        yield cluster
 
 
 def _run_jobs(job: Job, warm_start: Job | None, session: Session) -> StopReason:

@@ -192,8 +192,12 @@ class ActivationOffloader:
     def close(self) -> None:
         """Let go of the host memory, which no copy uses any more; nothing can be offloaded any more."""
         self.reset()
-        self.copies.synchronize()
-        self.slab.close()
+        try:
+            self.copies.synchronize()
+            if self.cuda_graph_stream is not None:
+                self.cuda_graph_stream.synchronize()
+        finally:
+            self.slab.close()
 
     def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
         """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""

@@ -134,10 +134,11 @@ class Activations:
         if self.offloader is None:
             return
         offloader, self.offloader = self.offloader, None
-        activation_offload.uninstall(offloader)
-        offloader.close()
-        if self._segment is not None:
-            self._arena.release(self._segment)
+        with contextlib.ExitStack() as stack:  # a GPU that has failed says so when it is waited for
+            if self._segment is not None:
+                stack.callback(self._arena.release, self._segment)
+            stack.callback(offloader.close)
+            activation_offload.uninstall(offloader)
 
     def _tell(self, report: StepReport) -> None:
         assert self.offloader is not None

@@ -62,3 +62,8 @@ class Model(torch.nn.Module):
 def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return [torch.randn(length, WIDTH, generator=generator, requires_grad=True) for length in lengths]
+
+
+def lack_of_memory(_: torch.Tensor) -> None:
+    """A hook that fails."""
+    raise MemoryError

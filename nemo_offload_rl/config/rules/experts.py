@@ -12,8 +12,10 @@ CAPACITY = f"{MEGATRON}.moe_expert_capacity_factor"
 PADS = f"{MEGATRON}.moe_pad_expert_input_to_capacity"
 
 
-@rule(f"{LAYER_FREQ}?", "policy.hf_config?")
-def layers_with_experts_are_counted(freq: int | list[int] | None, hf_config: dict[str, Any] | None) -> Verdict:
+@rule(f"{LAYER_FREQ}?", "policy.hf_config?", "policy.hf_config_overrides?")
+def layers_with_experts_are_counted(
+    freq: int | list[int] | None, hf_config: dict[str, Any] | None, overrides: dict[str, Any] | None
+) -> Verdict:
     """Every how many layers there are experts, or for each layer whether."""
     rule_says = "must be a whole number of layers from 1, or 0 or 1 for each layer"
     if isinstance(freq, int):
@@ -22,10 +24,18 @@ def layers_with_experts_are_counted(freq: int | list[int] | None, hf_config: dic
         return None
     if not freq or any(one not in (0, 1) for one in freq):
         return f"{rule_says}; found {show(freq)}"
-    layers = hf_config.get(NUM_LAYERS_KEY) if hf_config else None
+    layers = {**(hf_config or {}), **(overrides or {})}.get(NUM_LAYERS_KEY)
     if isinstance(layers, int) and len(freq) != layers:
         return f"has {len(freq)} numbers, one for each layer, but the model has {layers} layers; give as many"
     return None
+
+
+@rule(f"{CAPACITY}?")
+def capacities_are_positive(capacity: float | None) -> Verdict:
+    """megatron-core reads a negative one as none."""
+    if capacity is None or capacity > 0:
+        return None
+    return f"must be above 0, or null for none; found {show(capacity)}"
 
 
 @rule(f"{PADS}?", f"{CAPACITY}?")
@@ -41,7 +51,7 @@ def experts_that_drop_tokens_are_not_offloaded_beside_graphs(
     capacity: float | None, enabled: bool, graphs: str
 ) -> Verdict:
     """No combination of the three was ever compared with plain steps, neither here nor upstream."""
-    if capacity is None or not enabled or graphs == "none":
+    if capacity is None or capacity <= 0 or not enabled or graphs == "none":
         return None
     return (
         f"is {show(capacity)}, with which experts drop tokens, and that is not supported with both {OFFLOADING} and "

@@ -1,14 +1,17 @@
 """What is refused before Ray starts, although the recipe alone is valid."""
 
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from nemo_offload_rl.algorithms import before_ray
+from nemo_offload_rl.algorithms import before_ray, runner
 from nemo_offload_rl.algorithms.before_ray import check_before_ray
 from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
 from nemo_offload_rl.config import load
+from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 
 ROOT = Path(__file__).parents[3]
@@ -29,7 +32,6 @@ def check(monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
     for name in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(before_ray, "starts_ray_here", lambda: True)
 
     def on_a_gpu(*overrides, environ=(), recipe=DENSE):
         for name, value in dict(environ).items():
@@ -82,9 +84,26 @@ def test_the_recipes_variables_count_beside_the_shells(check):
     check(*CAPTURE, f"{MEGATRON}.env_vars={{NCCL_GRAPH_REGISTER: '0'}}", environ=EXPANDS)
 
 
-def test_the_environment_of_a_running_cluster_is_another(check, monkeypatch):
-    monkeypatch.setattr(before_ray, "starts_ray_here", lambda: False)
-    check(*CAPTURE, environ=EXPANDS)
+@pytest.mark.parametrize("has_gpus", [True, False])
+def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus):
+    """By what it has; its environment is another."""
+    checked = []
+    monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
+    monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(SimpleNamespace(has_gpus=has_gpus)))
+    monkeypatch.setattr(before_ray, "check_sizes", lambda *job, **found: checked.append((*job, found)))
+    monkeypatch.setattr(before_ray, "check_before_ray", lambda *_: pytest.fail("Ray is not started here"))
+    jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
+    with runner._start_cluster(jobs):
+        assert checked == [(job.config, job.algorithm, {"has_gpus": has_gpus}) for job in jobs]
+
+
+def test_a_value_that_the_model_cannot_have_is_said(check):
+    with pytest.raises(
+        ValueError, match=r"policy\.hf_config or hf_config_overrides has a value that cannot be: (.|\n)*hidden"
+    ):
+        check("policy.hf_config.hidden_size=abc")
+    with pytest.raises(ValueError, match=r"model_type is 'vit', of which transformers has no causal language model"):
+        check("policy.hf_config={model_type: vit}")
 
 
 def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):

@@ -22,7 +22,22 @@ BROKEN = {
         (experts_in("0"), "moe_layer_freq: must be a whole number of layers from 1, or 0 or 1 for each layer; found 0"),
         (experts_in("[]"), "or 0 or 1 for each layer; found []"),
         (experts_in("[0,1,2,1]"), "or 0 or 1 for each layer; found [0, 1, 2, 1]"),
+        (
+            [*experts_in("[0,1,1,1]"), "+policy.hf_config_overrides={num_hidden_layers: 2}"],
+            "has 4 numbers, one for each layer, but the model has 2 layers; give as many",
+        ),
         (experts_in("[0,1]"), "has 2 numbers, one for each layer, but the model has 4 layers; give as many"),
+    ],
+    "capacities_are_positive": [
+        (
+            [
+                *EXPERTS,
+                f"+{MEGATRON}.moe_expert_capacity_factor=-1.0",
+                *capture("attn", "moe_router"),
+                *offload("moe_act"),
+            ],
+            "must be above 0, or null for none; found -1.0",
+        ),
     ],
     "padded_experts_have_a_capacity": [
         ([*EXPERTS, PADS], f"is true, which needs {MEGATRON}.moe_expert_capacity_factor, such as 1.0; found null"),
@@ -55,6 +70,7 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
     [
         experts_in("2"),
         experts_in("[0,1,1,1]"),
+        [*experts_in("[0,1]"), "+policy.hf_config_overrides={num_hidden_layers: 2}"],
         [*EXPERTS, CAPACITY, PADS],
         [*EXPERTS, CAPACITY, *offload("moe_act")],
         [*EXPERTS, CAPACITY, *capture("attn", "moe_router")],

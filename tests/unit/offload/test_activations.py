@@ -11,8 +11,10 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from megatron.core.tensor_parallel import random as checkpoints
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches
+from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_of_memory
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
@@ -450,9 +452,9 @@ def test_parameters_and_small_storages_stay(model):
     total = made.report.total()
     assert total.small_bytes > 0
     assert total.distinct_bytes == 0
-    whole = torch.ones(WIDTH, WIDTH)
-    made = offloader(copies=copies)
-    made._keep.addresses.add(whole.untyped_storage()._cdata)
+    whole = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
+    offloader(torch.nn.ParameterList([whole]), copies=copies)
+    whole = whole.detach()
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
     x = torch.ones(2, WIDTH, requires_grad=True)
     group = Interface(True, x, "mlp")
@@ -504,6 +506,50 @@ class SavesALeaf(torch.autograd.Function):
         return grad, None
 
 
+def test_a_storage_at_the_address_of_one_that_was_to_be_recomputed_is_none():
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    for _ in range(100):
+        made.keep_recomputed(torch.ones(8, WIDTH).untyped_storage())
+    others = [torch.ones(8, WIDTH) for _ in range(100)]
+    assert not made._keep.addresses & {other.untyped_storage()._cdata for other in others}
+
+
+def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
+    made = offloader()
+    leaves = [torch.ones(8, WIDTH, requires_grad=True) for _ in range(2)]
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
+    with group as y:
+        with made.saving_to_recompute():
+            pass
+        y = SavesALeaf.apply(y, leaves[:1])
+        with pytest.raises(MemoryError), made.saving_to_recompute():
+            raise MemoryError
+        y = SavesALeaf.apply(y, leaves[1:])
+    y = group.group_offload(y)
+    made.drain()
+    assert all(torch.equal(leaf.detach(), torch.ones(8, WIDTH)) for leaf in leaves)
+    y.sum().backward()
+
+
+def test_the_place_of_one_that_somebody_else_has_taken_it_from_concerns_nobody(monkeypatch):
+    offloader()
+    PipelineOffloadManager.reset_instance()
+    monkeypatch.setattr(checkpoints, "_get_all_rng_states", lambda: None)
+    tensor = torch.ones(3, requires_grad=True)
+    assert torch.equal(CheckpointWithoutOutput(fp8=None).checkpoint(torch.tanh, tensor), tensor.tanh())
+
+
+def test_host_memory_is_given_up_where_a_gpu_has_failed(monkeypatch):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    monkeypatch.setattr(copies, "synchronize", lambda: lack_of_memory(torch.empty(0)))
+    with pytest.raises(MemoryError):
+        made.close()
+    assert made.slab.memory.numel() == 0
+
+
 def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
     """What may move in a step whose only group saves this tensor."""
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -522,17 +568,13 @@ def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
     made = offloader(model, copies=copies)
     one_by_one(model, batches([12], 0))
     loss = model(*batches([12], 1))
-    model.layers[2].qkv.weight.register_hook(fail)
+    model.layers[2].qkv.weight.register_hook(lack_of_memory)
     with pytest.raises(MemoryError):
         loss.backward()
     made.reset()
     assert not all(ticket.reached() for ticket in copies._pending)
     made.close()
     assert all(ticket.reached() for ticket in copies._pending)
-
-
-def fail(_: torch.Tensor) -> None:
-    raise MemoryError
 
 
 def test_a_change_in_place_is_refused(model):

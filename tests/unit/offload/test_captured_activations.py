@@ -7,12 +7,14 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, Layer, Model, batches
+from support.marked_layers import LAYERS, MODULES, Layer, Model, batches, lack_of_memory
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.offload.activation_copies import Span
 from nemo_offload_rl.offload.activation_options import ActivationOptions
 from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.offload.captured_activations import CapturedCopies
 
 NBYTES = 1 << 20
 
@@ -226,7 +228,7 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
     """As a failed step's loss, whose last reference goes when captures have begun."""
     eager_step(model, [12])
     failed = [model(*batches([12], 1))]
-    broken = model.layers[2].qkv.weight.register_hook(fail)
+    broken = model.layers[2].qkv.weight.register_hook(lack_of_memory)
     with pytest.raises(MemoryError):
         failed[0].backward()
     broken.remove()
@@ -241,8 +243,16 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
     assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
 
 
-def fail(_: torch.Tensor) -> None:
-    raise MemoryError
+def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, made):
+    """Its memory is used again by what the same graph allocates next."""
+    copies = CapturedCopies(made.copies)
+    storage = torch.ones(16).untyped_storage()
+    span = Span(storage, made.slab.memory, 0, storage.nbytes())
+    made.copies.captures = True
+    ticket = copies.back([span], [copies.out([span], [])])
+    copies.wait_to_free(ticket)
+    assert ticket.ticket.reached()
+    made.copies.captures = False
 
 
 def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(model, made):
