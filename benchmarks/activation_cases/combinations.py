@@ -289,6 +289,12 @@ REFUSED: Mapping[str, Combination] = {
     ),
     "moe captured": Combination("tiny_moe", EXPERTS, graphs=("moe",)),
     "delay without graphs": Combination("tiny_moe", EXPERTS, delay=True),
+    "experts that drop tokens, moved beside graphs": Combination(
+        "tiny_moe",
+        EXPERTS,
+        graphs=("attn", "moe_router"),
+        extra=("+policy.megatron_cfg.moe_expert_capacity_factor=1.0",),
+    ),
     "core_attn recomputed, too": Combination("tiny_dense", ATTENTION, recompute=("core_attn",)),
     "moe recomputed around its modules": Combination("tiny_moe", EXPERTS, recompute=("moe",)),
     "fraction above 1": Combination("tiny_dense", ATTENTION, fraction=1.5),

@@ -47,12 +47,13 @@ def check_graph_environment(environ: Mapping[str, str]) -> None:
         ValueError: expandable segments without NCCL_GRAPH_REGISTER=0.
     """
     name = allocator_that_unmaps(environ)
-    if name is not None:
-        raise ValueError(
-            f"{name} has expandable_segments:True, with which CUDA graphs ({GRAPH_IMPL_KEY}) need "
-            f"NCCL_GRAPH_REGISTER=0 in the environment, but it is {environ.get('NCCL_GRAPH_REGISTER', 'unset')}; set "
-            f"it, or take expandable_segments out of {name}."
-        )
+    if name is None:
+        return
+    found = f"it is {environ['NCCL_GRAPH_REGISTER']}" if "NCCL_GRAPH_REGISTER" in environ else "it is not set"
+    raise ValueError(
+        f"{name} has expandable_segments:True, with which CUDA graphs ({GRAPH_IMPL_KEY}) need NCCL_GRAPH_REGISTER=0 in "
+        f"the environment, but {found}; set it, or take expandable_segments out of {name}."
+    )
 
 
 def _expands(settings: str) -> bool:

@@ -178,11 +178,14 @@ def take_place(offloader: ActivationOffloader) -> None:
 
 
 def uninstall(offloader: ActivationOffloader) -> None:
-    """Let megatron-core make a manager of its own if it wants one."""
-    if PipelineOffloadManager.OFFLOAD_MGR is offloader:
+    """Let megatron-core make a manager of its own if it wants one, or go on with it."""
+    manager = PipelineOffloadManager.OFFLOAD_MGR
+    if manager is offloader:
         PipelineOffloadManager.OFFLOAD_MGR = None
-        fine_grained_activation_offload.fine_grained_offloading_group_offload = _THEIR_GROUP_OFFLOAD
-        CheckpointWithoutOutput.checkpoint = _THEIR_CHECKPOINT
+    elif isinstance(manager, ActivationOffloader):
+        return  # another one of ours has taken its place
+    fine_grained_activation_offload.fine_grained_offloading_group_offload = _THEIR_GROUP_OFFLOAD
+    CheckpointWithoutOutput.checkpoint = _THEIR_CHECKPOINT
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -1,7 +1,8 @@
 """Recipes that tests of the schema start from."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,6 +13,24 @@ DATA = Path(__file__).parent / "data"
 
 ErrorOf = Callable[..., str]
 Installed = Callable[..., None]
+
+
+def each_of(broken: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
+    """Parametrizes by the `overrides` that break rules, and the `message` of each; `broken` has those of each rule."""
+    cases = [case for cases in broken.values() for case in cases]
+    return pytest.mark.parametrize(("overrides", "message"), cases, ids=lambda value: str(value)[-60:])
+
+
+@pytest.fixture
+def one_problem_of(error_of: ErrorOf) -> ErrorOf:
+    """What the user reads of a recipe that breaks one rule, and no other."""
+
+    def read(*overrides: str) -> str:
+        error = error_of(*overrides)
+        assert ": 1 problem\n" in error
+        return error
+
+    return read
 
 
 @pytest.fixture

@@ -395,7 +395,7 @@ def test_hidden_states_that_are_not_bfloat16_are_refused(make_worker, precision,
 @pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
 def test_expandable_segments_need_unregistered_buffers(name):
     settings = {name: "max_split_size_mb:64, expandable_segments: True"}
-    with pytest.raises(ValueError, match=rf"{name} has expandable_segments:True.*NCCL_GRAPH_REGISTER=0.*is unset"):
+    with pytest.raises(ValueError, match=rf"{name} has expandable_segments:True.*NCCL_GRAPH_REGISTER=0.*is not set"):
         check_graph_environment(settings)
     check_graph_environment(settings | {"NCCL_GRAPH_REGISTER": "0"})
     check_graph_environment({name: "max_split_size_mb:64"})

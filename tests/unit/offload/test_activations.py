@@ -533,12 +533,23 @@ def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
     y.sum().backward()
 
 
-def test_the_place_of_one_that_somebody_else_has_taken_it_from_concerns_nobody(monkeypatch):
-    offloader()
+def test_a_manager_that_has_lost_its_place_concerns_nobody(monkeypatch):
+    theirs = CheckpointWithoutOutput.checkpoint, fine_grained_activation_offload.fine_grained_offloading_group_offload
+    made = offloader()
     PipelineOffloadManager.reset_instance()
     monkeypatch.setattr(checkpoints, "_get_all_rng_states", lambda: None)
     tensor = torch.ones(3, requires_grad=True)
     assert torch.equal(CheckpointWithoutOutput(fp8=None).checkpoint(torch.tanh, tensor), tensor.tanh())
+    activation_offload.uninstall(made)
+    module = fine_grained_activation_offload
+    assert (CheckpointWithoutOutput.checkpoint, module.fine_grained_offloading_group_offload) == theirs
+
+
+def test_a_manager_whose_place_another_one_has_taken_leaves_it_there():
+    made, other = offloader(), offloader()
+    activation_offload.uninstall(made)
+    assert PipelineOffloadManager.OFFLOAD_MGR is other
+    assert CheckpointWithoutOutput.checkpoint is activation_offload._checkpoint
 
 
 def test_host_memory_is_given_up_where_a_gpu_has_failed(monkeypatch):
