@@ -140,7 +140,7 @@ def _export(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config import load
 
-    if options.link is not None and options.link <= 0:
+    if options.link is not None and not 0 < options.link < float("inf"):
         raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
     overrides = options.overrides + ([f"cluster.gpus_per_node={options.gpus}"] if options.gpus is not None else [])
     validated = load(options.recipe, overrides)

@@ -1,7 +1,23 @@
 """The Hugging Face config of a recipe's model."""
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
+
+
+@contextmanager
+def _told(where: str) -> Iterator[None]:
+    """What transformers does with values that a model cannot have: it checks some of them, and fails in others.
+
+    Args:
+        where: the values are from.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+
+    try:
+        yield
+    except (StrictDataclassError, ArithmeticError, AttributeError, TypeError) as error:
+        raise ValueError(f"{where} has a value that cannot be: {error}") from error
 
 
 def hf_config(policy: Mapping[str, Any]) -> Any:
@@ -16,15 +32,6 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             the mapping's `model_type` or has no causal language model of it, if a field has a value that it cannot
             have, or an override names no field.
     """
-    from huggingface_hub.errors import StrictDataclassError
-
-    try:
-        return _hf_config(policy)
-    except StrictDataclassError as error:
-        raise ValueError(f"policy.hf_config or hf_config_overrides has a value that cannot be: {error}") from error
-
-
-def _hf_config(policy: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING, AutoConfig
 
     mapping = policy.get("hf_config")
@@ -36,10 +43,12 @@ def _hf_config(policy: Mapping[str, Any]) -> Any:
                 f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
                 "one that it does, such as 'qwen2'."
             )
-        config = AutoConfig.for_model(model_type, **fields)
+        with _told("policy.hf_config"):
+            config = AutoConfig.for_model(model_type, **fields)
     else:
         try:
-            config = AutoConfig.from_pretrained(policy["model_name"])
+            with _told(f"The config of policy.model_name {policy['model_name']!r}"):
+                config = AutoConfig.from_pretrained(policy["model_name"])
         except OSError as error:
             raise ValueError(
                 f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
@@ -49,7 +58,8 @@ def _hf_config(policy: Mapping[str, Any]) -> Any:
     for key, value in overrides.items():
         if not hasattr(config, key):
             raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
-        setattr(config, key, value)
+        with _told(f"policy.hf_config_overrides.{key}"):
+            setattr(config, key, value)
     if not config.architectures:
         from transformers import AutoModelForCausalLM
 

@@ -287,6 +287,19 @@ REFUSED: Mapping[str, Combination] = {
         graphs=("attn",),
         extra=("policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"),
     ),
+    "graphs in float32": Combination(
+        "tiny_dense",
+        ATTENTION,
+        graphs=("attn",),
+        extra=("policy.precision=float32", "policy.megatron_cfg.optimizer.bf16=false"),
+    ),
+    "packed rows with graphs of a pipeline": Combination(
+        "tiny_moe",
+        EXPERTS,
+        graphs=("moe_router",),
+        packed=True,
+        extra=("policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"),
+    ),
     "moe captured": Combination("tiny_moe", EXPERTS, graphs=("moe",)),
     "delay without graphs": Combination("tiny_moe", EXPERTS, delay=True),
     "experts that drop tokens, moved beside graphs": Combination(

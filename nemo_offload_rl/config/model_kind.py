@@ -1,7 +1,7 @@
 """What a recipe tells of its model's layers before anything is built: dense MLPs, mixtures of experts, or both."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,8 @@ from nemo_offload_rl.config.problems import show
 # Names of the number of experts in Hugging Face configs.
 NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 
-NUM_LAYERS_KEY = "num_hidden_layers"
+NUM_LAYERS_KEYS = ("num_hidden_layers",)
+NUM_HEADS_KEYS = ("num_attention_heads",)
 
 # Families that have no experts where their config does not say how many.
 _DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
@@ -34,28 +35,47 @@ class ModelKind:
     has_dense_mlps: bool | None
 
 
+def model_fields(
+    model_name: str, hf_config: Mapping[str, Any] | None, overrides: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """The fields of the model's Hugging Face config that can be read here.
+
+    Args:
+        model_name: `policy.model_name`.
+        hf_config: `policy.hf_config`.
+        overrides: `policy.hf_config_overrides`.
+
+    Returns:
+        Those of `hf_config` or, without it, of the config.json of a folder, under the overrides.
+    """
+    return {**(hf_config or _config_of(Path(model_name)) or {}), **(overrides or {})}
+
+
+def count_of(fields: Mapping[str, Any], keys: Sequence[str]) -> int | None:
+    """The count that one of these fields gives; None where none does, which the worker can then tell."""
+    found = next((fields[key] for key in keys if key in fields and fields[key] is not None), None)
+    return found if isinstance(found, int) else None
+
+
 def model_kind(
     model_name: str,
     hf_config: Mapping[str, Any] | None,
     overrides: Mapping[str, Any] | None,
     moe_layer_freq: int | list[int] | None,
 ) -> ModelKind:
-    """The kinds of the layers, from `policy.hf_config` or the config.json of a folder.
+    """The kinds of the layers.
 
     Args:
-        model_name: `policy.model_name`.
-        hf_config: `policy.hf_config`.
-        overrides: `policy.hf_config_overrides`.
+        model_name: as for `model_fields`.
+        hf_config: likewise.
+        overrides: likewise.
         moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
     """
     name = "policy.hf_config" if hf_config else f"the model {show(model_name)}"
-    fields = hf_config or _config_of(Path(model_name))
-    if fields is None:
-        return ModelKind(name, None, None)
-    fields = {**fields, **(overrides or {})}
+    fields = model_fields(model_name, hf_config, overrides)
     family = fields["model_type"] if "model_type" in fields else None
-    num_experts = next((fields[key] for key in NUM_EXPERTS_KEYS if key in fields), None)
-    if not isinstance(num_experts, int) or num_experts <= 1:
+    num_experts = count_of(fields, NUM_EXPERTS_KEYS)
+    if num_experts is None or num_experts <= 1:
         is_dense = num_experts is not None or family in _DENSE_FAMILIES
         return ModelKind(name, has_experts=False, has_dense_mlps=True) if is_dense else ModelKind(name, None, None)
     if moe_layer_freq is not None:

@@ -109,6 +109,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "quant_recipe": Owned((None,), _FP8),
         "use_kitchen": Owned(OFF, _FP8),
         # Recomputation.
+        "num_microbatches_with_partial_activation_checkpoints": Owned((None,), _NOT_HERE),
         "moe_layer_recompute": Owned(OFF, _OLD_RECOMPUTATION),
         # CUDA graphs.
         "cuda_graph_impl": Owned(("none", "transformer_engine"), _OTHER_GRAPHS),
@@ -130,6 +131,9 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
                 "overlap_moe_expert_parallel_comm",
                 "ep_overlap_early_attn_memory_release",
                 "delay_wgrad_compute",
+                # megatron-core reads it with its FSDP alone, Transformer Engine without, too: weights of experts then
+                # get gradients that nobody has written yet.
+                "overlap_dispatch_backward_with_experts_wgrad",
                 "defer_embedding_wgrad_compute",
             ),
             Owned(OFF, _NOT_HERE),

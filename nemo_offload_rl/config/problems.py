@@ -75,9 +75,19 @@ def show_choices(values: Iterable[Any]) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate that is spelt most like the name, if one is."""
-    matches = difflib.get_close_matches(name, list(candidates), n=1, cutoff=cutoff)
-    return matches[0] if matches else None
+    """The candidate that is spelt most like the name, if one is; capital letters count for nothing."""
+    by_lower = {candidate.lower(): candidate for candidate in candidates}
+    matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
+    return by_lower[matches[0]] if matches else None
+
+
+def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
+    """Unknown names, each with what it probably means."""
+    shown = []
+    for name in names:
+        close = nearest(name, known)
+        shown.append(show(name) + (f" (did you mean {close}?)" if close else ""))
+    return " and ".join(shown)
 
 
 def show_file(path: Path) -> str:

@@ -235,8 +235,8 @@ def _describe(schema: type, path: str, value: Any, error: dict[str, Any]) -> str
     if kind not in _EXPECTED:
         return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
     hint = "; write it without quotes" if _is_quoted(kind, value) else ""
-    if kind == "list_type" and isinstance(value, str):
-        hint = f"; write [{value}]"
+    if kind == "list_type" and (value is None or isinstance(value, str)):
+        hint = f"; write [{value or ''}]"
     return f"must be {_EXPECTED[kind]}; {found}{hint}"
 
 

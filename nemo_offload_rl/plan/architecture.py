@@ -88,7 +88,7 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
 
     Raises:
         UnknownArchitectureError: a family that is not counted here, or a field that changes it beyond what is.
-        ValueError: a field that the family has is missing.
+        ValueError: a field that the family has is missing, or is no size.
     """
     kind = hf_config["model_type"] if "model_type" in hf_config else None
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -118,30 +118,46 @@ def _read(family: Family, kind: str, hf_config: Mapping[str, Any], megatron_cfg:
             raise ValueError(f"The model's config (model_type {kind}) has no {name}; give policy.hf_config.{name}.")
         return hf_config[name]
 
+    def has(name: str) -> bool:
+        return name in hf_config and hf_config[name] is not None
+
+    def size(name: str) -> int:
+        value = field(name)
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(
+                f"The model's config (model_type {kind}) has {name} {show(value)}, where an integer of at least 1 must "
+                f"be; give policy.hf_config_overrides.{name}."
+            )
+        return value
+
     def optional(name: str, otherwise: Any) -> Any:
-        return field(name) if hf_config.get(name) is not None else otherwise
+        return field(name) if has(name) else otherwise
 
     def overridden(name: str, value: Any) -> Any:
         return megatron_cfg[name] if name in megatron_cfg and megatron_cfg[name] is not None else value
 
-    hidden_size, num_heads = field("hidden_size"), field("num_attention_heads")
-    ffn_hidden_size = field("intermediate_size")
+    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
+    ffn_hidden_size = size("intermediate_size")
     if family.experts:
-        ffn_hidden_size = overridden("moe_ffn_hidden_size", field("moe_intermediate_size"))
+        ffn_hidden_size = overridden("moe_ffn_hidden_size", size("moe_intermediate_size"))
+    num_experts, experts_per_token = None, None
+    if family.experts:
+        num_experts = size("num_local_experts" if has("num_local_experts") else "num_experts")
+        experts_per_token = overridden("moe_router_topk", size("num_experts_per_tok"))
     qkv_bias = optional("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
     linear_bias = optional("mlp_bias", False) if family.linear_bias is None else family.linear_bias
     return Architecture(
-        num_layers=field("num_hidden_layers"),
+        num_layers=size("num_hidden_layers"),
         hidden_size=hidden_size,
         ffn_hidden_size=ffn_hidden_size,
         num_heads=num_heads,
-        num_query_groups=optional("num_key_value_heads", num_heads),
-        head_dim=optional("head_dim", hidden_size // num_heads),
-        vocab_size=field("vocab_size"),
+        num_query_groups=size("num_key_value_heads") if has("num_key_value_heads") else num_heads,
+        head_dim=size("head_dim") if has("head_dim") else hidden_size // num_heads,
+        vocab_size=size("vocab_size"),
         tied_embeddings=field("tie_word_embeddings"),
         qkv_bias=overridden("add_qkv_bias", qkv_bias),
         linear_bias=overridden("add_bias_linear", linear_bias),
         qk_norm=overridden("qk_layernorm", family.qk_norm),
-        num_experts=optional("num_local_experts", None) or field("num_experts") if family.experts else None,
-        experts_per_token=overridden("moe_router_topk", field("num_experts_per_tok")) if family.experts else None,
+        num_experts=num_experts,
+        experts_per_token=experts_per_token,
     )

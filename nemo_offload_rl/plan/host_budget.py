@@ -13,7 +13,7 @@ MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
 
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
-_PARAMS_STAY = "+policy.residency.table.generate.params=keep"
+_PARAMS_STAY = "++policy.residency.table.generate.params=keep"
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 _LESS_ACTIVATIONS = (
     "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules (so much at "

@@ -140,14 +140,16 @@ def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
 
 
 def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architecture: Architecture) -> None:
-    """The recipe's rules again, for a model whose config is not in the recipe."""
+    """The recipe's rules again, for fields that are not in the recipe."""
+    model = ("", dict(hf_config), None)
+    freq = cfg["moe_layer_freq"] if "moe_layer_freq" in cfg else None
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
     virtual = cfg.get("virtual_pipeline_model_parallel_size")
     tensor, pipeline = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     broken = {
-        TP: tensor_parallel_size_divides_heads(tensor, dict(hf_config)),
-        PP: pipeline_stages_share_layers_evenly(pipeline, dict(hf_config), virtual, first, last, None),
-        EP: expert_parallel_needs_experts(cfg["expert_model_parallel_size"], dict(hf_config)),
+        TP: tensor_parallel_size_divides_heads(tensor, *model),
+        PP: pipeline_stages_share_layers_evenly(pipeline, virtual, first, last, None, *model),
+        EP: expert_parallel_needs_experts(cfg["expert_model_parallel_size"], *model, freq),
     }
     for key, verdict in broken.items():
         if verdict is not None:

@@ -13,7 +13,7 @@ from nemo_offload_rl.config.activation_modules import (
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
 from nemo_offload_rl.config.libraries import TRANSFORMER_ENGINE_2_14, too_old, untested_megatron_core
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.problems import nearest, show, show_choices
+from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import ETP, MEGATRON, MODEL, Verdict, rule
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers
 
@@ -45,15 +45,6 @@ def quoted(names: Sequence[str]) -> str:
     return " and ".join(show(name) for name in names)
 
 
-def unknown_names(names: Sequence[str], known: Sequence[str]) -> str:
-    """Unknown names, each with what it probably means."""
-    shown = []
-    for name in names:
-        close = nearest(name, known)
-        shown.append(show(name) + (f" (did you mean {close}?)" if close else ""))
-    return " and ".join(shown)
-
-
 def repeated_names(names: Sequence[str]) -> list[str]:
     """The names that stand more than once."""
     return [name for name, count in Counter(names).items() if count > 1]
@@ -82,7 +73,7 @@ def offload_modules_are_known(modules: list[str] | None, enabled: bool) -> Verdi
     unknown = [name for name in offloaded(enabled, modules) if name not in ACTIVATION_MODULES]
     if not unknown:
         return None
-    return f"may hold {show_choices(ACTIVATION_MODULES)}; found {unknown_names(unknown, list(ACTIVATION_MODULES))}"
+    return f"may hold {show_choices(ACTIVATION_MODULES)}; found {unknown_names(unknown, ACTIVATION_MODULES)}"
 
 
 @rule(MODULES, OFFLOADING)

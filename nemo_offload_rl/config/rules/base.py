@@ -12,9 +12,12 @@ ETP = f"{MEGATRON}.expert_tensor_parallel_size"
 OPTIMIZER = f"{MEGATRON}.optimizer"
 SCHEDULER = f"{MEGATRON}.scheduler"
 DDP = f"{MEGATRON}.distributed_data_parallel_config"
+LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by"
+PACKING = "policy.sequence_packing.enabled"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
-# The arguments of config.model_kind.model_kind.
-MODEL = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?", f"{MEGATRON}.moe_layer_freq?")
+# The arguments of config.model_kind.model_fields, and of model_kind.
+MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
+MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,10 @@
 """Batches and lengths fit each other."""
 
+import math
 from typing import Any
 
-from nemo_offload_rl.config.rules.base import CP, GPUS, NODES, PP, TP, Verdict, rule
+from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.rules.base import CP, DIVISOR, GPUS, LENGTH, MEGATRON, NODES, PACKING, PP, TP, Verdict, rule
 
 
 @rule("policy.train_global_batch_size", "policy.train_micro_batch_size", TP, PP, CP, GPUS, NODES)
@@ -28,25 +30,32 @@ def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) ->
     return f"is {gbs}, which is no multiple of data-parallel size {dp} x {mbs_key} {mbs} = {dp * mbs}; change either"
 
 
-@rule("data.max_input_seq_length", "policy.max_total_sequence_length")
+@rule("data.max_input_seq_length", LENGTH)
 def prompts_fit_into_sequences(prompt: int, total: int) -> Verdict:
     """A prompt is part of a sequence."""
     return None if prompt <= total else f"is {prompt}, above policy.max_total_sequence_length ({total})"
 
 
-@rule("policy.generation.max_new_tokens", "policy.max_total_sequence_length")
+@rule("policy.generation.max_new_tokens", LENGTH)
 def answers_fit_into_sequences(new: int, total: int) -> Verdict:
     """An answer is part of a sequence."""
     return None if new <= total else f"is {new}, above policy.max_total_sequence_length ({total})"
 
 
+def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
+    """The tokens of a padded row of the longest sequence, and how a message tells them."""
+    padded = math.ceil(longest / divisible_by) * divisible_by
+    return padded, f"{longest}" if padded == longest else f"{longest}, which {DIVISOR} {divisible_by} makes {padded}"
+
+
 @rule(
-    "policy.sequence_packing.enabled",
+    PACKING,
     "policy.sequence_packing.train_mb_tokens?",
     "policy.sequence_packing.logprob_mb_tokens?",
     "policy.sequence_packing.sequence_length_round?",
     "policy.sequence_packing.algorithm?",
-    "policy.max_total_sequence_length",
+    LENGTH,
+    DIVISOR,
     "policy.generation?",
 )
 def packing_has_its_sizes(
@@ -56,6 +65,7 @@ def packing_has_its_sizes(
     rounding: int | None,
     algorithm: str | None,
     longest: int,
+    divisible_by: int,
     generation: dict[str, Any] | None,
 ) -> Verdict:
     """A packed row has a stated size that the longest sequence fits into."""
@@ -67,8 +77,32 @@ def packing_has_its_sizes(
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         return f"is true, which needs policy.sequence_packing.{' and '.join(missing)} too"
+    padded, found = padded_row(longest, divisible_by)
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         size = sizes[name] if name in sizes else None
-        if isinstance(size, int) and size < longest:
-            return f"needs {name} ({size}) to be at least policy.max_total_sequence_length ({longest})"
+        if isinstance(size, int) and size < padded:
+            return f"needs {name} ({size}) to be at least {LENGTH} ({found})"
+    return None
+
+
+@rule(
+    PACKING,
+    "policy.sequence_packing.train_mb_tokens?",
+    "policy.sequence_packing.sequence_length_round?",
+    GRAPHS,
+    f"{MEGATRON}.sequence_parallel",
+    TP,
+)
+def packed_rows_are_split_evenly(
+    enabled: bool, train: int | None, rounding: int | None, impl: str, sequence_parallel: bool, tp: int
+) -> Verdict:
+    """Each tensor-parallel rank has an equal part of a row; with graphs, of one that is filled up to all its tokens."""
+    if not enabled or not sequence_parallel:
+        return None
+    for name, size in (("sequence_length_round", rounding), ("train_mb_tokens", train if impl != "none" else None)):
+        if size is not None and size % tp:
+            return (
+                f"policy.sequence_packing.{name}",
+                f"must be a multiple of {TP} ({tp}), over whose ranks sequence parallelism splits a row; found {size}",
+            )
     return None

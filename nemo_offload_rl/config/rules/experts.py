@@ -2,20 +2,18 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import NUM_LAYERS_KEY
+from nemo_offload_rl.config.model_kind import NUM_LAYERS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.activations import GRAPHS, OFFLOADING
-from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, rule
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, MODEL_FIELDS, TP, Verdict, rule
 
 LAYER_FREQ = f"{MEGATRON}.moe_layer_freq"
 CAPACITY = f"{MEGATRON}.moe_expert_capacity_factor"
 PADS = f"{MEGATRON}.moe_pad_expert_input_to_capacity"
 
 
-@rule(f"{LAYER_FREQ}?", "policy.hf_config?", "policy.hf_config_overrides?")
-def layers_with_experts_are_counted(
-    freq: int | list[int] | None, hf_config: dict[str, Any] | None, overrides: dict[str, Any] | None
-) -> Verdict:
+@rule(f"{LAYER_FREQ}?", *MODEL_FIELDS)
+def layers_with_experts_are_counted(freq: int | list[int] | None, *model: Any) -> Verdict:
     """Every how many layers there are experts, or for each layer whether."""
     rule_says = "must be a whole number of layers from 1, or 0 or 1 for each layer"
     if isinstance(freq, int):
@@ -24,10 +22,21 @@ def layers_with_experts_are_counted(
         return None
     if not freq or any(one not in (0, 1) for one in freq):
         return f"{rule_says}; found {show(freq)}"
-    layers = {**(hf_config or {}), **(overrides or {})}.get(NUM_LAYERS_KEY)
-    if isinstance(layers, int) and len(freq) != layers:
+    layers = count_of(model_fields(*model), NUM_LAYERS_KEYS)
+    if layers is not None and len(freq) != layers:
         return f"has {len(freq)} numbers, one for each layer, but the model has {layers} layers; give as many"
     return None
+
+
+@rule(f"{MEGATRON}.sequence_parallel", TP, *MODEL)
+def experts_behind_split_attention_have_split_sequences(sequence_parallel: bool, tp: int, *model: Any) -> Verdict:
+    """megatron-core's layers of experts raise in the first training step otherwise."""
+    if sequence_parallel or tp == 1 or not model_kind(*model).has_experts:
+        return None
+    return (
+        f"is false, but megatron-core trains a mixture of experts with {TP} {tp} only with sequence parallelism; set "
+        f"this to true, or {TP} to 1"
+    )
 
 
 @rule(f"{CAPACITY}?")

@@ -12,7 +12,7 @@ from nemo_offload_rl.config.graph_modules import (
 )
 from nemo_offload_rl.config.libraries import TORCH_2_9, TRANSFORMER_ENGINE_2_14, too_old
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.activations import (
     GRAPHS,
     MODULES,
@@ -20,14 +20,12 @@ from nemo_offload_rl.config.rules.activations import (
     offloaded,
     quoted,
     repeated_names,
-    unknown_names,
 )
-from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, PP, Verdict, rule
+from nemo_offload_rl.config.rules.base import DIVISOR, LENGTH, MEGATRON, MODEL, PACKING, PP, Verdict, rule
+from nemo_offload_rl.config.rules.batches import padded_row
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers
 
 CAPTURED = GRAPH_MODULES_KEY
-PACKING = "policy.sequence_packing.enabled"
-LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by"
 # Transformer Engine keeps cuDNN's fused attention out of graphs of padded training rows whose length is no multiple of
 # this, for a known fault of cuDNN up to 9.15.0; its unfused kernel then runs in the graph, and the fused one in eager
 # passes. The driver does not know the workers' cuDNN, so the rule is the same for all.
@@ -80,7 +78,7 @@ def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
     if refused is not None:
         return f"may hold {show_choices(GRAPH_MODULES)}; found {show(refused)}: {REFUSED_GRAPH_MODULES[refused]}"
     if unknown:
-        return f"may hold {show_choices(GRAPH_MODULES)}; found {unknown_names(unknown, list(GRAPH_MODULES))}"
+        return f"may hold {show_choices(GRAPH_MODULES)}; found {unknown_names(unknown, GRAPH_MODULES)}"
     return None
 
 
@@ -176,11 +174,10 @@ def captured_attention_runs_the_kernel_of_eager_passes(
     longest: int, divisible_by: int, modules: list[str], impl: str
 ) -> Verdict:
     """Rows of captured attention have a length at which Transformer Engine takes one kernel with and without graphs."""
-    padded = math.ceil(longest / divisible_by) * divisible_by
+    padded, found = padded_row(longest, divisible_by)
     if "attn" not in captured(impl, modules) or padded % CAPTURED_ATTENTION_MULTIPLE == 0:
         return None
     both = math.lcm(divisible_by, CAPTURED_ATTENTION_MULTIPLE)
-    found = f"{longest}" if padded == longest else f"{longest}, which {DIVISOR} {divisible_by} makes {padded}"
     return (
         f"must be a multiple of {CAPTURED_ATTENTION_MULTIPLE} while {CAPTURED} has attn; found {found}: at other "
         "lengths Transformer Engine runs another attention kernel in the graph than in eager passes, which gives other "
@@ -199,7 +196,7 @@ def pipelined_graphs_have_a_fixed_number_of_micro_batches(impl: str, pp: int, pa
         return None
     return (
         f"is {impl} with {PP} {pp}, where graphs are captured for one number of micro-batches, but {PACKING} is true, "
-        "with which that number changes from step to step; set either to off, or the pipeline to 1"
+        "with which that number changes from step to step; set that to false, this to none, or the pipeline to 1"
     )
 
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.problems import show_choices
+from nemo_offload_rl.config.problems import show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
 
 RECOMPUTE_MODULES = ("core_attn", "moe_act", "layernorm", "mla_up_proj", "mlp", "moe", "shared_experts")
@@ -38,7 +38,7 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
         )
     unknown = [module for module in modules or [] if module not in RECOMPUTE_MODULES]
     if granularity == "selective" and unknown:
-        found = show_choices(unknown)
+        found = unknown_names(unknown, RECOMPUTE_MODULES)
         return f"{MEGATRON}.recompute_modules", f"may hold {show_choices(RECOMPUTE_MODULES)}; found {found}"
     return None
 
@@ -47,15 +47,27 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
 def recomputed_experts_are_grouped(
     modules: list[str] | None, enabled: bool, granularity: str | None, grouped: bool | None, *model: Any
 ) -> Verdict:
-    """megatron-core recomputes the activation of grouped experts only."""
-    has_experts = model_kind(*model).has_experts
-    if "moe_act" not in recomputed_modules(enabled, granularity, modules):
-        return None
-    if has_experts is False:
-        return "has moe_act, which only a mixture of experts has, and the model is dense; take it out"
-    if grouped is False:
+    """megatron-core recomputes the activation of grouped experts only, and what a dense model lacks not at all."""
+    recomputed = recomputed_modules(enabled, granularity, modules)
+    absent = next((name for name in ("moe_act", "moe", "shared_experts") if name in recomputed), None)
+    if absent is not None and model_kind(*model).has_experts is False:
+        return f"has {absent}, which only a mixture of experts has, and the model is dense; take it out"
+    if "moe_act" in recomputed and grouped is False:
         return f"has moe_act, which needs {MEGATRON}.moe_grouped_gemm true; found false: take it out, or set that"
     return None
+
+
+@rule(f"{MEGATRON}.fused_residual_rmsnorm?", *RECOMPUTATION)
+def recomputed_norms_return_no_residual(
+    fused: bool | None, enabled: bool, granularity: str | None, modules: list[str] | None
+) -> Verdict:
+    """The fused one returns its input beside its output, and recomputation empties what a norm returns."""
+    if not fused or "layernorm" not in recomputed_modules(enabled, granularity, modules):
+        return None
+    return (
+        f"is true, but {MEGATRON}.recompute_modules holds layernorm, which would discard the residual that a fused "
+        "norm returns, too; take layernorm out there, or set this to false"
+    )
 
 
 @rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")

@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PP, TP, Verdict, note
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, TP, Verdict, note
 
 ACTIVATION_OFFLOAD = "policy.activation_offload"
 
@@ -86,6 +86,28 @@ def scores_of_attention_are_not_planned(
     return (
         f"{why}, so that attention keeps its scores; the host memory that is computed for activations has no room for "
         f"them, and they stay on the GPU: give it in {ACTIVATION_OFFLOAD}.host_memory_limit_gib"
+    )
+
+
+@note(
+    f"{MEGATRON}.attention_backend?",
+    PACKING,
+    "policy.train_micro_batch_size",
+    f"{MEGATRON}.offload_modules",
+    f"{MEGATRON}.fine_grained_activation_offloading",
+    f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib?",
+)
+def outputs_of_flash_attention_are_planned_once(
+    backend: str | None, packs: bool, rows: int, modules: list[str] | None, enabled: bool, limit: float | None
+) -> Verdict:
+    """flash-attn works on [batch, sequence], and what attn_proj keeps of several padded rows is a copy."""
+    is_copied = backend == "flash" and rows > 1 and not packs
+    if not is_copied or not enabled or "attn_proj" not in (modules or []) or limit is not None:
+        return None
+    return (
+        f"is flash, whose output attn_proj keeps a copy of in micro-batches of {rows} padded rows; the host memory "
+        "that is computed for activations has room for one, and what does not fit stays on the GPU: give it in "
+        f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib, or set this to auto"
     )
 
 

@@ -2,8 +2,31 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import NUM_EXPERTS_KEYS, model_kind
-from nemo_offload_rl.config.rules.base import CP, EP, ETP, GPUS, MEGATRON, MODEL, NODES, PP, TP, Verdict, rule
+from nemo_offload_rl.config.model_kind import (
+    NUM_EXPERTS_KEYS,
+    NUM_HEADS_KEYS,
+    NUM_LAYERS_KEYS,
+    count_of,
+    model_fields,
+    model_kind,
+)
+from nemo_offload_rl.config.rules.base import (
+    CP,
+    DIVISOR,
+    EP,
+    ETP,
+    GPUS,
+    LENGTH,
+    MEGATRON,
+    MODEL,
+    MODEL_FIELDS,
+    NODES,
+    PACKING,
+    PP,
+    TP,
+    Verdict,
+    rule,
+)
 
 
 @rule(TP, PP, CP, GPUS, NODES)
@@ -28,7 +51,7 @@ def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: in
     )
 
 
-@rule(f"{MEGATRON}.moe_token_dispatcher_type?", "policy.sequence_packing.enabled", PP, *MODEL)
+@rule(f"{MEGATRON}.moe_token_dispatcher_type?", PACKING, PP, *MODEL)
 def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool, pp: int, *model: Any) -> Verdict:
     """Packed rows differ in length, which stages tell each other; megatron-core's allgather dispatcher cannot."""
     if dispatcher != "allgather" or not packs or pp == 1 or not model_kind(*model).has_experts:
@@ -49,18 +72,18 @@ def virtual_pipeline_needs_pipeline(vpp: int | None, pp: int) -> Verdict:
 
 @rule(
     PP,
-    "policy.hf_config?",
     f"{MEGATRON}.virtual_pipeline_model_parallel_size?",
     f"{MEGATRON}.num_layers_in_first_pipeline_stage",
     f"{MEGATRON}.num_layers_in_last_pipeline_stage",
     f"{MEGATRON}.pipeline_model_parallel_layout?",
+    *MODEL_FIELDS,
 )
 def pipeline_stages_share_layers_evenly(
-    pp: int, hf_config: dict[str, Any] | None, vpp: int | None, first: int | None, last: int | None, layout: Any
+    pp: int, vpp: int | None, first: int | None, last: int | None, layout: Any, *model: Any
 ) -> Verdict:
     """What the first and the last stage leave is split evenly over the others."""
-    layers = hf_config.get("num_hidden_layers") if hf_config else None
-    if not isinstance(layers, int) or layout is not None:
+    layers = count_of(model_fields(*model), NUM_LAYERS_KEYS)
+    if layers is None or layout is not None:
         return None
     stages = pp - (first is not None) - (last is not None)
     rest = layers - (first or 0) - (last or 0)
@@ -75,43 +98,43 @@ def pipeline_stages_share_layers_evenly(
     )
 
 
-@rule(TP, "policy.hf_config?")
-def tensor_parallel_size_divides_heads(tp: int, hf_config: dict[str, Any] | None) -> Verdict:
+@rule(TP, *MODEL_FIELDS)
+def tensor_parallel_size_divides_heads(tp: int, *model: Any) -> Verdict:
     """Each tensor-parallel rank has whole attention heads."""
-    heads = hf_config.get("num_attention_heads") if hf_config else None
-    if not isinstance(heads, int) or heads % tp == 0:
+    heads = count_of(model_fields(*model), NUM_HEADS_KEYS)
+    if heads is None or heads % tp == 0:
         return None
     return f"is {tp}, which does not divide the model's {heads} attention heads"
 
 
-@rule(EP, "policy.hf_config?")
-def expert_parallel_needs_experts(ep: int, hf_config: dict[str, Any] | None) -> Verdict:
+@rule(EP, *MODEL)
+def expert_parallel_needs_experts(
+    ep: int,
+    model_name: str,
+    hf_config: dict[str, Any] | None,
+    overrides: dict[str, Any] | None,
+    freq: int | list[int] | None,
+) -> Verdict:
     """A dense model has no experts to deal out."""
-    if ep == 1 or not hf_config:
+    kind = model_kind(model_name, hf_config, overrides, freq)
+    if ep == 1 or kind.has_experts is None:
         return None
-    experts = next((hf_config[key] for key in NUM_EXPERTS_KEYS if key in hf_config), None)
-    if experts is None:
-        return f"is {ep}, but policy.hf_config is a dense model; set it to 1"
+    if not kind.has_experts:
+        return f"is {ep}, but {kind.name} is a dense model; set it to 1"
+    experts = count_of(model_fields(model_name, hf_config, overrides), NUM_EXPERTS_KEYS)
+    assert experts is not None, "a model's kind is known by their number"
     return None if experts % ep == 0 else f"is {ep}, which does not divide the model's {experts} experts"
 
 
-@rule(
-    f"{MEGATRON}.sequence_parallel", TP, "policy.make_sequence_length_divisible_by", "policy.max_total_sequence_length"
-)
+@rule(f"{MEGATRON}.sequence_parallel", TP, DIVISOR, LENGTH)
 def sequence_parallel_needs_divisible_lengths(enabled: bool, tp: int, multiple: int, longest: int) -> Verdict:
     """Each tensor-parallel rank has an equal part of a sequence."""
     if not enabled or tp == 1:
         return None
     if multiple % tp:
-        return (
-            f"needs policy.make_sequence_length_divisible_by ({multiple}) to be a multiple of {TP} ({tp}); "
-            f'set it to "${{{TP}}}"'
-        )
+        return f'needs {DIVISOR} ({multiple}) to be a multiple of {TP} ({tp}); set it to "${{{TP}}}"'
     if longest % multiple:
-        return (
-            f"needs policy.max_total_sequence_length ({longest}) to be a multiple of "
-            f"policy.make_sequence_length_divisible_by ({multiple})"
-        )
+        return f"needs {LENGTH} ({longest}) to be a multiple of {DIVISOR} ({multiple})"
     return None
 
 

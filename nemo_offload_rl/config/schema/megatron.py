@@ -10,7 +10,7 @@ from pydantic import with_config
 
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
-    STRICT_WITH_MEGATRON_FIELDS,
+    STRICT_WITH_FURTHER_FIELDS,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -20,7 +20,7 @@ from nemo_offload_rl.config.schema.value_types import (
 )
 
 
-@with_config(STRICT_WITH_MEGATRON_FIELDS)
+@with_config(STRICT_WITH_FURTHER_FIELDS)
 class MegatronOptimizerConfig(TypedDict):
     """Section `policy.megatron_cfg.optimizer`; takes any further field of megatron-core's OptimizerConfig."""
 
@@ -87,7 +87,7 @@ class MegatronSchedulerConfig(TypedDict):
     lr_warmup_init: NonNegativeFloat
 
 
-@with_config(STRICT_WITH_MEGATRON_FIELDS)
+@with_config(STRICT_WITH_FURTHER_FIELDS)
 class MegatronDDPConfig(TypedDict):
     """Section `policy.megatron_cfg.distributed_data_parallel_config`.
 
@@ -119,7 +119,7 @@ class MegatronCheckpointConfig(TypedDict):
     dist_ckpt_optim_fully_reshardable: NotRequired[bool]
 
 
-@with_config(STRICT_WITH_MEGATRON_FIELDS)
+@with_config(STRICT_WITH_FURTHER_FIELDS)
 class MegatronConfig(TypedDict):
     """Section `policy.megatron_cfg`; takes any further field of megatron-core's TransformerConfig."""
 

@@ -6,6 +6,7 @@ from pydantic import with_config
 
 from nemo_offload_rl.config.schema.activation_offload import ActivationOffloadConfig
 from nemo_offload_rl.config.schema.generation import GenerationConfig
+from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.config.schema.residency import ResidencyConfig
 from nemo_offload_rl.config.schema.value_types import (
@@ -61,9 +62,9 @@ class PolicyConfig(TypedDict):
     model_name: NonEmptyStr
     # A Hugging Face config as a mapping (model_type, hidden_size ...), from which a model with random weights is built.
     # Null or absent: the model's own config and weights, from model_name.
-    hf_config: NotRequired[dict[str, Any] | None]
+    hf_config: NotRequired[HfConfigFields | None]
     # Fields of the Hugging Face config that are set anew, such as {rope_theta: 1000000}. Absent: none.
-    hf_config_overrides: NotRequired[dict[str, Any]]
+    hf_config_overrides: NotRequired[HfConfigFields]
     # The tokenizer.
     tokenizer: TokenizerConfig
     # Type of parameters and activations: bfloat16 or float32. Recommended: bfloat16 on GPUs, float32 on a CPU.

@@ -72,6 +72,22 @@ def test_a_models_folder_is_read(check, tmp_path):
         check(*OFFLOAD, f"policy.model_name={tmp_path}", "policy.hf_config=null")
 
 
+@pytest.mark.parametrize(
+    ("fields", "error"),
+    [
+        ([], "The config of policy.model_name '.*' has a value that cannot be: "),
+        ({"num_attention_heads": 0}, "The config of policy.model_name '.*' has a value that cannot be: "),
+        ({"num_attention_heads": 4, "head_dim": -1}, "has head_dim -1, where an integer of at least 1 must be; give"),
+        ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, where an integer of at least 1 must be"),
+    ],
+)
+def test_what_no_model_of_a_folder_can_have_is_said(check, tmp_path, fields, error):
+    llama = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(fields and llama | fields))
+    with pytest.raises(ValueError, match=error):
+        check(*OFFLOAD, f"policy.model_name={tmp_path}", "policy.hf_config=null")
+
+
 @pytest.mark.parametrize("environ", [EXPANDS, EXPANDS | {"NCCL_GRAPH_REGISTER": "1"}], ids=str)
 def test_graphs_do_not_go_with_expandable_segments_of_the_shell(check, environ):
     with pytest.raises(ValueError, match=r"PYTORCH_CUDA_ALLOC_CONF has expandable_segments:True, with which CUDA"):
@@ -98,10 +114,14 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
 
 
 def test_a_value_that_the_model_cannot_have_is_said(check):
-    with pytest.raises(
-        ValueError, match=r"policy\.hf_config or hf_config_overrides has a value that cannot be: (.|\n)*hidden"
+    for key, error in (
+        ("+policy.hf_config.rms_norm_eps", "policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps"),
+        ("+policy.hf_config.num_labels", "policy.hf_config has a value that cannot be: "),
+        ("+policy.hf_config.torch_dtype", "policy.hf_config has a value that cannot be: "),
+        ("+policy.hf_config_overrides.rms_norm_eps", "policy.hf_config_overrides.rms_norm_eps has a value that cannot"),
     ):
-        check("policy.hf_config.hidden_size=abc")
+        with pytest.raises(ValueError, match=error):
+            check(f"{key}=abc")
     with pytest.raises(ValueError, match=r"model_type is 'vit', of which transformers has no causal language model"):
         check("policy.hf_config={model_type: vit}")
 

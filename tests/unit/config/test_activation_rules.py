@@ -37,6 +37,7 @@ BROKEN = {
     "offload_modules_are_known": [
         (offload("core_atn"), f"{MODULES}: may hold 'attn_norm', 'qkv_linear', 'core_attn', 'attn_proj', 'mlp_norm',"),
         (offload("core_atn"), "found 'core_atn' (did you mean core_attn?)"),
+        (offload("QKV_LINEAR"), "found 'QKV_LINEAR' (did you mean qkv_linear?)"),
         (offload("core_attn", "zzz", "mlp_nrm"), "found 'zzz' and 'mlp_nrm' (did you mean mlp_norm?)"),
     ],
     "offload_modules_are_named_once": [

@@ -11,6 +11,10 @@ from tests.unit.config.test_graph_rules import capture
 MEGATRON = "policy.megatron_cfg"
 CAPACITY = f"+{MEGATRON}.moe_expert_capacity_factor=1.5"
 PADS = f"+{MEGATRON}.moe_pad_expert_input_to_capacity=true"
+TENSOR_PARALLEL = [
+    *(f"{MEGATRON}.tensor_model_parallel_size=2", "cluster.gpus_per_node=2"),
+    "policy.make_sequence_length_divisible_by=2",
+]
 
 
 def experts_in(freq):
@@ -27,6 +31,13 @@ BROKEN = {
             "has 4 numbers, one for each layer, but the model has 2 layers; give as many",
         ),
         (experts_in("[0,1]"), "has 2 numbers, one for each layer, but the model has 4 layers; give as many"),
+    ],
+    "experts_behind_split_attention_have_split_sequences": [
+        (
+            [*EXPERTS, *TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=false"],
+            f"{MEGATRON}.sequence_parallel: is false, but megatron-core trains a mixture of experts with "
+            f"{MEGATRON}.tensor_model_parallel_size 2 only with sequence parallelism; set this to true, or",
+        ),
     ],
     "capacities_are_positive": [
         (
@@ -68,6 +79,8 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
         experts_in("[0,1,1,1]"),
         [*experts_in("[0,1]"), "+policy.hf_config_overrides={num_hidden_layers: 2}"],
         [*EXPERTS, CAPACITY, PADS],
+        [*EXPERTS, *TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=true"],
+        [*TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=false"],
         [*EXPERTS, CAPACITY, *offload("moe_act")],
         [*EXPERTS, CAPACITY, *capture("attn", "moe_router")],
     ],
@@ -88,6 +101,7 @@ def test_a_model_of_dense_layers_alone_has_no_experts_to_offload(error_of):
         ("moe_layer_recompute", "true", "list moe in policy.megatron_cfg.recompute_modules, and delete it"),
         ("moe_router_padding_for_quantization", "true", "fp8 is not supported here yet; leave it off"),
         ("moe_expert_rank_capacity_factor", "1.0", "is not supported here; leave it off"),
+        ("overlap_dispatch_backward_with_experts_wgrad", "true", "is not supported here; leave it off"),
     ],
 )
 def test_fields_that_would_go_round_the_rules_are_refused(field, value, remedy, error_of):

@@ -1,5 +1,6 @@
 """What must hold between keys: for each rule a recipe that breaks it, through overrides of an exemplar."""
 
+import json
 import re
 from pathlib import Path
 
@@ -19,6 +20,11 @@ MEGATRON = "policy.megatron_cfg"
 TP = f"{MEGATRON}.tensor_model_parallel_size"
 PP = f"{MEGATRON}.pipeline_model_parallel_size"
 EP = f"{MEGATRON}.expert_model_parallel_size"
+PACKED = ["policy.sequence_packing.enabled=true"]
+TENSOR_PARALLEL = [
+    *(f"{TP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.sequence_parallel=true"),
+    "policy.make_sequence_length_divisible_by=2",
+]
 
 BROKEN = {
     "model_parallel_size_divides_world_size": (
@@ -46,6 +52,13 @@ BROKEN = {
             f"{MEGATRON}.recompute_modules=[moe_act]",
         ],
         f"{MEGATRON}.recompute_modules: has moe_act, which only a mixture of experts has, and the model is dense",
+    ),
+    "recomputed_norms_return_no_residual": (
+        [
+            *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
+            *(f"{MEGATRON}.recompute_modules=[layernorm]", f"+{MEGATRON}.fused_residual_rmsnorm=true"),
+        ],
+        f"{MEGATRON}.fused_residual_rmsnorm: is true, but {MEGATRON}.recompute_modules holds layernorm, which would",
     ),
     "virtual_pipeline_needs_pipeline": (
         [f"+{MEGATRON}.virtual_pipeline_model_parallel_size=2"],
@@ -95,6 +108,11 @@ BROKEN = {
     "packing_has_its_sizes": (
         ["policy.sequence_packing.enabled=true", "~policy.sequence_packing.logprob_mb_tokens"],
         "policy.sequence_packing.enabled: is true, which needs policy.sequence_packing.logprob_mb_tokens too",
+    ),
+    "packed_rows_are_split_evenly": (
+        [*PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.sequence_length_round=3"],
+        f"policy.sequence_packing.sequence_length_round: must be a multiple of {TP} (2), over whose ranks sequence "
+        "parallelism splits a row; found 3",
     ),
     "optimizer_agrees_with_precision": (
         ["policy.precision=bfloat16"],
@@ -289,6 +307,59 @@ def test_cells_that_contradict_nothing_pass(overrides):
     load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "fields", "refused"),
+    [
+        (f"{PP}=3", {"num_hidden_layers": 6}, None),
+        (f"{PP}=2", {"num_hidden_layers": 3}, "3 of the model's 3 layers cannot be split evenly over 2 stages"),
+        (f"{TP}=3", {"num_attention_heads": 6}, None),
+        (f"{TP}=2", {"num_attention_heads": 3}, "does not divide the model's 3 attention heads"),
+        (f"{EP}=3", {"num_experts": 6, "model_type": "qwen3_moe"}, None),
+        (f"{EP}=2", {"num_experts": 3, "model_type": "qwen3_moe"}, "does not divide the model's 3 experts"),
+        (f"{EP}=2", {"model_type": "qwen3_moe"}, None),  # its default is known to transformers
+    ],
+)
+@pytest.mark.parametrize("where", ["hf_config_overrides", "a folder"])
+def test_a_models_sizes_are_read_wherever_they_are(ranks, fields, refused, where, tmp_path, error_of):
+    key, number = ranks.split("=")
+    overrides = [ranks, f"cluster.gpus_per_node={number}", "policy.train_global_batch_size=6"]
+    overrides += ["policy.train_micro_batch_size=1", "grpo.num_prompts_per_step=6", "grpo.num_generations_per_prompt=1"]
+    if where == "a folder":
+        (tmp_path / "config.json").write_text(json.dumps(fields))
+        overrides += ["~warm_start", f"policy.model_name={tmp_path}", "policy.hf_config=null"]
+        overrides += ["policy.tokenizer.name=x"]
+    else:
+        overrides += ["+policy.hf_config_overrides={" + ", ".join(f"{name}: {fields[name]}" for name in fields) + "}"]
+    if refused is None:
+        load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+    else:
+        assert f"{key}: is {number}, " in (error := error_of(*overrides))
+        assert refused in error
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [*PACKED, "policy.make_sequence_length_divisible_by=64", "policy.sequence_packing.train_mb_tokens=63"],
+            "policy.sequence_packing.enabled: needs train_mb_tokens (63) to be at least "
+            "policy.max_total_sequence_length (16, which policy.make_sequence_length_divisible_by 64 makes 64)",
+        ),
+        (
+            [
+                *(*PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.train_mb_tokens=17", "policy.precision=bfloat16"),
+                f"{MEGATRON}.optimizer.bf16=true",
+                *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[moe_router]"),
+                *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=4"),
+            ],
+            f"policy.sequence_packing.train_mb_tokens: must be a multiple of {TP} (2), over whose ranks",
+        ),
+    ],
+)
+def test_packed_rows_have_room_for_what_is_padded(overrides, message, one_problem_of):
+    assert message in one_problem_of(*overrides)
+
+
 def test_two_ranks_pass():
     for parallel in (TP, PP):
         load(CONFIGS / "grpo_tiny_cpu.yaml", [f"{parallel}=2", "cluster.gpus_per_node=2"])
@@ -356,6 +427,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 f"+{MEGATRON}.attention_backend=unfused",
             ],
             "attention_backend is unfused, so that attention keeps its scores; the host memory that is computed for",
+        ),
+        (
+            [
+                *(f"{MEGATRON}.fine_grained_activation_offloading=true", f"+{MEGATRON}.attention_backend=flash"),
+                *(f"{MEGATRON}.offload_modules=[core_attn,attn_proj]", "policy.train_micro_batch_size=2"),
+            ],
+            "attention_backend is flash, whose output attn_proj keeps a copy of in micro-batches of 2 padded rows; the",
         ),
         (
             ["policy.activation_offload.strict=true"],

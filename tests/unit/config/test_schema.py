@@ -9,6 +9,7 @@ from nemo_offload_rl.config.keys import key_comments, schema_keys
 from nemo_offload_rl.config.megatron_fields import megatron_fields
 from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.schema import ALGORITHMS, GRPOMasterConfig
+from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
 from tests.unit.config.conftest import CONFIGS
 
@@ -29,11 +30,11 @@ def test_a_comment_is_the_block_above_its_key():
     assert comments["warm_start"].endswith("Absent: GRPO starts from policy.model_name itself.")
 
 
-def test_sections_are_strict_and_only_megatrons_own_are_open():
+def test_sections_are_strict_and_only_those_of_other_libraries_are_open():
     owners = {key.owner for key in ALL_KEYS.values()}
     assert all(owner.__pydantic_config__["strict"] for owner in owners)
     open_ones = {owner for owner in owners if owner.__pydantic_config__["extra"] != "forbid"}
-    assert open_ones == {MegatronConfig, MegatronOptimizerConfig, MegatronDDPConfig}
+    assert open_ones == {MegatronConfig, MegatronOptimizerConfig, MegatronDDPConfig, HfConfigFields}
 
 
 def test_owned_fields_are_megatrons():

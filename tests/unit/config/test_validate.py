@@ -102,6 +102,7 @@ MEGATRON = "policy.megatron_cfg"
         (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
         (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that; found 'bfloat16'"),
         (f"{MEGATRON}.optimizer.optimizer_cpu_offload=true", "the CPU optimizer is not supported here yet"),
+        (f"+{MEGATRON}.num_microbatches_with_partial_activation_checkpoints=1", "is not supported here; leave it off"),
         (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
         (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),
         # Activation offloading and graphs, as far as single values tell.
@@ -114,12 +115,22 @@ MEGATRON = "policy.megatron_cfg"
         (f"{MEGATRON}.cuda_graph_warmup_steps=-1", "must be at least 0; found -1"),
         (f"{MEGATRON}.offload_modules=[1]", "offload_modules.0: must be text; found 1"),
         (f"{MEGATRON}.cuda_graph_modules=attn", "must be a list; found 'attn'; write [attn]"),
+        (f"{MEGATRON}.cuda_graph_modules=null", "must be a list; found null; write []"),
         ("policy.activation_offload.strict=1", "policy.activation_offload.strict: must be true or false; found 1"),
         ("policy.activation_offload.host_memory_limit_gib=0", "must be above 0.0; found 0"),
         (
             "+policy.activation_offload.modules=[core_attn]",
             "unknown key; policy.activation_offload has strict, host_memory_limit_gib\n",
         ),
+        # Sizes of the model.
+        (
+            "+policy.hf_config_overrides={num_hidden_layers: 0}",
+            "_overrides.num_hidden_layers: must be at least 1; found 0",
+        ),
+        ("+policy.hf_config_overrides={head_dim: '32'}", "must be an integer; found '32'; write it without quotes"),
+        ("+policy.hf_config_overrides={num_experts: 8.0}", "num_experts: must be an integer; found 8.0"),
+        ("+policy.hf_config_overrides={vocab_size: -1}", "policy.hf_config_overrides.vocab_size: must be at least 1"),
+        ("+policy.hf_config_overrides={model_type: [a]}", "model_type: must be text; found ['a']"),
         # Residency.
         (
             "policy.residency.table={generat: {params: keep}}",
@@ -162,6 +173,11 @@ def test_a_mistake_is_answered_by_one_message(error_of, override, message):
     error = f"{error_of(override)}\n"
     assert message in error
     assert ": 1 problem\n" in error
+
+
+def test_a_model_from_scratch_has_sizes_that_can_be(error_of):
+    error = error_of("~warm_start", "policy.hf_config.num_attention_heads=0")
+    assert error.endswith("policy.hf_config.num_attention_heads: must be at least 1; found 0")
 
 
 def test_a_recipe_without_an_algorithm(tmp_path, error_of):

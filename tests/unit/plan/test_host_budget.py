@@ -78,7 +78,7 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         "  91.00 GiB are missing; any of these helps",
         "    frees 138.00 GiB, enough: policy.offload_optimizer_for_refit=false "
         "policy.offload_optimizer_for_logprob=false (it stays on the GPU)",
-        "    frees 48.00 GiB, not enough alone: +policy.residency.table.generate.params=keep "
+        "    frees 48.00 GiB, not enough alone: ++policy.residency.table.generate.params=keep "
         "loss_fn.reference_policy_kl_penalty=0 (they stay on the GPU)",
         "    frees 24.00 GiB, not enough alone: loss_fn.reference_policy_kl_penalty=0 (no reference weights are kept)",
         "    policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it "
@@ -89,7 +89,7 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
 def test_only_what_would_free_something_is_advised():
     error = error_of([need(params=200)], host())
     assert error.startswith("The rank of node-a needs 200.00 GiB of host memory for what leaves the GPU, but 95.00 GiB")
-    assert "frees 200.00 GiB, enough: +policy.residency.table.generate.params=keep (they stay on the GPU)" in error
+    assert "frees 200.00 GiB, enough: ++policy.residency.table.generate.params=keep (they stay on the GPU)" in error
     assert "optimizer" not in error.partition("any of these helps")[2]
     assert "kl_penalty" not in error
 

@@ -98,6 +98,8 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
         (["--gpus", "0"], "cluster.gpus_per_node: must be at least 1; found 0"),
         (["policy.residency.host_memory_limit_gib=1"], "policy.residency.host_memory_limit_gib=21, or null"),
         (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
+        (["--link", "nan"], "--link is a speed in GB/s above 0; found nan"),
+        (["--link", "inf"], "--link is a speed in GB/s above 0; found inf"),
         (["policy.hf_config.model_type=opt"], "The model's model_type is 'opt', whose sizes are not known here"),
     ],
 )
