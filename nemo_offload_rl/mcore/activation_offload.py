@@ -158,7 +158,6 @@ def install(
     """
     keep = [tensor.untyped_storage() for tensor in _held(model)]
     offloader = ActivationOffloader(options, memory, CudaCopies(device, graphs=graphs), keep)
-    take_place(offloader)
     if graphs:
         offloader.cuda_graph_stream = torch.cuda.Stream(device)
         offloader.cuda_graph_event = torch.cuda.Event(external=True)
@@ -167,6 +166,7 @@ def install(
             module.output_layer.register_forward_pre_hook(lambda *_: offloader.drain())
         if isinstance(module, TransformerLayer):
             module.off_interface = CapturedLayerInterface
+    take_place(offloader)
     return offloader
 
 

@@ -60,7 +60,7 @@ class CopyEngine(Protocol):
         ...
 
     def wait_to_free(self, ticket: Ticket) -> None:
-        """Memory that these copies use is about to be used again by the caller's stream; nobody reads it.
+        """Memory that these copies use is about to be used again by the stream that asked for them; nobody reads it.
 
         Captures begin on an idle GPU. So there is nothing to wait for where what an eager pass has left is collected
         beside one, and an event from outside of a capture would end it.
@@ -95,8 +95,10 @@ class _CurrentStream:
 class _Event(Ticket):
     """The copies that a lane has been given so far; it makes them in order."""
 
-    def __init__(self, lane: "SpanLane", number: int, event: torch.cuda.Event) -> None:
+    def __init__(self, lane: "SpanLane", number: int, event: torch.cuda.Event, asker: torch.cuda.Stream) -> None:
         self._lane, self._number, self.event = lane, number, event
+        self.asker = asker
+        """The stream that was current where the copies were asked for, and memory for them allocated."""
         self.waiter: torch.cuda.Stream | None = None
         """The stream that was told last to wait for it; a layer's storages share a ticket, and need one wait."""
 
@@ -132,8 +134,8 @@ class SpanLane:
 
     def ask(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
         """Queue copies behind what the caller's stream has been given, and behind `after`."""
-        begin = self._event()
-        begin.record(self._current_stream())
+        begin, asker = self._event(), self._current_stream()
+        begin.record(asker)
         begin.wait(self.stream)
         self.unused_events.append(begin)
         for ticket in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
@@ -143,7 +145,7 @@ class SpanLane:
         end = self._event()
         end.record(self.stream)
         self._num_asked += 1
-        return _Event(self, self._num_asked, end)
+        return _Event(self, self._num_asked, end, asker)
 
     def copy_all(self, spans: Iterable[Span]) -> None:
         """Queue copies; torch has been called in this thread, so that the driver knows its context there.
@@ -202,6 +204,12 @@ class CudaCopies(CopyEngine):
             return
         with self._clock.wait():
             ticket.event.wait(stream)
+
+    def wait_to_free(self, ticket: Ticket) -> None:
+        """See `CopyEngine`; the stream that uses the memory again is the asker's, whoever collects garbage here."""
+        assert isinstance(ticket, _Event)
+        with torch.cuda.stream(ticket.asker):
+            super().wait_to_free(ticket)
 
     def synchronize(self) -> None:
         """See `CopyEngine`."""

@@ -4,6 +4,7 @@ import functools
 import weakref
 from collections import Counter, deque
 from collections.abc import Sequence
+from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple, Protocol
 
@@ -84,6 +85,7 @@ class Chunk:
         self._num_of[name] += 1
         self.groups.append(group)
         self._listener.commit(self, group)
+        group.saved = []
 
     def abandon(self) -> None:
         """Its pass has failed: what autograd keeps must not be kept alive by what only a whole pass would let go of."""
@@ -97,10 +99,9 @@ class Chunk:
         Args:
             stash: holds their memory on the GPU meanwhile.
         """
-        leaving, self.leaving = self.leaving, []
         placed: list[tuple[Parcel, Region]] = []
         held: list[Leaving] = []
-        for one in leaving:
+        for one in self.leaving:
             report = one.group.report
             regions = self.route.host.take_all([parcel.nbytes for parcel in one.parcels])
             if regions is None:
@@ -113,11 +114,11 @@ class Chunk:
             report.moved_bytes += one.group.nbytes
             placed += zip(one.parcels, regions, strict=True)
             held.append(one)
-        if not placed:
-            return
-        ticket = ask_out(self.route, placed)
-        for one in held:
-            stash.hold(one, ticket)
+        if placed:
+            ticket = ask_out(self.route, placed)
+            for one in held:
+                stash.hold(one, ticket)
+        self.leaving = []
 
 
 class Profile:
@@ -233,7 +234,8 @@ class Stash:
 
     def abandon(self) -> None:
         """Drop all of it; nobody will use what has not been used, so that it may have changed."""
-        while self._held:
-            leaving, ticket = self._held.popleft()
-            self._copies.wait(ticket)
-            leaving.let_go()
+        with ExitStack() as stack:  # each of them, though a GPU that has failed says so at every wait
+            while self._held:
+                leaving, ticket = self._held.pop()
+                stack.callback(leaving.let_go)
+                stack.callback(self._copies.wait, ticket)

@@ -21,7 +21,7 @@ Passes that CUDA graphs capture go the same way once, and their replays repeat i
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -171,14 +171,16 @@ class ActivationOffloader:
         """A schedule has ended, or has failed."""
         self._chunk = None  # its backward pass has not begun, and will not
         self._in_replay = False  # of a layer that has failed behind its replay
-        self._stash.abandon()
-        for chunk in filter(None, (*self._chunks, self.captures.chunk)):
-            chunk.abandon()
-        self._chunks.clear()
-        self._active.clear()
-        self._delayed.clear()
-        self._keep.forget_recomputed()
-        self.captures.chunk = None
+        try:
+            self._stash.abandon()
+        finally:
+            for chunk in filter(None, (*self._chunks, self.captures.chunk)):
+                chunk.abandon()
+            self._chunks.clear()
+            self._active.clear()
+            self._delayed.clear()
+            self._keep.forget_recomputed()
+            self.captures.chunk = None
         if self.cuda_graph_stream is not None:  # copies in the last graphs may be under way
             torch.cuda.current_stream().wait_stream(self.cuda_graph_stream)
         if self._route.tally.num_chunks:  # not after forward-only passes, nor after captures
@@ -191,13 +193,12 @@ class ActivationOffloader:
 
     def close(self) -> None:
         """Let go of the host memory, which no copy uses any more; nothing can be offloaded any more."""
-        self.reset()
-        try:
-            self.copies.synchronize()
+        with ExitStack() as stack:  # from the last to the first, whatever a GPU that has failed says
+            stack.callback(self.slab.close)
             if self.cuda_graph_stream is not None:
-                self.cuda_graph_stream.synchronize()
-        finally:
-            self.slab.close()
+                stack.callback(self.cuda_graph_stream.synchronize)
+            stack.callback(self.copies.synchronize)
+            stack.callback(self.reset)
 
     def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
         """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.gpu_range import RangeMaker, make_range
 from nemo_offload_rl.offload.link import measure_link
 from nemo_offload_rl.offload.measurements import GIB, Meter
@@ -105,7 +106,7 @@ class Engine:
         """Give all memory back, the arena's segments too; model and optimizer are of no use afterwards."""
         for remove in self.hooks:
             remove()
-        with contextlib.ExitStack() as stack:  # each of them, whatever the others say
+        with first_error_stays(), contextlib.ExitStack() as stack:  # each of them, whatever the others say
             stack.callback(self.site.arena.close)
             for target in self.targets.values():
                 stack.callback(target.close)
@@ -161,7 +162,8 @@ def attach(
                 targets[name] = made
                 undo.callback(made.close)
         # A generator loads its weights during a refit, beside what is still leaving.
-        residency = Residency(targets, table, meter=meter, room={Phase.REFIT: targets[Target.PARAMS].nbytes})
+        room = {Phase.REFIT: targets[Target.PARAMS].nbytes}
+        residency = Residency(targets, table, meter=meter, room=room, check=lambda: mover.check())
         undo.pop_all()
     meter.give_back_cache()  # what everything lived in before
     engine = Engine(residency, targets, meter, site, _guard(residency, model, optimizer))

@@ -177,8 +177,9 @@ class Meter:
         self._keep([started for started in self._started if started.move is not move])
 
     def record_transition(self, phase: Phase, seconds: float, before: MemoryNow) -> None:
-        """Note what an `enter` took of its caller, and what memory it began and ended with."""
-        self._transitions[f"{phase}/enter_s"] = seconds
+        """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with."""
+        entered = f"{phase}/enter_s"
+        self._transitions[entered] = self._transitions.get(entered, 0.0) + seconds
         for when, memory in (("before", before), ("after", self.memory())):
             for name, value in memory.as_gib().items():
                 if not name.startswith(("gpu_total", "host_rss", "host_pinned")):
@@ -198,7 +199,7 @@ class Meter:
         """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
 
         Several moves of a target in one phase, such as the params' before and after a swap with the reference weights,
-        are added up.
+        are added up, and so are the seconds of several entries of a phase.
         """
         totals: dict[tuple[Phase, Target], MoveRecord] = {}
         for record in self.take_records():

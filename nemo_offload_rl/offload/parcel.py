@@ -7,6 +7,7 @@ import torch
 from nemo_offload_rl.offload.activation_copies import Span, Ticket
 from nemo_offload_rl.offload.activation_report import ModuleReport
 from nemo_offload_rl.offload.activation_route import Route
+from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.host_slab import Region
 
 
@@ -106,10 +107,23 @@ def ask_out(route: Route, placed: Sequence[tuple[Parcel, Region]]) -> Ticket:
         assert parcel.storage is not None
         spans.append(parcel.span(parcel.storage, region))
         after += region.after
-    ticket = route.copies.out(spans, after)
+    try:
+        ticket = route.copies.out(spans, after)
+    except BaseException:
+        with first_error_stays():
+            _end_copies(route)
+            for _, region in placed:
+                route.host.give_back(region, None)
+        raise
     for parcel, region in placed:
         parcel.leave(region, ticket)
     return ticket
+
+
+def _end_copies(route: Route) -> None:
+    """Of a request that was refused some copies may be under way, in memory that is about to be used again."""
+    if not route.copies.is_capturing():  # what a capture has asked for never runs where it fails
+        route.copies.synchronize()
 
 
 def start_back(parcels: Sequence[Parcel]) -> None:
@@ -122,6 +136,12 @@ def start_back(parcels: Sequence[Parcel]) -> None:
         region, left = parcel.on_host()
         spans.append(parcel.span(torch.UntypedStorage(parcel.nbytes, device=parcel.device), region))
         after.append(left)
-    returning = parcels[0].route.copies.back(spans, after)
+    route = parcels[0].route
+    try:
+        returning = route.copies.back(spans, after)
+    except BaseException:
+        with first_error_stays():
+            _end_copies(route)
+        raise
     for parcel, span in zip(parcels, spans, strict=True):
         parcel.come_back(span.gpu, returning)

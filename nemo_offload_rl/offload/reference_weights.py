@@ -1,7 +1,7 @@
 """The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NoReturn
 
 import torch
@@ -11,8 +11,13 @@ from nemo_offload_rl.offload.model_buffers import Params, estimate_param_bytes, 
 from nemo_offload_rl.offload.pinned_arena import PinnedArena
 from nemo_offload_rl.offload.residency import Movable, ResidencyError
 from nemo_offload_rl.offload.site import Site, Subject
-from nemo_offload_rl.offload.transfer import Home, Mover
+from nemo_offload_rl.offload.transfer import Chunk, Home, Mover
 from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Target
+
+_LOST = (
+    "The policy's weights are lost: they could not be put back after a swap with the reference weights, of which the "
+    "GPU holds some or all instead. This process cannot go on; restart the worker from the last checkpoint."
+)
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
@@ -31,7 +36,7 @@ def make(site: Site, made: Mapping[Target, Movable]) -> "ReferenceWeights | None
         return None
     params = made[Target.PARAMS]
     assert isinstance(params, Params)
-    return ReferenceWeights(params, site.mover, site.arena, site.meter, lambda: site.require(Target.PARAMS))
+    return ReferenceWeights(site.model, params, site.mover, site.arena, site.meter, lambda: site.require(Target.PARAMS))
 
 
 class ReferenceWeights:
@@ -40,7 +45,10 @@ class ReferenceWeights:
     Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
     weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
 
+    If a swap fails, the policy's weights are put back; if that fails too, they are lost, and whoever uses them is told.
+
     Args:
+        model: whose they are.
         params: on the GPU; what they hold now is the reference.
         mover: copies.
         arena: gives the host memory.
@@ -54,7 +62,13 @@ class ReferenceWeights:
     mapped_bytes = 0
 
     def __init__(
-        self, params: Params, mover: Mover, arena: PinnedArena, meter: Meter, require_params: Callable[[], None]
+        self,
+        model: Sequence[torch.nn.Module],
+        params: Params,
+        mover: Mover,
+        arena: PinnedArena,
+        meter: Meter,
+        require_params: Callable[[], None],
     ) -> None:
         self._require_params = require_params
         self._params = params
@@ -66,6 +80,11 @@ class ReferenceWeights:
             for home in params.housing.homes
         ]
         mover.save(self._homes)
+        self._are_lost = False
+        # Between them they see every use: what computes passes through the model, and the rest enters a phase or waits
+        # for what has moved.
+        mover.check = self._check
+        self._hooks = [chunk.register_forward_pre_hook(self._check) for chunk in model]
 
     @property
     def nbytes(self) -> int:
@@ -78,25 +97,52 @@ class ReferenceWeights:
         """Compute with the reference weights; the policy's own come back at the end, whatever happens.
 
         Raises:
-            ResidencyError: the parameters are not on the GPU, or some of them have no reference.
+            ResidencyError: the parameters are not on the GPU, or some of them have no reference; or a copy failed that
+                brings the policy's own back, and failed again: they are lost.
         """
+        self._check()
         self._require_params()
+        if self._params.is_lent:  # what is there would be saved over the policy's own
+            raise ResidencyError("The reference weights are swapped in; leave `swapped_in` before the next one.")
         if strays := self._params.strays():
             raise ResidencyError(
                 f"{strays[0][0]} and {len(strays) - 1} others have got memory of their own since the reference weights "
                 "were kept (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
             )
-        self._params.is_lent = True
-        swap = self._mover.exchange(self._params.housing.homes, self._homes)
-        swap.hold_current_stream()
-        self._meter.record_start(Started(Phase.LOGPROB, Target.REFERENCE_WEIGHTS, Cell.HOST, Cell.GPU, swap))
+        changed: list[Chunk] = []
         try:
-            yield
-        finally:
-            back = self._mover.restore(self._params.housing.homes)
-            back.hold_current_stream()
-            self._params.is_lent = False
-            self._meter.record_start(Started(Phase.LOGPROB, Target.PARAMS, Cell.HOST, Cell.GPU, back))
+            try:
+                self._params.is_lent = True
+                swap = self._mover.exchange(self._params.housing.homes, self._homes, changed)
+                swap.hold_current_stream()
+                self._meter.record_start(Started(Phase.LOGPROB, Target.REFERENCE_WEIGHTS, Cell.HOST, Cell.GPU, swap))
+                yield
+            finally:
+                self._put_back(changed)
+        finally:  # the host still has what a failure or a Ctrl-C has kept from coming back
+            self._put_back_or_lose(changed)
+
+    def _put_back(self, changed: list[Chunk]) -> None:
+        """Bring the policy's own weights back, and empty the list of what is not theirs."""
+        self._are_lost = bool(changed)  # until they are back: the next Ctrl-C may come in here
+        self._params.is_lent = False  # or `Params` would have its caller leave `swapped_in`
+        if not changed:
+            return
+        back = self._mover.put_back(changed)
+        back.hold_current_stream()
+        self._are_lost = False
+        changed.clear()
+        self._meter.record_start(Started(Phase.LOGPROB, Target.PARAMS, Cell.HOST, Cell.GPU, back))
+
+    def _put_back_or_lose(self, changed: list[Chunk]) -> None:
+        try:
+            self._put_back(changed)
+        except Exception as error:
+            raise ResidencyError(_LOST) from error
+
+    def _check(self, *_: object) -> None:
+        if self._are_lost:
+            raise ResidencyError(_LOST)
 
     def start(self, cell: Cell) -> NoReturn:
         """It is where it always is."""
@@ -110,7 +156,9 @@ class ReferenceWeights:
         """It has no tensors that anybody else knows."""
 
     def close(self) -> None:
-        """Give the host memory back."""
+        """Give the host memory back, and take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
         for home in self._homes:
             assert home.host is not None
             self._arena.release(home.host)

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Protocol
 
 import torch
@@ -116,6 +116,7 @@ class Residency:
         table: where each target lives in each phase; every target needs a cell in every phase.
         meter: takes the measurements.
         room: bytes that have to be free on the GPU when `enter` of a phase returns, if what leaves makes them so.
+        check: called before anything is entered or required; raises where nobody may go on.
 
     Raises:
         ValueError: if the table lacks a cell or asks for one that a target cannot live in.
@@ -128,6 +129,7 @@ class Residency:
         *,
         meter: Meter | None = None,
         room: Mapping[Phase, int] | None = None,
+        check: Callable[[], None] = lambda: None,
     ) -> None:
         for phase in Phase:
             for target, mechanism in targets.items():
@@ -144,6 +146,7 @@ class Residency:
         self._prefetched: set[Target] = set()
         self._meter = meter or Meter(torch.device("cpu"))
         self._room = dict(room or {})
+        self._check = check
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Cell:
@@ -161,6 +164,7 @@ class Residency:
             NoRoomError: a target could not move; those that had moved for this phase are back where they were.
             ResidencyError: CUDA has failed; this process cannot go on.
         """
+        self._check()
         start, before = time.perf_counter(), self._meter.memory()
         if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
             self._meter.give_back_cache()  # before the copies: it waits for every stream
@@ -198,6 +202,7 @@ class Residency:
             ResidencyError: the target is not on the GPU in this phase.
             NoRoomError: the GPU has no memory for it; it is on the host, unharmed.
         """
+        self._check()
         if self._where[target] is not Cell.GPU:
             phase = f"in phase {self.phase}" if self.phase else "now"
             raise ResidencyError(

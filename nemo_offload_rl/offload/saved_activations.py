@@ -36,7 +36,7 @@ class Group:
         self.parcels: list[weakref.ref[Parcel]] = []
         """The storages of what it saved, in the order in which its backward pass needs them."""
         self.saved: list[SavedTensor] = []
-        """Until its commit."""
+        """Until its commit is through."""
         self.nbytes = 0
 
     def settle(self) -> tuple[list["SavedTensor"], list[Parcel]]:
@@ -50,12 +50,11 @@ class Group:
         """
         for one in self.saved:
             one.check()
-        saved, self.saved = self.saved, []
-        parcels = list(dict.fromkeys([one.parcel for one in reversed(saved)]))
+        parcels = list(dict.fromkeys([one.parcel for one in reversed(self.saved)]))
         self.parcels = [weakref.ref(parcel) for parcel in parcels]
         fresh = [parcel for parcel in reversed(parcels) if parcel.stays is None]
         self.nbytes = sum([parcel.nbytes for parcel in fresh])
-        return saved, fresh
+        return self.saved, fresh
 
     def absent(self) -> list[Parcel]:
         """Storages of what it saved that are on the host alone."""

@@ -5,6 +5,7 @@ Out: it queues some copies ahead, and unmaps each chunk when its copy has ended.
 and maps the next while that one runs; to map everything and copy then leaves the link idle for 5% of the time.
 """
 
+import contextlib
 import threading
 import time
 from collections import deque
@@ -34,6 +35,10 @@ class Home:
         """uint8 [nbytes] of the host's side."""
         assert self.host is not None
         return self.host.tensor[: self.range.nbytes]
+
+
+Chunk = tuple[Home, slice]
+"""Bytes of a home's range that are copied as one."""
 
 
 class ChunkError(RuntimeError):
@@ -85,16 +90,24 @@ class Transfer:
         device: whose current stream may have to wait.
         nbytes: bytes that cross the link.
         helper: the helper thread's part; gives the copies' begin and end, or None where nothing is copied.
+        check: see `Mover`.
 
     Attributes:
         on_arrival: what the first stream that is held does before anything else, once.
     """
 
-    def __init__(self, device: torch.device, nbytes: int, helper: Future[_Span | None]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        nbytes: int,
+        helper: Future[_Span | None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
         self.nbytes = nbytes
         self.on_arrival: Callable[[], None] | None = None
         self._device = device
         self._helper = helper
+        self._check = check
         self._waited = 0.0
         self._asked: Mark | None = None
 
@@ -114,6 +127,7 @@ class Transfer:
         Raises:
             ChunkError: the device had no memory for it.
         """
+        self._check()
         start = time.perf_counter()
         try:
             self._helper.result()
@@ -160,10 +174,14 @@ class Mover:
     Args:
         device: the GPU; or the CPU, where the same moves are made between two places of host memory.
         arena: of the homes' host memory; gives staging buffers where a segment could not be page-locked.
+
+    Attributes:
+        check: called before each move, and by whoever waits for one; raises once ranges hold what nobody may use.
     """
 
     def __init__(self, device: torch.device, arena: PinnedArena) -> None:
         self.device = device
+        self.check: Callable[[], None] = lambda: None
         self._arena = arena
         self._staging: StagingRing | None = None
         self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both want it
@@ -228,7 +246,7 @@ class Mover:
                 self._copy_out(home, chunk)
         self._out.mark().wait()
 
-    def exchange(self, homes: Sequence[Home], others: Sequence[Home]) -> Transfer:
+    def exchange(self, homes: Sequence[Home], others: Sequence[Home], changed: list[Chunk] | None = None) -> Transfer:
         """Copy mapped ranges to the host, and into each chunk, as soon as it is saved, what others keep there.
 
         Both directions of the link are busy at once. Ask the transfer to hold the stream that uses the contents.
@@ -236,7 +254,10 @@ class Mover:
         Args:
             homes: with the host memory that saves.
             others: of the same ranges, with the host memory that is put in.
+            changed: gets each chunk once it is saved, before anything is put in. If this raises, `put_back` of these
+                undoes it; the others hold what they held, and what was saved of them is of no use.
         """
+        changed = [] if changed is None else changed
         self._out.follow_current_stream()
         self._back.follow_current_stream()
         begin = self._back.mark()
@@ -245,17 +266,21 @@ class Mover:
             for chunk in home.range.chunks:
                 self._copy_out(home, chunk)
                 self._back.follow(self._out.mark())
+                changed.append((home, chunk))
                 self._copy_back(other, chunk)
         return self._queued(_bytes(others), _Span(begin, self._back.mark()))
 
     def restore(self, homes: Sequence[Home]) -> Transfer:
         """Copy the host's side into mapped ranges, once the current stream is through with what is there."""
+        return self.put_back([(home, chunk) for home in homes for chunk in home.range.chunks])
+
+    def put_back(self, chunks: Sequence[Chunk]) -> Transfer:
+        """The same for some chunks; after a failure it can be asked for again."""
         self._back.follow_current_stream()
         begin = self._back.mark()
-        for home in homes:
-            for chunk in home.range.chunks:
-                self._copy_back(home, chunk)
-        return self._queued(_bytes(homes), _Span(begin, self._back.mark()))
+        for home, chunk in chunks:
+            self._copy_back(home, chunk)
+        return self._queued(sum(chunk.stop - chunk.start for _, chunk in chunks), _Span(begin, self._back.mark()))
 
     def drop(self, homes: Sequence[Home]) -> Transfer:
         """Give every chunk back once the current stream has done what it has been given; contents are lost."""
@@ -279,13 +304,15 @@ class Mover:
         return self._transfer(0, take)
 
     def close(self) -> None:
-        """End the helper thread when it is through, and give the staging buffers back."""
+        """End the helper thread when it is through, and give the staging buffers back; twice is once."""
         self._helper.shutdown(wait=True)
-        if self._staging is not None:
-            self._staging.close()
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
 
     def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
-        return Transfer(self.device, nbytes, self._helper.submit(job))
+        self.check()
+        return Transfer(self.device, nbytes, self._helper.submit(job), lambda: self.check())
 
     def _queued(self, nbytes: int, span: _Span) -> Transfer:
         helper: Future[_Span | None] = Future()
@@ -295,23 +322,30 @@ class Mover:
     def _copy_out(self, home: Home, chunk: slice) -> None:
         for source, destination in _pieces(home.range.tensor[chunk], home.host_tensor()[chunk]):
             if self._is_staged(home):
-                with self._staging_lock:
-                    self._ring().to_host(source, destination, self._out.stream)
+                with self._ring(self._out) as ring:
+                    ring.to_host(source, destination, self._out.stream)
             else:
                 self._out.copy(destination, source)
 
     def _copy_back(self, home: Home, chunk: slice) -> None:
         for source, destination in _pieces(home.host_tensor()[chunk], home.range.tensor[chunk]):
             if self._is_staged(home):
-                with self._staging_lock:
-                    self._ring().to_gpu(source, destination, self._back.stream)
+                with self._ring(self._back) as ring:
+                    ring.to_gpu(source, destination, self._back.stream)
             else:
                 self._back.copy(destination, source)
 
-    def _ring(self) -> StagingRing:
-        if self._staging is None:
-            self._staging = StagingRing(self._arena)
-        return self._staging
+    @contextlib.contextmanager
+    def _ring(self, lane: Lane) -> Iterator[StagingRing]:
+        """For one thread at a time; whoever fails in it leaves nothing on its way through the buffers."""
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = StagingRing(self._arena)
+            try:
+                yield self._staging
+            except BaseException:
+                lane.mark().wait()
+                raise
 
     def _is_staged(self, home: Home) -> bool:
         return self.device.type == "cuda" and home.host is not None and not home.host.pinned

@@ -14,6 +14,7 @@ from nemo_offload_rl.mcore.parallel import mpu
 from nemo_offload_rl.offload.activation_report import StepReport
 from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.attach import Engine
+from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.wait_clock import Waits
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
@@ -70,7 +71,7 @@ class Activations:
     def __init__(self, state: TrainingState, plan: OffloadPlan, engine: Engine, nbytes: int) -> None:
         self.offloader: ActivationOffloader | None = None
         self._num_steps = 0  # that have offloaded
-        if plan.activations is None:
+        if plan.activations is None or state.optimizer is None:  # without, it never trains
             return
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
@@ -86,7 +87,13 @@ class Activations:
         options = activation_offload.activation_options(state.config)
         memory = torch.empty(0, dtype=torch.uint8) if self._segment is None else self._segment.tensor
         graphs = state.config.cuda_graph_impl != "none"
-        self.offloader = activation_offload.install(state.model, options, memory, device, graphs=graphs)
+        try:
+            self.offloader = activation_offload.install(state.model, options, memory, device, graphs=graphs)
+        except BaseException:
+            with first_error_stays():
+                if self._segment is not None:
+                    self._arena.release(self._segment)
+            raise
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
@@ -101,10 +108,13 @@ class Activations:
         before = self.offloader.report
         is_second = self._num_steps == 1  # the first one allocates and compiles
         timed = self.offloader.copies.timed_waits() if is_second else contextlib.nullcontext(Waits())
-        with timed as waits, contextlib.ExitStack() as on_failure:
-            on_failure.callback(self.offloader.reset)  # a schedule that ends does it itself
-            yield
-            on_failure.pop_all()
+        with timed as waits:
+            try:
+                yield
+            except BaseException:
+                with first_error_stays():
+                    self.offloader.reset()  # a schedule that ends does it itself
+                raise
         if self.offloader.report is before:
             return
         self._num_steps += 1
@@ -134,7 +144,8 @@ class Activations:
         if self.offloader is None:
             return
         offloader, self.offloader = self.offloader, None
-        with contextlib.ExitStack() as stack:  # a GPU that has failed says so when it is waited for
+        # A GPU that has failed says so when it is waited for.
+        with first_error_stays(), contextlib.ExitStack() as stack:
             if self._segment is not None:
                 stack.callback(self._arena.release, self._segment)
             stack.callback(offloader.close)

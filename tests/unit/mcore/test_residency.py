@@ -141,6 +141,70 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
     assert checksums(worker) == bits
 
 
+def failing_copies(worker, monkeypatch, *, number, lasts):
+    """Have a copy to the GPU fail, `number` copies from now, or it and all that follow."""
+    mover, done = worker._engine.site.mover, []
+    copy_back = mover._copy_back
+
+    def copy_or_fail(home, chunk):
+        done.append(chunk)
+        if len(done) > number and (lasts or len(done) == number + 1):
+            raise MemoryError("no staging buffer")
+        copy_back(home, chunk)
+
+    monkeypatch.setattr(mover, "_copy_back", copy_or_fail)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])  # the params have one chunk
+def test_a_swap_that_fails_once_leaves_the_policys_weights(make_worker, monkeypatch, number):
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    data = random_batch(4)
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    want, bits = worker.get_logprobs(data, mbs=2)["logprobs"], checksums(worker)
+    failing_copies(worker, monkeypatch, number=number, lasts=False)
+    with pytest.raises(MemoryError, match="no staging buffer"):
+        worker.get_reference_policy_logprobs(data, mbs=2)
+    assert checksums(worker) == bits
+    assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], want)
+    worker.get_reference_policy_logprobs(data, mbs=2)
+    run_steps(worker, 1, visit_phases=True)
+
+
+@pytest.mark.parametrize("number", [0, 1], ids=["in", "back"])
+def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, monkeypatch, tmp_path, number):
+    worker = make_worker(offloading(policy_of("bf16")), init_reference_model=True)
+    data = random_batch(8)
+    worker.train(data, NLLLoss(), gbs=8, mbs=2)
+    failing_copies(worker, monkeypatch, number=number, lasts=True)
+    verbs = [
+        lambda: worker.get_reference_policy_logprobs(data, mbs=2),
+        lambda: worker.get_logprobs(data, mbs=2),
+        lambda: worker.evaluate(data, NLLLoss(), mbs=2),
+        lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
+        lambda: worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True),
+        lambda: worker.load_checkpoint(str(tmp_path / "policy")),
+        lambda: worker.export_hf(str(tmp_path / "hf")),
+        worker.prepare_refit_info,
+        worker.offload_before_refit,
+        worker.offload_after_refit,
+    ]
+    for verb in verbs + verbs:  # none of them makes room for another
+        with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
+            verb()
+    worker.residency_metrics()
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_a_worker_that_used_staging_buffers_may_be_shut_down_twice(make_worker):
+    worker = make_worker(offloading(policy_of("bf16")))
+    with worker._engine.site.mover._ring(worker._engine.site.mover._out):
+        pass
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+    worker.shutdown()
+
+
 def test_a_forward_pass_in_the_wrong_phase_is_refused_in_words(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
     worker.offload_after_refit()

@@ -1,5 +1,6 @@
 """Copies of activations by the driver, on a CUDA GPU."""
 
+import threading
 from collections.abc import Iterator
 
 import pytest
@@ -91,6 +92,24 @@ def test_a_stream_waits_once_for_a_ticket(copies, host, monkeypatch):
     copies.wait(ticket)
     assert waits == [here]
     torch.cuda.synchronize()
+
+
+def test_memory_is_used_again_by_the_stream_that_asked_for_it(copies, host):
+    """The garbage collector runs in any thread, and the current stream of another one is another."""
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    asker, used_again = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(copies.lanes["back"].stream):
+        torch.cuda._sleep(CYCLES)
+    with torch.cuda.stream(asker):
+        ticket = copies.back([span(gpu, host)], [])
+    collector = threading.Thread(target=copies.wait_to_free, args=(ticket,))
+    collector.start()
+    collector.join()
+    used_again.record(asker)
+    assert not ticket.reached()
+    used_again.synchronize()
+    assert ticket.reached()
 
 
 def test_what_the_driver_refuses_is_an_error(copies):

@@ -1,6 +1,7 @@
 """Activation offloading with the functions that megatron-core's layers call, and copies that come late."""
 
 import contextlib
+import gc
 import random
 from collections.abc import Callable, Iterator, Sequence
 
@@ -24,7 +25,7 @@ from nemo_offload_rl.offload.activation_route import Route
 from nemo_offload_rl.offload.activation_share import which_leave_unknown
 from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.offload.host_slab import HostSlab
-from nemo_offload_rl.offload.saved_activations import Group, InPlaceError
+from nemo_offload_rl.offload.saved_activations import Group, InPlaceError, SavedTensor
 
 
 @pytest.fixture(autouse=True)
@@ -552,13 +553,76 @@ def test_a_manager_whose_place_another_one_has_taken_leaves_it_there():
     assert CheckpointWithoutOutput.checkpoint is activation_offload._checkpoint
 
 
-def test_host_memory_is_given_up_where_a_gpu_has_failed(monkeypatch):
-    copies = LateCopies()
-    made = offloader(copies=copies)
-    monkeypatch.setattr(copies, "synchronize", lambda: lack_of_memory(torch.empty(0)))
+class Refusing(LateCopies):
+    """Queues half of one request and refuses the rest of it."""
+
+    def __init__(self, direction: str, number: int) -> None:
+        super().__init__(eager_share=0.0)
+        self._direction, self._requests_left = direction, number
+
+    def out(self, spans, after):
+        return self._or_refuse("out", super().out, spans, after)
+
+    def back(self, spans, after):
+        return self._or_refuse("back", super().back, spans, after)
+
+    def _or_refuse(self, direction, make, spans, after):
+        if direction == self._direction:
+            self._requests_left -= 1
+            if self._requests_left == 0:
+                make(spans[: len(spans) // 2 + 1], after)
+                raise MemoryError
+        return make(spans, after)
+
+    def has_pending(self) -> bool:
+        return not all(ticket.reached() for ticket in self._pending)
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
+    """Neither host memory, nor a copy under way, nor what autograd kept; whichever request it is."""
+    want = plain(model, batches([12, 7], 0))
+    number = 0
+    while True:
+        number += 1
+        copies = Refusing(direction, number)
+        made = offloader(model, copies=copies)
+        try:
+            one_by_one(model, batches([12, 7], 0))
+            break  # there are no more
+        except MemoryError:
+            assert not copies.has_pending()
+        made.reset()
+        gc.collect()
+        made.slab.take(0)
+        assert made.slab.used_bytes == 0
+        assert not any(type(one) is SavedTensor for one in gc.get_objects())
+        assert_equal(one_by_one(model, batches([12, 7], 0)), want)
+    assert number > LAYERS
+
+
+@pytest.mark.parametrize("call", ["reset", "close"])
+def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call):
+    """It says so whenever somebody waits."""
+    copies = LateCopies(eager_share=0.0)
+    made = offloader(model, copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x, y = (torch.zeros(8, WIDTH, requires_grad=True) for _ in range(2))
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x * y
+    refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y)]
+    y = group.group_offload(y)
+    assert len(made._stash) == 1
+    for name in ("wait", "synchronize"):
+        monkeypatch.setattr(copies, name, lambda *_: lack_of_memory(torch.empty(0)))
     with pytest.raises(MemoryError):
-        made.close()
-    assert made.slab.memory.numel() == 0
+        getattr(made, call)()
+    assert len(made._stash) == 0
+    assert made.slab.memory.numel() == 0 or call == "reset"
+    assert not made._chunks
+    del x, y, group
+    assert all(ref.expired() for ref in refs)
 
 
 def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:

@@ -155,3 +155,33 @@ def test_saving_leaves_everything_in_place(mover, homes):
     assert mapped(homes) == sum(SIZES)
     assert_equal([home.host_tensor() for home in homes], wanted)
     assert_equal(contents(homes), wanted)
+
+
+def test_an_exchange_that_fails_says_what_has_to_be_put_back(mover, homes, arena, monkeypatch):
+    own, copy_back, copied, changed = contents(homes), mover._copy_back, [], []
+    others = [Home(home.range, arena.allocate("others", home.range.nbytes)) for home in homes]
+
+    def fail_at_the_third(home, chunk):
+        copied.append(chunk)
+        copy_back(home, chunk)
+        if len(copied) == 3:
+            raise MemoryError
+
+    monkeypatch.setattr(mover, "_copy_back", fail_at_the_third)
+    with pytest.raises(MemoryError):
+        mover.exchange(homes, others, changed)
+    assert changed == [(homes[0], chunk) for chunk in homes[0].range.chunks[:3]]
+    back = mover.put_back(changed)
+    assert back.nbytes == 3 * CHUNK_BYTES
+    assert_equal(contents(homes), own)
+    for other in others:
+        arena.release(other.host)
+
+
+def test_closing_twice_gives_staging_buffers_back_once(arena):
+    mover = Mover(CPU, arena)
+    with mover._ring(mover._out):
+        assert arena.allocated_bytes > 0
+    for _ in range(2):
+        mover.close()
+        assert arena.allocated_bytes == 0
