@@ -18,6 +18,7 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.failed_step import forgotten_on_failure, router_updates
 from nemo_offload_rl.mcore.logprob import next_token_logprobs
 from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
 
@@ -30,7 +31,7 @@ class StepResult:
     grad_norm: float
     """Norm of the whole gradient before clipping; NaN if the step was skipped."""
     skipped: bool
-    """The loss or a gradient was not finite, and the parameters were left alone."""
+    """The loss or a gradient was not finite, and the parameters and routers' biases were left alone."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -134,17 +135,18 @@ def _run(
     on_device = [_to_device(batch, device) for batch in batches]
     iterators = [iter(on_device) for _ in state.model]
     schedule = get_forward_backward_func()
-    return schedule(
-        forward_step_func=forward_step,
-        data_iterator=iterators if len(iterators) > 1 else iterators[0],
-        model=state.model if len(state.model) > 1 else state.model[0],
-        num_microbatches=len(batches),
-        seq_length=first.tokens.shape[1],
-        micro_batch_size=first.tokens.shape[0],
-        decoder_seq_length=first.tokens.shape[1],
-        forward_only=forward_only,
-        collect_non_loss_data=forward_only,
-    )
+    with forgotten_on_failure(state.model):
+        return schedule(
+            forward_step_func=forward_step,
+            data_iterator=iterators if len(iterators) > 1 else iterators[0],
+            model=state.model if len(state.model) > 1 else state.model[0],
+            num_microbatches=len(batches),
+            seq_length=first.tokens.shape[1],
+            micro_batch_size=first.tokens.shape[0],
+            decoder_seq_length=first.tokens.shape[1],
+            forward_only=forward_only,
+            collect_non_loss_data=forward_only,
+        )
 
 
 def _sum_over_ranks(names_and_values: dict[str, Tensor], device: torch.device) -> dict[str, float]:
@@ -232,17 +234,19 @@ def train_step(
         _add(sums, {"loss": loss.detach().clone(), **metrics})
         return loss * scale, {}
 
-    _run(state, batches, on_output, temperature=temperature, forward_only=False, device=device)
-    # optimizer.step() taken apart at its norm, which is its one wait for the GPU: what follows costs nothing more.
     optimizer = state.optimizer
     assert isinstance(optimizer, ChainedOptimizer)
-    optimizer.prepare_grads()
-    grad_norm = float(optimizer.get_grad_norm())
-    totals = _sum_over_ranks(sums, device)
-    loss = totals.pop("loss")
-    if not (math.isfinite(loss) and math.isfinite(grad_norm)):
-        return StepResult(loss, math.nan, skipped=True, metrics=totals)
-    _clip_and_update(optimizer, grad_norm)
+    with router_updates(state.model, state.config) as undo_router_updates:
+        _run(state, batches, on_output, temperature=temperature, forward_only=False, device=device)
+        # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
+        optimizer.prepare_grads()
+        grad_norm = float(optimizer.get_grad_norm())
+        totals = _sum_over_ranks(sums, device)
+        loss = totals.pop("loss")
+        if not (math.isfinite(loss) and math.isfinite(grad_norm)):
+            undo_router_updates()
+            return StepResult(loss, math.nan, skipped=True, metrics=totals)
+        _clip_and_update(optimizer, grad_norm)
     state.scheduler.step(increment=1)
     return StepResult(loss, grad_norm, skipped=False, metrics=totals)
 

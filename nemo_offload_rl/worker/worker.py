@@ -14,8 +14,11 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
+from nemo_offload_rl.mcore.failed_step import wait_for_reductions
 from nemo_offload_rl.mcore.model_config import parallel_sizes
+from nemo_offload_rl.mcore.param_gather import ParamGather
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
@@ -105,7 +108,7 @@ class MegatronPolicyWorker:
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
         self._peak_mapped_bytes = 0  # since the last verb began
         self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
-        self._enable_param_gather(False)
+        self._param_gather = ParamGather(self._state.model)
 
     def _sampling_temperature(self) -> float:
         """What logits are divided by: the temperature of sampling, so that log-probs speak of what was sampled.
@@ -115,19 +118,10 @@ class MegatronPolicyWorker:
         policy: Mapping[str, Any] = self._config  # only some algorithms' policies have a generation section
         return (policy["generation"]["temperature"] or 1.0) if "generation" in policy else 1.0
 
-    def _enable_param_gather(self, on: bool) -> None:
-        """With overlap_param_gather, let forward passes gather parameters; off completes the gather.
-
-        It is on only while `train` runs, so that everybody else sees complete parameters; and never on a single
-        data-parallel rank, where there is nothing to gather and its hooks cost some 5% of a step.
-        """
-        alone = parallel.mpu.get_data_parallel_world_size() == 1
-        for chunk in self._state.model:
-            if chunk.ddp_config.overlap_param_gather and not (on and alone):
-                if on:
-                    chunk.enable_forward_pre_hook()
-                elif chunk.remove_forward_pre_hook_handles:
-                    chunk.disable_forward_pre_hook(param_sync=True)
+    def _catch_up(self) -> None:
+        """End what a `train` that failed has left under way between ranks, which are all here now."""
+        wait_for_reductions(self._state.model)
+        self._param_gather.complete()
 
     def parallel_ranks(self) -> dict[str, int]:
         """This rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
@@ -186,8 +180,7 @@ class MegatronPolicyWorker:
     ) -> tuple[list[step.StepResult], int]:
         """One step for each `local` rows; also returns the number of micro-batches."""
         results, num_microbatches = [], 0
-        self._enable_param_gather(True)
-        try:
+        with self._param_gather.by_forward_passes():
             for chunk in data.chunks(local):
                 counts = step.global_counts(chunk, self.device)
                 batches, _ = self._batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
@@ -202,8 +195,6 @@ class MegatronPolicyWorker:
                 num_microbatches += len(batches)
                 if self._config["megatron_cfg"]["empty_unused_memory_level"] >= 1:
                     torch.cuda.empty_cache()
-        finally:
-            self._enable_param_gather(False)
         return results, num_microbatches
 
     def _count_skipped(self, result: step.StepResult) -> None:
@@ -274,21 +265,25 @@ class MegatronPolicyWorker:
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
+    def _enter(self, phase: Phase) -> None:
+        self._catch_up()  # while parameters and gradients are where they were
+        self.residency.enter(phase)
+
     def prepare_for_training(self) -> None:
         """Everything that training needs is on the GPU."""
-        self.residency.enter(Phase.TRAIN)
+        self._enter(Phase.TRAIN)
 
     def prepare_for_lp_inference(self) -> None:
         """What log-prob passes need is on the GPU; gradients are given back."""
-        self.residency.enter(Phase.LOGPROB)
+        self._enter(Phase.LOGPROB)
 
     def offload_before_refit(self) -> None:
         """Make room for the export of weights."""
-        self.residency.enter(Phase.REFIT)
+        self._enter(Phase.REFIT)
 
     def offload_after_refit(self) -> None:
         """Leave the GPU to generation."""
-        self.residency.enter(Phase.GENERATE)
+        self._enter(Phase.GENERATE)
 
     # --- weights out ------------------------------------------------------------------------------------------------
 
@@ -325,6 +320,7 @@ class MegatronPolicyWorker:
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
         """Write the training state into `folder`, which must hold nothing yet; collective."""
+        self._catch_up()
         read = self._engine.reader()  # what is on the host is read there
         checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
 
@@ -334,6 +330,7 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
         """
+        self._catch_up()
         self.graphs.delete()
         self._engine.writable()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
@@ -363,7 +360,7 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
-        with contextlib.ExitStack() as stack:  # from the last to the first, whatever the others say
+        with first_error_stays(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
             closed = (self._stream.close, self._state.close, self._engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from megatron.core.tensor_parallel import random as checkpoints
+from megatron.core.transformer.transformer_layer import TransformerLayer
 from support.late_copies import LateCopies
 from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
@@ -163,6 +164,24 @@ def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
     slab.take(0)
     assert slab.used_bytes == 0
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
+
+
+def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, recomputing, monkeypatch):
+    again = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "activation_checkpointing": True}
+    worker = make_worker(offloading_activations(tiny_policy(**again), ATTENTION))
+    slab = worker.activations.offloader.slab
+
+    def broken(*_, **__):
+        assert slab.used_bytes > 0
+        raise ZeroDivisionError
+
+    layers = [module for module in worker._state.model[0].modules() if isinstance(module, TransformerLayer)]
+    monkeypatch.setattr(layers[-1].mlp, "forward", broken)
+    with pytest.raises(ZeroDivisionError):
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
+    gc.collect()
+    slab.take(0)
+    assert slab.used_bytes == 0
 
 
 def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late, caplog):

@@ -1,0 +1,191 @@
+"""A step that fails or is skipped leaves nothing: no activations, no hooks, and routers' biases as they were."""
+
+import gc
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.transformer.moe.router import TopKRouter
+from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
+from megatron.core.transformer.transformer_layer import TransformerLayer
+from support.late_copies import LateCopies
+from support.phases import checksums
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.failed_step import forgotten_on_failure
+
+ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
+
+
+def modules_of(worker: Any, kind: type) -> list[Any]:
+    return [module for chunk in worker._state.model for module in chunk.modules() if isinstance(module, kind)]
+
+
+def failing(*_: Any, **__: Any) -> Any:
+    raise ZeroDivisionError
+
+
+def failing_backward(logprobs: torch.Tensor, data: Any, counts: Any) -> Any:
+    logprobs.register_hook(failing)
+    return NLLLoss()(logprobs, data, counts)
+
+
+def fail(worker: Any, where: str) -> None:
+    """A step of two micro-batches fails in the loss function, in its backward pass, or in a part of the third layer."""
+    loss = {"loss": failing, "backward": failing_backward}.get(where, NLLLoss())
+    layer: Any = modules_of(worker, TransformerLayer)[2]
+    part = {"attention": layer.self_attention, "mlp": layer.mlp, "experts": getattr(layer.mlp, "experts", None)}
+    with pytest.MonkeyPatch.context() as patch:
+        if where in part:
+            patch.setattr(part[where], "forward", failing)
+        with pytest.raises(ZeroDivisionError):
+            worker.train(random_batch(4), loss, gbs=4, mbs=2)
+
+
+@pytest.mark.parametrize("offloads", [False, True], ids=["on the GPU", "offloaded"])
+@pytest.mark.parametrize(
+    ("config", "where", "megatron"),
+    [
+        (TINY_QWEN3, "mlp", {}),
+        (TINY_QWEN3, "attention", {}),
+        (TINY_QWEN3, "backward", {}),
+        (TINY_QWEN3_MOE, "loss", {}),
+        (TINY_QWEN3_MOE, "backward", {}),
+        (TINY_QWEN3_MOE, "mlp", {}),
+        (TINY_QWEN3_MOE, "experts", {}),
+        (TINY_QWEN3_MOE, "experts", ALL_GATHER),
+        (TINY_QWEN3_MOE, "loss", ALL_GATHER),
+    ],
+    ids=lambda value: value.get("model_type", "") if isinstance(value, dict) else value,
+)
+def test_a_failed_step_leaves_no_activation_alive(make_worker, monkeypatch, config, where, megatron, offloads):
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(eager_share=0.1))
+    want = make_worker(tiny_policy(config, **megatron))
+    reports = [want.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) for _ in range(2)]
+    policy = tiny_policy(config, **megatron)
+    worker = make_worker(offloading_activations(policy, ["core_attn", "attn_proj"]) if offloads else policy)
+    assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[0]
+    seen: list[StorageWeakRef] = []
+
+    def see(_: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        tensors = [value for value in (*args, *kwargs.values()) if isinstance(value, torch.Tensor)]
+        seen.extend(StorageWeakRef(tensor.untyped_storage()) for tensor in tensors if tensor.grad_fn is not None)
+
+    hooks = [
+        module.register_forward_pre_hook(see, with_kwargs=True)
+        for layer in modules_of(worker, TransformerLayer)
+        for module in layer.modules()
+    ]
+    fail(worker, where)
+    for hook in hooks:
+        hook.remove()
+    gc.collect()
+    assert len(seen) > 8
+    assert not [storage for storage in seen if not storage.expired()]
+    if offloads:
+        slab = worker.activations.offloader.slab
+        slab.take(0)
+        assert slab.used_bytes == 0
+    assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[1]
+
+
+@pytest.mark.parametrize("num_before", [0, 1])
+def test_a_failed_reduction_of_gradients_does_not_spoil_the_next(make_worker, num_before):
+    """It fails between two buckets; in the first backward pass megatron-core also counts the gradients of each."""
+    ddp = {
+        "grad_reduce_in_fp32": False,
+        "overlap_grad_reduce": True,
+        "overlap_param_gather": False,
+        "bucket_size": 1000,
+    }
+
+    def steps(spoil: Callable[[Any], None]) -> tuple[Any, ...]:
+        worker = make_worker(tiny_policy(distributed_data_parallel_config=ddp))
+        assert len(worker._state.model[0].bucket_groups) > 4
+        for _ in range(num_before):
+            worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+        spoil(worker)
+        reports = [worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4) for _ in range(2)]
+        return reports, checksums(worker)
+
+    def fail_between(worker: Any) -> None:
+        hook = modules_of(worker, TransformerLayer)[2].register_full_backward_pre_hook(failing)
+        with pytest.raises(ZeroDivisionError):
+            worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+        hook.remove()
+
+    assert steps(fail_between) == steps(lambda _: None)
+
+
+def test_shared_experts_beside_the_exchange_of_tokens_begin_anew():
+    """Their parts follow each other, or are refused; the overlap itself needs a GPU."""
+    experts = SharedExpertMLP.__new__(SharedExpertMLP)
+    torch.nn.Module.__init__(experts)
+    experts.config = SimpleNamespace(moe_shared_expert_overlap=True)
+    experts.cached_fc1_input = torch.ones(1, requires_grad=True) * 2
+    experts._overlap_state = SharedExpertState.PRE_FORWARD_COMM_DONE
+    with pytest.raises(ZeroDivisionError), forgotten_on_failure([experts]):
+        failing()
+    assert (experts.cached_fc1_input, experts._overlap_state) == (None, SharedExpertState.IDLE)
+
+
+def balance(worker: Any, by: str) -> None:
+    """Give its routers what those of other families are built with; none of those has a tiny model for a CPU."""
+    config = worker._state.config
+    buffers = {"expert_bias": torch.zeros(4), "local_tokens_per_expert": torch.zeros(4)}
+    if by == "quantiles":
+        config.moe_router_load_balancing_type = "quantile_balancing"
+        buffers = {"qb_beta": torch.zeros(4), "qb_beta_accum": torch.zeros(4), "qb_beta_count": torch.tensor(0)}
+    else:
+        config.moe_router_enable_expert_bias, config.moe_router_bias_update_rate = True, 1e-3
+    for router in modules_of(worker, TopKRouter):
+        router.routing_type = config.moe_router_load_balancing_type
+        router.enable_expert_bias = config.moe_router_enable_expert_bias
+        router.score_function = "sigmoid"
+        for name, value in buffers.items():
+            delattr(router, name)
+            router.register_buffer(name, value.clone())
+
+
+def numbers_of_routers(worker: Any, *names: str) -> list[list[float]]:
+    routers = modules_of(worker, TopKRouter)
+    return [getattr(router, name).tolist() for router in routers for name in names if getattr(router, name) is not None]
+
+
+def not_finite(logprobs: torch.Tensor, data: Any, counts: Any) -> Any:
+    loss, metrics = NLLLoss()(logprobs, data, counts)
+    return loss * float("nan"), metrics
+
+
+def skip(worker: Any) -> None:
+    assert worker.train(random_batch(6, seed=5), not_finite, gbs=6, mbs=2)["num_skipped"] == 1
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [skip, lambda worker: fail(worker, "loss"), lambda worker: fail(worker, "experts")],
+    ids=["skipped", "failed in the loss", "failed in a layer"],
+)
+@pytest.mark.parametrize("by", ["expert bias", "quantiles"])
+def test_routers_biases_are_those_of_a_run_without_it(make_worker, by, spoil: Callable[[Any], None]):
+    def two_steps(between: Callable[[Any], None]) -> tuple[Any, ...]:
+        worker = make_worker(tiny_policy(TINY_QWEN3_MOE, "bfloat16") | {"max_skipped_steps": 1})
+        balance(worker, by)
+        first = worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        before = numbers_of_routers(worker, "expert_bias", "qb_beta")
+        assert all(any(bias) for bias in before)
+        between(worker)
+        assert numbers_of_routers(worker, "expert_bias", "qb_beta") == before
+        counts = numbers_of_routers(worker, "local_tokens_per_expert", "qb_beta_accum")
+        assert counts == [[0.0] * 4] * 4
+        second = worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2)
+        after = numbers_of_routers(worker, "expert_bias", "qb_beta", "local_tokens_per_expert", "qb_beta_accum")
+        assert after != before
+        return first, second, checksums(worker), after
+
+    assert two_steps(spoil) == two_steps(lambda _: None)
