@@ -16,8 +16,8 @@ def _told(where: str) -> Iterator[None]:
 
     try:
         yield
-    except (StrictDataclassError, ArithmeticError, AttributeError, TypeError) as error:
-        raise ValueError(f"{where} has a value that cannot be: {error}") from error
+    except (StrictDataclassError, ArithmeticError, AttributeError, LookupError, TypeError) as error:
+        raise ValueError(f"{where} has a value that cannot be: {type(error).__name__}: {error}") from error
 
 
 def hf_config(policy: Mapping[str, Any]) -> Any:

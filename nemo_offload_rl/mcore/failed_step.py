@@ -19,7 +19,7 @@ from nemo_offload_rl.offload.first_error import first_error_stays
 
 @contextlib.contextmanager
 def forgotten_on_failure(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """A schedule runs inside; of one that fails the model keeps nothing alive, on the GPU or on the host.
+    """A schedule runs inside; of one that fails the model keeps nothing alive that autograd has saved, wherever it is.
 
     Layers hand tensors from one of their parts to the next as attributes, each with all that autograd has saved up to
     it. The next pass overwrites them; until then, through all phases in between, the failed one would live on.
@@ -94,17 +94,19 @@ def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Ca
         model: the chunks.
         config: their TransformerConfig.
     """
-    routers = [module for module in _modules(model) if isinstance(module, TopKRouter)]
+    has_routers = config.num_moe_experts is not None  # to look for them takes the CPU a millisecond
+    routers = [module for module in _modules(model) if isinstance(module, TopKRouter)] if has_routers else []
     biases = [bias for router in routers for bias in (router.expert_bias, router.qb_beta) if bias is not None]
     before = [bias.clone() for bias in biases]
 
     def undo() -> None:
-        with first_error_stays():  # a GPU that has failed says so again
-            for bias, value in zip(biases, before, strict=True):
-                bias.copy_(value)
-            reset_model_temporary_tensors(config, list(model))  # the counts
+        for bias, value in zip(biases, before, strict=True):
+            bias.copy_(value)
+        reset_model_temporary_tensors(config, list(model))  # the counts
 
-    with contextlib.ExitStack() as on_failure:
-        on_failure.callback(undo)
+    try:
         yield undo
-        on_failure.pop_all()
+    except BaseException:
+        with first_error_stays():  # a GPU that has failed says so again
+            undo()
+        raise

@@ -13,6 +13,9 @@ logger = logging.getLogger(__name__)
 def first_error_stays() -> Iterator[None]:
     """What is cleaned up inside may fail; behind an error, that one stays what is raised.
 
+    "Behind" is while it is on its way, and where an `except` block handles it: whoever goes on from there finds what
+    failed here in the log alone.
+
     Nested exit stacks lose it otherwise: each takes the error that its caller is handling out of the context of the one
     that it raises. What fails inside then becomes a note on it, and a line of the log.
     """

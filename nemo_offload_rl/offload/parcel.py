@@ -111,9 +111,9 @@ def ask_out(route: Route, placed: Sequence[tuple[Parcel, Region]]) -> Ticket:
         ticket = route.copies.out(spans, after)
     except BaseException:
         with first_error_stays():
-            _end_copies(route)
-            for _, region in placed:
+            for _, region in placed:  # the next copy there comes after those of this request, on the same stream
                 route.host.give_back(region, None)
+            _end_copies(route)
         raise
     for parcel, region in placed:
         parcel.leave(region, ticket)

@@ -56,6 +56,7 @@ def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
     "policy.sequence_packing.algorithm?",
     LENGTH,
     DIVISOR,
+    GRAPHS,
     "policy.generation?",
 )
 def packing_has_its_sizes(
@@ -66,9 +67,13 @@ def packing_has_its_sizes(
     algorithm: str | None,
     longest: int,
     divisible_by: int,
+    impl: str,
     generation: dict[str, Any] | None,
 ) -> Verdict:
-    """A packed row has a stated size that the longest sequence fits into."""
+    """A packed row has a stated size that the longest sequence fits into.
+
+    One that only its padding makes longer has a row of its own, which CUDA graphs of rows of one size do not take.
+    """
     if not enabled:
         return None
     sizes = {"train_mb_tokens": train, "sequence_length_round": rounding, "algorithm": algorithm}
@@ -77,10 +82,11 @@ def packing_has_its_sizes(
     missing = [name for name, size in sizes.items() if size is None]
     if missing:
         return f"is true, which needs policy.sequence_packing.{' and '.join(missing)} too"
-    padded, found = padded_row(longest, divisible_by)
+    padded = padded_row(longest, divisible_by)
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         size = sizes[name] if name in sizes else None
-        if isinstance(size, int) and size < padded:
+        least, found = padded if impl != "none" and name == "train_mb_tokens" else (longest, f"{longest}")
+        if isinstance(size, int) and size < least:
             return f"needs {name} ({size}) to be at least {LENGTH} ({found})"
     return None
 

@@ -47,12 +47,12 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
 def recomputed_experts_are_grouped(
     modules: list[str] | None, enabled: bool, granularity: str | None, grouped: bool | None, *model: Any
 ) -> Verdict:
-    """megatron-core recomputes the activation of grouped experts only, and what a dense model lacks not at all."""
-    recomputed = recomputed_modules(enabled, granularity, modules)
-    absent = next((name for name in ("moe_act", "moe", "shared_experts") if name in recomputed), None)
-    if absent is not None and model_kind(*model).has_experts is False:
-        return f"has {absent}, which only a mixture of experts has, and the model is dense; take it out"
-    if "moe_act" in recomputed and grouped is False:
+    """megatron-core recomputes the activation of grouped experts only."""
+    if "moe_act" not in recomputed_modules(enabled, granularity, modules):
+        return None
+    if model_kind(*model).has_experts is False:
+        return "has moe_act, which only a mixture of experts has, and the model is dense; take it out"
+    if grouped is False:
         return f"has moe_act, which needs {MEGATRON}.moe_grouped_gemm true; found false: take it out, or set that"
     return None
 

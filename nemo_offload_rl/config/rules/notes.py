@@ -4,6 +4,7 @@ from typing import Any
 
 from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, TP, Verdict, note
+from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules
 
 ACTIVATION_OFFLOAD = "policy.activation_offload"
 
@@ -109,6 +110,18 @@ def outputs_of_flash_attention_are_planned_once(
         "that is computed for activations has room for one, and what does not fit stays on the GPU: give it in "
         f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib, or set this to auto"
     )
+
+
+@note(f"{MEGATRON}.recompute_modules", *RECOMPUTATION[:2], *MODEL)
+def dense_models_recompute_no_experts(
+    modules: list[str] | None, enabled: bool, granularity: str | None, *model: Any
+) -> Verdict:
+    """A recipe that models of both kinds share may name them."""
+    recomputed = recomputed_modules(enabled, granularity, modules)
+    absent = [name for name in ("moe", "shared_experts") if name in recomputed]
+    if not absent or model_kind(*model).has_experts is not False:
+        return None
+    return f"has {' and '.join(absent)}, with no effect on a dense model"
 
 
 @note(f"{ACTIVATION_OFFLOAD}.strict?", f"{MEGATRON}.fine_grained_activation_offloading")

@@ -114,14 +114,16 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
 
 
 def test_a_value_that_the_model_cannot_have_is_said(check):
-    for key, error in (
-        ("+policy.hf_config.rms_norm_eps", "policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps"),
-        ("+policy.hf_config.num_labels", "policy.hf_config has a value that cannot be: "),
-        ("+policy.hf_config.torch_dtype", "policy.hf_config has a value that cannot be: "),
-        ("+policy.hf_config_overrides.rms_norm_eps", "policy.hf_config_overrides.rms_norm_eps has a value that cannot"),
+    fields, overrides = "policy.hf_config has a value that cannot be: ", "policy.hf_config_overrides.rms_norm_eps has a"
+    for override, error in (
+        ("+policy.hf_config.rms_norm_eps=abc", fields + "(.|\n)*rms_norm_eps"),
+        ("+policy.hf_config.num_labels=abc", fields + "TypeError"),
+        ("+policy.hf_config.torch_dtype=abc", fields + "AttributeError"),
+        ("+policy.hf_config.rope_scaling={rope_type: yarn}", fields + "KeyError"),
+        ("+policy.hf_config_overrides.rms_norm_eps=abc", overrides),
     ):
         with pytest.raises(ValueError, match=error):
-            check(f"{key}=abc")
+            check(override)
     with pytest.raises(ValueError, match=r"model_type is 'vit', of which transformers has no causal language model"):
         check("policy.hf_config={model_type: vit}")
 

@@ -21,6 +21,12 @@ TP = f"{MEGATRON}.tensor_model_parallel_size"
 PP = f"{MEGATRON}.pipeline_model_parallel_size"
 EP = f"{MEGATRON}.expert_model_parallel_size"
 PACKED = ["policy.sequence_packing.enabled=true"]
+CAPTURED_AND_PACKED = [
+    *(*PACKED, "policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
+    *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[moe_router]"),
+    *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=4"),
+]
+DIVISIBLE_BY_64 = "policy.make_sequence_length_divisible_by=64"
 TENSOR_PARALLEL = [
     *(f"{TP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.sequence_parallel=true"),
     "policy.make_sequence_length_divisible_by=2",
@@ -341,23 +347,27 @@ def test_a_models_sizes_are_read_wherever_they_are(ranks, fields, refused, where
     ("overrides", "message"),
     [
         (
-            [*PACKED, "policy.make_sequence_length_divisible_by=64", "policy.sequence_packing.train_mb_tokens=63"],
+            [*PACKED, "policy.sequence_packing.logprob_mb_tokens=15"],
+            "enabled: needs logprob_mb_tokens (15) to be at least policy.max_total_sequence_length (16)",
+        ),
+        (
+            [*CAPTURED_AND_PACKED, DIVISIBLE_BY_64, "policy.sequence_packing.train_mb_tokens=63"],
             "policy.sequence_packing.enabled: needs train_mb_tokens (63) to be at least "
             "policy.max_total_sequence_length (16, which policy.make_sequence_length_divisible_by 64 makes 64)",
         ),
         (
-            [
-                *(*PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.train_mb_tokens=17", "policy.precision=bfloat16"),
-                f"{MEGATRON}.optimizer.bf16=true",
-                *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[moe_router]"),
-                *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=4"),
-            ],
+            [*CAPTURED_AND_PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.train_mb_tokens=17"],
             f"policy.sequence_packing.train_mb_tokens: must be a multiple of {TP} (2), over whose ranks",
         ),
     ],
 )
 def test_packed_rows_have_room_for_what_is_padded(overrides, message, one_problem_of):
     assert message in one_problem_of(*overrides)
+
+
+def test_eager_rows_that_only_padding_makes_longer_pass():
+    overrides = [*PACKED, DIVISIBLE_BY_64, "policy.sequence_packing.train_mb_tokens=63"]
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
 
 
 def test_two_ranks_pass():
@@ -434,6 +444,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 *(f"{MEGATRON}.offload_modules=[core_attn,attn_proj]", "policy.train_micro_batch_size=2"),
             ],
             "attention_backend is flash, whose output attn_proj keeps a copy of in micro-batches of 2 padded rows; the",
+        ),
+        (
+            [
+                *(f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.recompute_granularity=selective"),
+                f"{MEGATRON}.recompute_modules=[core_attn,moe,shared_experts]",
+            ],
+            "recompute_modules has moe and shared_experts, with no effect on a dense model",
         ),
         (
             ["policy.activation_offload.strict=true"],
