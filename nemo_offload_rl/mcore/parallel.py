@@ -12,6 +12,8 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from nemo_offload_rl.offload.first_error import first_error_stays
+
 
 @dataclass(frozen=True)
 class ParallelSizes:
@@ -74,25 +76,30 @@ def initialize(
     if on_gpu:
         torch.cuda.set_device(device)
     os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
-    torch.distributed.init_process_group(
-        "nccl" if on_gpu else "gloo",
-        rank=rank,
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_s),
-        device_id=device if on_gpu else None,
-    )
-    mpu.initialize_model_parallel(
-        tensor_model_parallel_size=sizes.tensor,
-        pipeline_model_parallel_size=sizes.pipeline,
-        virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
-        context_parallel_size=sizes.context,
-        expert_model_parallel_size=sizes.expert,
-        expert_tensor_parallel_size=sizes.expert_tensor,
-    )
-    # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
-    model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
-    # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
-    init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
+    try:
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=timeout_s),
+            device_id=device if on_gpu else None,
+        )
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+        )
+        # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
+        model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
+        # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
+        init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
+    except BaseException:
+        with first_error_stays():  # a GPU without memory for groups, for instance; the process may try again
+            destroy()
+        raise
     return device
 
 

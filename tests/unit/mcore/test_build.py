@@ -3,10 +3,13 @@
 import gc
 import weakref
 
+import pytest
+import torch
 from support.ranks import free_port, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore import parallel
 
 
 def test_a_worker_that_has_ended_leaves_no_model_behind():
@@ -18,3 +21,16 @@ def test_a_worker_that_has_ended_leaves_no_model_behind():
     del worker
     gc.collect()
     assert [reference() for reference in held] == [None, None]
+
+
+def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch):
+    """A GPU without memory for the last of them; whoever has made room may try again in this process."""
+
+    def no_memory(*_, **__):
+        raise torch.OutOfMemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr(parallel, "model_parallel_cuda_manual_seed", no_memory)
+        with pytest.raises(torch.OutOfMemoryError):
+            make_worker()
+    make_worker().train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
