@@ -9,7 +9,7 @@ import torch
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
-TIMEOUT_S = 20
+TIMEOUT_S = 60
 """After which a rank that hangs is killed; a step takes less than one."""
 
 
