@@ -3,6 +3,9 @@
 import os
 from collections.abc import Iterator
 
+# xdist has a process for each core already, and ranks and Ray's workers come on top. Read when torch is imported.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 
