@@ -2,7 +2,7 @@
 
 import dataclasses
 import os
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -145,7 +145,7 @@ class Meter:
         self.link = link
         self._process = psutil.Process(os.getpid())
         self._started: deque[Started] = deque(maxlen=_MOST_RECORDS)
-        self._transitions: dict[str, float] = {}
+        self._transitions: defaultdict[str, float] = defaultdict(float)
 
     def memory(self) -> MemoryNow:
         """Memory as it is."""
@@ -178,8 +178,7 @@ class Meter:
 
     def record_transition(self, phase: Phase, seconds: float, before: MemoryNow) -> None:
         """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with."""
-        entered = f"{phase}/enter_s"
-        self._transitions[entered] = self._transitions.get(entered, 0.0) + seconds
+        self._transitions[f"{phase}/enter_s"] += seconds
         for when, memory in (("before", before), ("after", self.memory())):
             for name, value in memory.as_gib().items():
                 if not name.startswith(("gpu_total", "host_rss", "host_pinned")):
@@ -210,6 +209,6 @@ class Meter:
             for name, value in record.metrics().items():
                 values[f"{record.phase}/{record.target}/{name}"] = value
         values |= self._transitions
-        self._transitions = {}
+        self._transitions.clear()
         now: Mapping[str, float] = self.memory().as_gib()
         return values | {name: now[name] for name in ("host_rss_gib", "host_pinned_gib")}
