@@ -142,6 +142,8 @@ def _plan(options: argparse.Namespace) -> None:
 
     if options.link is not None and not 0 < options.link < float("inf"):
         raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
+    if options.gpus is not None and options.gpus < 1:
+        raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
     overrides = options.overrides + ([f"cluster.gpus_per_node={options.gpus}"] if options.gpus is not None else [])
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))

@@ -53,7 +53,7 @@ def _keys_of(root: type) -> tuple[tuple[str, Key], ...]:
 
 
 def _walk(annotation: Any, path: str) -> Iterator[Key]:
-    for alternative in _alternatives(annotation):
+    for alternative in alternatives(annotation):
         if is_typeddict(alternative):
             for name, hint in get_type_hints(alternative, include_extras=True).items():
                 child = f"{path}.{name}" if path else name
@@ -72,14 +72,14 @@ def _without_markers(annotation: Any) -> Any:
     return annotation
 
 
-def _alternatives(annotation: Any) -> Iterator[Any]:
+def alternatives(annotation: Any) -> Iterator[Any]:
     """The types that a value may have: the members of a union, without Annotated."""
     annotation = _without_markers(annotation)
     if get_origin(annotation) is Annotated:
-        yield from _alternatives(get_args(annotation)[0])
+        yield from alternatives(get_args(annotation)[0])
     elif get_origin(annotation) in (Union, types.UnionType):
         for member in get_args(annotation):
-            yield from _alternatives(member)
+            yield from alternatives(member)
     else:
         yield annotation
 

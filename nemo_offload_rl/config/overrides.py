@@ -36,6 +36,9 @@ def apply_overrides(
         except OverrideParseException:
             problems.append(Problem("", origin, "cannot be read as an override; write section.key=value"))
             continue
+        except ValueError:  # of Python, at an integer of more than 4,300 digits
+            problems.append(Problem("", origin, "has an integer of more than 64 bits"))
+            continue
         message = _apply(root, override, origin, is_known)
         if message:
             problems.append(Problem(override.key_or_group, origin, message))

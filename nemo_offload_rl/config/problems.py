@@ -17,7 +17,8 @@ class Origin:
 
     def __str__(self) -> str:
         if self.override is not None:
-            return f"{self.file or 'command line'}: {self.override}"
+            text = self.override if len(self.override) <= 200 else f"{self.override[:197]}..."
+            return f"{self.file or 'command line'}: {text}"
         return f"{self.file}:{self.line}" if self.line else f"{self.file}"
 
 

@@ -155,8 +155,8 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
             OmegaConf.register_new_resolver(name, function)
     plain = root.plain()
     origins = root.origins()
+    problems = [Problem(path, origins[path], message) for path, message in _drop_long_integers(plain)]
     written = {path: text for path, text in _leaves(plain) if isinstance(text, str) and ("${" in text or text == "???")}
-    problems = []
     for path, text in written.items():
         try:
             OmegaConf.create([text])
@@ -178,7 +178,31 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
                 else f"{text!r} cannot be resolved: {_reason(error)}"
             )
             problems.append(Problem(path, origins[path], message))
+            continue
+        for longer, message in _drop_long_integers(plain, path):
+            problems.append(Problem(longer, origins[path], message))
     return plain, written, problems
+
+
+def _drop_long_integers(plain: dict[str, Any], below: str = "") -> list[tuple[str, str]]:
+    """Replaces integers that no library takes, and that are not even printed where they are longer still, by null.
+
+    Args:
+        plain: the recipe, which is changed.
+        below: looks at what lies at this path only.
+
+    Returns:
+        The path of each, and what is wrong with it.
+    """
+    value = plain if not below else _at(plain, below)
+    long = [
+        path
+        for path, leaf in _leaves(value, below)
+        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64 and not isinstance(leaf, bool)
+    ]
+    for path in long:
+        _put(plain, path, None)
+    return [(path, "is an integer of more than 64 bits") for path in long]
 
 
 def _reason(error: OmegaConfBaseException) -> str:
@@ -206,8 +230,13 @@ def _value_at(tree: DictConfig, path: str) -> Any:
     return node
 
 
+def _at(plain: Any, path: str) -> Any:
+    for name in path.split("."):
+        plain = plain[int(name)] if isinstance(plain, list) else plain[name]
+    return plain
+
+
 def _put(plain: Any, path: str, value: Any) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        plain = plain[int(section)] if isinstance(plain, list) else plain[section]
+    section, _, name = path.rpartition(".")
+    plain = _at(plain, section) if section else plain
     plain[int(name) if isinstance(plain, list) else name] = value

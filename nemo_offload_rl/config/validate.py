@@ -1,6 +1,6 @@
 """Checking a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -8,6 +8,7 @@ from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_offload_rl.config.indentation import hint_at_level, hint_at_section, hint_at_value
 from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
@@ -16,9 +17,11 @@ from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import Conflict
 from nemo_offload_rl.config.schema import ALGORITHMS, MasterConfig
+from nemo_offload_rl.config.section_kinds import meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_VALUES, screen, upstream_paths
 
 AlgorithmName = Literal["grpo", "sft"]
+WrittenAt = Callable[[str], Origin]
 
 
 @dataclass(frozen=True)
@@ -63,9 +66,9 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     for path, message in screened.problems:
         found.add(path, message)
     schema = ALGORITHMS[algorithm]
-    for path, message in _schema_problems(screened.config, schema):
+    for path, message in _schema_problems(screened.config, schema, found.written_at):
         found.add(path, message)
-    for path, message in _megatron_problems(screened.config, schema):
+    for path, message in _megatron_problems(screened.config, schema, found.written_at):
         found.add(path, message)
     found.add_broken(_broken(RULES, screened.config, found))
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
@@ -86,11 +89,16 @@ class _Findings:
 
     def without_consequences(self) -> list[Problem]:
         """The problems, without those of values that were interpolated from a key with a problem of its own."""
+        of_schema = {problem.path for problem in self.problems if problem not in self._recipe.problems}
         return [
             problem
             for problem in self.problems
-            if problem in self._recipe.problems
-            or not any(self.touches(source) for source in self._recipe.sources(problem.path))
+            # What could not be resolved counts as a consequence of what the schema says alone, since two keys that
+            # stand for each other are consequences of each other.
+            if not any(
+                _touches(of_schema if problem in self._recipe.problems else self._paths, source)
+                for source in self._recipe.sources(problem.path)
+            )
         ]
 
     def add(self, path: str, message: str) -> None:
@@ -117,11 +125,13 @@ class _Findings:
 
     def touches(self, path: str) -> bool:
         """Whether a problem lies at the path, in it or around it."""
-        return any(
-            other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.")
-            for other in self._paths
-            if other
-        )
+        return _touches(self._paths, path)
+
+
+def _touches(paths: Iterable[str], path: str) -> bool:
+    return any(
+        other == path or other.startswith(f"{path}.") or path.startswith(f"{other}.") for other in paths if other
+    )
 
 
 def _algorithm_of(recipe: Recipe) -> tuple[AlgorithmName | None, Problem | None]:
@@ -147,18 +157,20 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
     return TypeAdapter(schema)
 
 
-def _schema_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[str, str]]:
+def _schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
     try:
         _adapter(schema).validate_python(config)
     except ValidationError as errors:
         for error in errors.errors(include_url=False):
             path, value = _locate(config, error["loc"])
             if error["type"] == "extra_forbidden":
-                yield from _unknown_keys(schema, path, value)
+                yield from _unknown_keys(schema, config, path, value, written_at)
             else:
                 if error["type"].startswith("union_tag"):
                     path = f"{path}.dataset_name"
-                yield path, _describe(schema, path, value, dict(error))
+                message = _describe(schema, config, path, value, dict(error))
+                hint = hint_at_section if error["type"] in _SECTION_EXPECTED else hint_at_value
+                yield path, message + ("" if error["type"] == "missing" else hint(path, value, written_at(path)))
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
@@ -175,29 +187,36 @@ def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
     return ".".join(parts), node
 
 
-def _unknown_keys(schema: type, path: str, value: Any) -> Iterator[tuple[str, str]]:
+def _unknown_keys(
+    schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
+) -> Iterator[tuple[str, str]]:
     """An unknown key; or, of a section that only upstream has, its unknown keys."""
     upstream = upstream_paths()
     if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in upstream):
         for name, item in value.items():
-            yield from _unknown_keys(schema, f"{path}.{name}", item)
+            yield from _unknown_keys(schema, config, f"{path}.{name}", item, written_at)
         return
     if path in OTHER_ALGORITHMS:
         yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
         return
-    yield path, _unknown_key(schema, path)
+    section, _, name = path.rpartition(".")
+    message = unknown_in_kind(schema, section, _value(config, section), name)
+    yield path, message or _unknown_key(schema, path, written_at(path))
 
 
-def _unknown_key(schema: type, path: str) -> str:
+def _unknown_key(schema: type, path: str, origin: Origin) -> str:
     """What is said of it; of a short section, all of its keys, unless one of them is spelt nearly so."""
     section = path.rpartition(".")[0]
     suggestion = nearest_key(schema, path, upstream_paths())
     message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
+    if hint := hint_at_level(path, suggestion, origin):
+        return message + hint
     names = short_section(schema, section)
     is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
     return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
 
 
+_SECTION_EXPECTED = ("dict_type", "model_attributes_type")
 _EXPECTED = {
     "int_type": "an integer",
     "int_from_float": "an integer",
@@ -206,6 +225,7 @@ _EXPECTED = {
     "string_type": "text",
     "list_type": "a list",
     "dict_type": "a section (a mapping)",
+    "model_attributes_type": "a section (a mapping)",
     "string_too_short": "text that is not empty",
     "finite_number": "a finite number",
 }
@@ -217,11 +237,13 @@ _BOUNDS = {
 }
 
 
-def _describe(schema: type, path: str, value: Any, error: dict[str, Any]) -> str:
+def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error: dict[str, Any]) -> str:
     kind, context = error["type"], error.get("ctx", {})
     if kind == "missing":
+        section, _, name = path.rpartition(".")
         key = find_key(schema, path)
-        return "missing" + (f" (its meaning: {key.comment})" if key and key.comment else "")
+        meaning = meaning_in_kind(schema, section, _value(config, section), name) or (key.comment if key else "")
+        return f"missing (its meaning: {meaning})" if meaning else "missing"
     if kind == "union_tag_not_found":
         return "missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'"
     if kind == "union_tag_invalid":
@@ -260,7 +282,7 @@ def _wrong_choice(path: str, value: Any, choices: str) -> str:
     )
 
 
-def _megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[str, str]]:
+def _megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
     """Fields of Megatron's configs: unknown names, wrong types, and those that a recipe may not set."""
     for section in SECTIONS:
         values = _value(config, section)
@@ -271,7 +293,7 @@ def _megatron_problems(config: dict[str, Any], schema: type) -> Iterator[tuple[s
             path = f"{section}.{name}"
             key = find_key(schema, path)
             if key is None and name not in fields:
-                yield path, _unknown_key(schema, path)
+                yield path, _unknown_key(schema, path, written_at(path))
                 continue
             refusal = refuse(section, name, value)
             wrong_type = check_field(section, name, value) if key is None else None

@@ -7,7 +7,8 @@ from typing import Any
 
 import yaml
 
-from nemo_offload_rl.config.problems import Origin, Problem, show_file
+from nemo_offload_rl.config.indentation import hint_at_broken_yaml
+from nemo_offload_rl.config.problems import Origin, Problem, show, show_file
 
 # With C where PyYAML has it: five times faster.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -102,7 +103,10 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
         where = f", column {mark.column + 1}" if mark else ""
-        return None, [Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}")]
+        hint = hint_at_broken_yaml(text, error)
+        return None, [
+            Problem("", Origin(name, mark.line + 1 if mark else None), f"broken YAML: {message}{where}{hint}")
+        ]
     except yaml.reader.ReaderError as error:
         line = text[: error.position].count("\n") + 1
         return None, [Problem("", Origin(name, line), f"broken YAML: {error.reason}")]
@@ -148,7 +152,11 @@ class _Builder:
         mapping = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
-            key = self.loader.construct_object(key_node, deep=True)
+            try:
+                key = self.loader.construct_object(key_node, deep=True)
+            except _UNREADABLE:
+                self.problems.append(Problem(path, Origin(self.file, line), _unreadable(key_node)))
+                continue
             if not isinstance(key, str):
                 message = f"a key is text, found {key!r}; put it into quotes"
                 self.problems.append(Problem(_join(path, str(key)), Origin(self.file, line), message))
@@ -162,13 +170,27 @@ class _Builder:
         return mapping
 
     def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
-        value = self.loader.construct_object(node, deep=True)
+        try:
+            value = self.loader.construct_object(node, deep=True)
+        except _UNREADABLE:
+            self.problems.append(Problem(path, origin, _unreadable(node)))
+            return None
         if not isinstance(value, str | int | float | bool | None):
             self.problems.append(
                 Problem(path, origin, f"is a {type(value).__name__}; put it into quotes to make it text")
             )
             return None
         return value
+
+
+# What PyYAML raises of a value that its tag, written or implied, cannot have: Python reads no integer of more than
+# 4,300 digits, and `!!bool x` is none.
+_UNREADABLE = (ArithmeticError, AttributeError, LookupError, ValueError)
+
+
+def _unreadable(node: Any) -> str:
+    kind = node.tag.removeprefix("tag:yaml.org,2002:")
+    return f"{show(node.value)} cannot be read as {'an integer of 64 bits' if kind == 'int' else kind}"
 
 
 def _join(path: str, key: str) -> str:

@@ -46,6 +46,12 @@ def test_validate_of_what_is_no_recipe(recipe, capsys):
     assert capsys.readouterr().err.startswith(f"recipe {recipe}: 1 problem\n")
 
 
+@pytest.mark.parametrize("gpus", ["0", "-1"])
+def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
+    assert main(["plan", TINY, "--gpus", gpus]) == 2
+    assert capsys.readouterr().err == f"--gpus is a number of GPUs of each node, 1 or more; found {gpus}\n"
+
+
 def test_validate_takes_options_and_overrides_in_any_order():
     options = ["validate", "--deep", TINY, "grpo.seed=x"], ["validate", TINY, "--deep", "grpo.seed=x"]
     assert [main(arguments) for arguments in options] == [2, 2]

@@ -75,6 +75,7 @@ MEGATRON = "policy.megatron_cfg"
             "data.train.dataset_name: missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'",
         ),
         ("~data.train.num_digits", "data.train.num_digits: missing (its meaning: Digits of each summand."),
+        ("data.train=3", "data.train: must be a section (a mapping); found 3"),
         # What upstream has and this package has not.
         ("policy.generation.backend=vllm", "'vllm' is not supported here; set policy.generation.backend=transformers"),
         ("policy.precision=float16", "'float16' is not supported here; set policy.precision=bfloat16"),
@@ -171,6 +172,77 @@ MEGATRON = "policy.megatron_cfg"
 )
 def test_a_mistake_is_answered_by_one_message(error_of, override, message):
     error = f"{error_of(override)}\n"
+    assert message in error
+    assert ": 1 problem\n" in error
+
+
+def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
+    error = error_of("data.train.dataset_name=ResponseDataset", "~data.train.num_problems", "~data.train.seed")
+    assert ": 4 problems\n" in error
+    assert (
+        "data.train.num_digits: is a key of dataset_name 'arithmetic', but data.train.dataset_name is "
+        "'ResponseDataset', whose keys are data_path, input_key, output_key; delete it (on the command line: "
+        "~data.train.num_digits)\n" in f"{error}\n"
+    )
+    assert "data.train.data_path: missing (its meaning: The file, relative to" in error
+    assert "nearest valid key" not in error
+    assert "data.train.data_path: missing (its meaning: The folder, relative to" in error_of(
+        "data.train.dataset_name=HFDataset"
+    )
+    assert "'ResponseDataset' or 'HFDataset', but data.train.dataset_name is 'arithmetic'" in error_of(
+        "+data.train.data_path=x"
+    )
+    wrong = "data.train={_override_: true, dataset_name: ResponseDataset, data_path: x, input_key: q, output_key: a"
+    assert error_of(f"{wrong}, splt: x}}").endswith(
+        "data.train.splt: unknown key; data.train with dataset_name 'ResponseDataset' has data_path, input_key, "
+        "output_key"
+    )
+    assert error_of(f"{wrong}, input_kye: x}}").endswith(
+        "data.train.input_kye: unknown key; nearest valid key: data.train.input_key"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (
+            "num_prompts_per_step: 8",
+            ":2: num_prompts_per_step: unknown key; nearest valid key: grpo.num_prompts_per_step; here it stands at "
+            "the top level, so indent it below 'grpo:'",
+        ),
+        (
+            "grpo:\n  policy:\n    train_micro_batch_size: 8",
+            ":3: grpo.policy: unknown key; nearest valid key: policy; here it stands in grpo, so write it without "
+            "indentation",
+        ),
+        (
+            "policy:\n  megatron_cfg:\n    lr: 1.0",
+            f":4: {MEGATRON}.lr: unknown key; nearest valid key: {MEGATRON}.optimizer.lr; here it stands in "
+            f"{MEGATRON}, so indent it below 'optimizer:'",
+        ),
+        (
+            "policy:\n  megatron_cfg:\n    train_micro_batch_size: 8",
+            "nearest valid key: policy.train_micro_batch_size; here it stands in policy.megatron_cfg, so indent it as "
+            "the other keys of policy",
+        ),
+        # A null section, from which other keys are interpolated.
+        (
+            "policy:\n  megatron_cfg:\n  optimizer:\n    lr: 1.0",
+            f":3: {MEGATRON}: must be a section (a mapping); found null; indent its keys below 'megatron_cfg:'",
+        ),
+        ("grpo:\n  - seed: 8", ":2: grpo: must be a section (a mapping); found [{seed: 8}]; write its keys without"),
+        (
+            "grpo:\n  seed:\n    max_num_steps: 3",
+            "must be an integer; found {max_num_steps: 3}; indent max_num_steps no deeper than seed",
+        ),
+    ],
+)
+def test_a_key_at_the_wrong_level_gets_a_hint(tmp_path, error_of, text, message):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\n{text}\nwarm_start: {{recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}}}\n"
+    )
+    error = error_of(recipe=recipe)
     assert message in error
     assert ": 1 problem\n" in error
 

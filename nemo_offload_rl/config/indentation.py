@@ -1,0 +1,108 @@
+"""Hints at wrong indentation: of YAML that cannot be parsed, and of keys that stand at another level than theirs."""
+
+import re
+from collections.abc import Sequence
+from typing import Any
+
+import yaml
+
+from nemo_offload_rl.config.problems import Origin
+
+_KEY_AND_VALUE = re.compile(r"\s*(- )?[^\s#:][^#:]*:\s+[^\s#|>&]")
+_KEY_WITHOUT_BLANK = re.compile(r"\s*[A-Za-z_]\w*:[^\s/\\]")
+_PLAIN_WORDS = re.compile(r"\s*[^\s#:\[\]{}\"'|>-][^#:\[\]{}\"']*$")
+
+
+def hint_at_broken_yaml(text: str, error: yaml.MarkedYAMLError) -> str:
+    """What probably broke the YAML, where its lines tell; begins with a semicolon unless it is empty.
+
+    Args:
+        text: of the whole file.
+        error: of the parser.
+    """
+    lines = text.splitlines()
+    for mark in (error.context_mark, error.problem_mark):
+        if mark is not None and mark.line < len(lines) and _KEY_WITHOUT_BLANK.match(lines[mark.line]):
+            return f"; write a space after the colon of line {mark.line + 1}"
+    mark = error.problem_mark or error.context_mark
+    if mark is None or mark.line >= len(lines):
+        return ""
+    line = lines[mark.line]
+    if "\t" in line[: len(line) - len(line.lstrip())]:
+        return "; the line is indented by a tab: use spaces, since YAML takes no tabs there"
+    above = [
+        number for number in range(mark.line) if lines[number].strip() and not lines[number].lstrip().startswith("#")
+    ]
+    return _hint_by_lines_above(lines, mark.line, above) if line.strip() and above else ""
+
+
+def _hint_by_lines_above(lines: Sequence[str], number: int, above: Sequence[int]) -> str:
+    previous = lines[above[-1]]
+    indent, before = _indent(lines[number]), _indent(previous)
+    if _PLAIN_WORDS.match(previous):
+        return f"; line {above[-1] + 1} has no colon and space between a key and its value"
+    if indent > before and _KEY_AND_VALUE.match(previous):
+        return (
+            f"; line {number + 1} is indented deeper than line {above[-1] + 1}, which has a value already: keys of one "
+            "section begin in one column"
+        )
+    levels = _open_levels(lines, above)
+    if indent < before and indent not in levels:
+        return (
+            f"; line {number + 1} is indented by {indent}, as no section above it is "
+            f"({', '.join(map(str, sorted(levels)))}): keys of one section begin in one column"
+        )
+    return ""
+
+
+def _open_levels(lines: Sequence[str], above: Sequence[int]) -> set[int]:
+    """The indentations of the sections that the last line lies in, its own included."""
+    levels = {_indent(lines[above[-1]])}
+    for number in reversed(above):
+        if _indent(lines[number]) < min(levels):
+            levels.add(_indent(lines[number]))
+    return levels
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip(" "))
+
+
+def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
+    """Where an unknown key belongs, if it is a key of a section around its own or in it; empty for any other.
+
+    Args:
+        path: the unknown key.
+        valid: the valid key that it most likely is.
+        origin: where it was written; only a file's lines have an indentation.
+    """
+    section, _, name = path.rpartition(".")
+    if valid is None or origin.override is not None or valid.rpartition(".")[2] != name:
+        return ""
+    target = valid.rpartition(".")[0]
+    here = f"here it stands in {section}" if section else "here it stands at the top level"
+    if target.startswith(f"{section}." if section else ""):
+        return f"; {here}, so indent it below '{target.rpartition('.')[2]}:'" if target else ""
+    if not target:
+        return f"; {here}, so write it without indentation"
+    if section.startswith(f"{target}."):
+        return f"; {here}, so indent it as the other keys of {target}"
+    return ""
+
+
+def hint_at_section(path: str, value: Any, origin: Origin) -> str:
+    """How to write a section, where something else was found in a file; begins with a semicolon unless it is empty."""
+    if origin.override is not None:
+        return ""
+    if value is None:
+        return f"; indent its keys below '{path.rpartition('.')[2]}:'"
+    if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
+        return "; write its keys without dashes"
+    return ""
+
+
+def hint_at_value(path: str, value: Any, origin: Origin) -> str:
+    """How to write what stands below a key that holds a single value, in a file; else empty."""
+    if origin.override is not None or not isinstance(value, dict) or not value:
+        return ""
+    return f"; indent {next(iter(value))} no deeper than {path.rpartition('.')[2]}, which is no section"
