@@ -175,16 +175,34 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
     The Hugging Face model initialises itself on the CPU and its weights are converted, so that one rank and many
     start equal.
     """
-    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
-    from megatron.bridge.models.hf_pretrained.state import StateDict
     from transformers import AutoModelForCausalLM
-    from transformers.core_model_loading import revert_weight_conversion
 
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = AutoModelForCausalLM.from_config(bridge.hf_pretrained)
-    # transformers 5 fuses experts in memory; the bridge reads the names and shapes of files.
-    weights = revert_weight_conversion(model, model.state_dict())
+    return load_weights(bridge, chunks, as_in_files(model, model.state_dict()))
+
+
+def as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Tensors of a transformers model, by the names and in the shapes of its files, which the bridge reads.
+
+    transformers 5 fuses experts in memory.
+    """
+    from transformers.core_model_loading import revert_weight_conversion
+
+    return dict(revert_weight_conversion(model, tensors))
+
+
+def load_weights(bridge: Any, chunks: list[Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
+    """Fill model chunks with weights in memory, named and shaped as in files.
+
+    Args:
+        bridge: an `AutoBridge` made from a config alone.
+        chunks: of the model.
+        weights: all of the model's, by name.
+    """
+    from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
+    from megatron.bridge.models.hf_pretrained.state import StateDict
 
     class WeightsInMemory(PreTrainedCausalLM):
         state = property(lambda _: StateDict(weights))

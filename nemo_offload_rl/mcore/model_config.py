@@ -78,10 +78,14 @@ def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
 def make_bridge(policy: Mapping[str, Any]) -> Any:
     """An `AutoBridge` for the policy's model, with its weights where it starts from some."""
     config = hf_config(policy)
-    bridge = auto_bridge()
     if has_pretrained_weights(policy):
-        return bridge.from_hf_pretrained(policy["model_name"], config=config)
-    return bridge.from_hf_config(config)
+        return auto_bridge().from_hf_pretrained(policy["model_name"], config=config)
+    return bridge_of_config(config)
+
+
+def bridge_of_config(config: Any) -> Any:
+    """An `AutoBridge` for a Hugging Face config alone, without weights."""
+    return auto_bridge().from_hf_config(config)
 
 
 def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:

@@ -108,6 +108,16 @@ def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature:
     return torch.where((columns > 0) & (columns < lengths[:, None]), rows, 0.0)
 
 
+def model_logprobs(model: torch.nn.Module, batch: MicroBatch, *, vocab_size: int, device: torch.device) -> Tensor:
+    """Log-probs, with grad, of a micro-batch's tokens under a whole model on one rank, without a schedule.
+
+    Returns:
+        float32 [n, S], as `logprobs_of` at temperature 1.
+    """
+    batch = _to_device(batch, device)
+    return _model_forward(model, batch, lambda logits: logprobs_of(logits, batch, vocab_size, 1.0))
+
+
 def _run(
     state: TrainingState,
     batches: Sequence[MicroBatch],

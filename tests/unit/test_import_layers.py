@@ -54,6 +54,9 @@ LAYERS = {
         "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
         "config.model_kind", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
+    "model_check": layer("mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
+    "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
+    "model_check.alone": layer("model_check.twin", never="torch ray megatron transformer_engine transformers"),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
     "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
     "worker": layer(

@@ -1,0 +1,212 @@
+"""Builds a twin with transformers and with Megatron, and compares what they compute."""
+
+import contextlib
+import copy
+import io
+import os
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.build import load_weights
+from nemo_offload_rl.mcore.microbatches import MicroBatch, padded_microbatches
+from nemo_offload_rl.mcore.model_config import bridge_of_config, make_provider
+from nemo_offload_rl.mcore.step import model_logprobs
+from nemo_offload_rl.model_check.alone import alone
+from nemo_offload_rl.model_check.reference import Reference, loss_of, reference_of, rows
+from nemo_offload_rl.model_check.twin import twin_of
+
+LOGPROB_LIMIT = 1e-4
+"""Rounding in float32 makes 5e-6 of it; the smallest mistake known, of rope with scaled wavelengths, 4e-3."""
+GRADIENT_LIMIT = 1e-3
+"""Relative. Rounding makes 3e-6 of it; a term that is forgotten or counted twice makes 1e-2 and more."""
+_SMALL_GRADIENT = 1e-3
+"""A parameter's gradient counts as at least this share of what the whole gradient's mean square would make it.
+
+Some gradients are zero but for rounding: that of a bias of keys without rope, for instance.
+"""
+
+
+class UnbuildableError(ValueError):
+    """The model cannot be built with Megatron, or its twin with transformers."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far apart the two models are.
+
+    Attributes:
+        batches: padded or packed.
+        precision: float32 or bfloat16.
+        logprob: the largest difference of a token's log-prob.
+        gradient: the largest relative difference of a parameter's gradient.
+        parameter: its name, as in files.
+    """
+
+    batches: str
+    precision: str
+    logprob: float
+    gradient: float
+    parameter: str
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains it."""
+        return self.logprob <= LOGPROB_LIMIT and self.gradient <= GRADIENT_LIMIT  # False for NaN
+
+
+def compare(policy: Mapping[str, Any]) -> list[Difference]:
+    """Compare a small twin of the policy's model as transformers and as Megatron compute it.
+
+    The caller's process has no process group yet; where there is no CUDA, `mcore.cpu_device.install()` has run.
+
+    Args:
+        policy: a recipe's policy section.
+
+    Returns:
+        One entry for each kind of batches.
+
+    Raises:
+        UnbuildableError: one of the libraries refuses the twin.
+        ValueError: what the Hugging Face config says cannot be.
+    """
+    twin = twin_config(hf_config(policy))
+    return compare_configs(alone(policy, twin.to_dict()), reference=twin, built=twin)
+
+
+def compare_configs(section: Mapping[str, Any], *, reference: Any, built: Any) -> list[Difference]:
+    """Compare what transformers makes of one config with what Megatron makes of another.
+
+    Args:
+        section: a policy section from `alone`.
+        reference: the `PretrainedConfig` of the transformers model, as small as a twin's.
+        built: that of the Megatron model.
+    """
+    found = _compare_once(section, reference, built, seed=0)
+    if all(difference.is_rounding for difference in found):
+        return found
+    # Where two experts are chosen all but equally, rounding decides; hardly so with other weights, too.
+    again = _compare_once(section, reference, built, seed=1)
+    return min(found, again, key=lambda differences: max(difference.logprob for difference in differences))
+
+
+def _compare_once(section: Mapping[str, Any], reference: Any, built: Any, *, seed: int) -> list[Difference]:
+    data = rows(reference.vocab_size, seed)
+    with _one_rank() as device:
+        with _refusals("transformers cannot build a small model with the flags of this config"):
+            wanted = reference_of(copy.deepcopy(reference), data, seed=seed, device=device)
+        with _refusals("Megatron cannot build this model"):
+            bridge, provider, model = _megatron_model(section, copy.deepcopy(built))
+            load_weights(bridge, [model], wanted.weights)
+            batch = padded_microbatches(data, data.size)[0]
+            return [_difference("padded", wanted, bridge, model, batch, provider.vocab_size, device)]
+
+
+@contextlib.contextmanager
+def _refusals(sentence: str) -> Iterator[None]:
+    """What the libraries raise where they do not know what a config asks for: nearly anything."""
+    kinds = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    try:
+        yield
+    except kinds as error:
+        raise UnbuildableError(f"{sentence}: {type(error).__name__}: {' '.join(str(error).split())}") from error
+
+
+def twin_config(whole: Any) -> Any:
+    """The twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
+    config = copy.deepcopy(whole)
+    before = config.to_dict()
+    for key, value in twin_of(before).items():
+        if value != before[key]:
+            setattr(config, key, value)
+    return config
+
+
+def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, torch.nn.Module]:
+    bridge = bridge_of_config(twin)
+    provider = make_provider(section, bridge)
+    with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
+        chunks = provider.provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
+        )
+    return bridge, provider, chunks[0]
+
+
+def _difference(
+    name: str,
+    reference: Reference,
+    bridge: Any,
+    model: torch.nn.Module,
+    batch: MicroBatch,
+    vocab_size: int,
+    device: torch.device,
+) -> Difference:
+    logprobs = model_logprobs(model, batch, vocab_size=vocab_size, device=device)
+    loss_of(logprobs).backward()
+    worst = float((logprobs.detach().cpu() - reference.logprobs).abs().max())
+    gradient, parameter = _largest(reference.gradients, _exported_gradients(bridge, model))
+    return Difference(name, "float32", worst, gradient, parameter)
+
+
+@torch.no_grad()
+def _exported_gradients(bridge: Any, model: torch.nn.Module) -> dict[str, Tensor]:
+    """The model's gradients, named and shaped as weights in files; its weights are gone afterwards.
+
+    The bridge exports weights by maps that are linear but for a constant, such as the 1 of norms that hold their weight
+    less 1: the gradients are put in the place of the weights, and what is exported of zeros is taken off.
+    """
+    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
+    for parameter in model.parameters():
+        parameter.zero_()
+    constant = {name: tensor.clone().cpu() for name, tensor in bridge.export_hf_weights([model], show_progress=False)}
+    for name, parameter in model.named_parameters():
+        if (gradient := gradients[name]) is not None:
+            parameter.copy_(gradient)
+    exported = {name: tensor.clone().cpu() for name, tensor in bridge.export_hf_weights([model], show_progress=False)}
+    return {name: tensor - constant[name] for name, tensor in exported.items()}
+
+
+def _largest(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[float, str]:
+    """The largest relative difference of a parameter's gradient, and the parameter's name.
+
+    A parameter that Megatron's model does not have counts as a gradient of zero.
+    """
+    squares = sum(float(gradient.double().square().sum()) for gradient in wanted.values())
+    count = sum(gradient.numel() for gradient in wanted.values())
+    worst, where = 0.0, ""
+    for name, gradient in wanted.items():
+        usual = (squares / count * gradient.numel()) ** 0.5
+        other = got[name] if name in got else torch.zeros_like(gradient)
+        off = float((gradient - other).double().norm() / max(float(gradient.norm()), _SMALL_GRADIENT * usual))
+        if not off <= worst:  # a NaN, too
+            worst, where = off, name
+    return worst, where
+
+
+@contextlib.contextmanager
+def _one_rank() -> Iterator[torch.device]:
+    """A process group of this process alone, without a port; the environment is left as it was.
+
+    megatron-core sets Transformer Engine's choice of attention there for the first model, and refuses another's.
+    """
+    environment = dict(os.environ)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
+    torch.distributed.init_process_group(
+        "nccl" if on_gpu else "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        parallel.mpu.initialize_model_parallel()
+        parallel.model_parallel_cuda_manual_seed(0, te_rng_tracker=False, force_reset_rng=True)
+        yield device
+    finally:
+        parallel.destroy()
+        os.environ.clear()
+        os.environ.update(environment)

@@ -1,0 +1,101 @@
+"""What transformers computes of the twin: random weights, log-probs, gradients."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.mcore.build import as_in_files
+from nemo_offload_rl.model_check.twin import ROW_LENGTH
+
+_NUM_ROWS = 3
+_GAIN = 1.5
+"""Of random matrices over 1/sqrt(inputs): with smaller ones attention is nearly uniform and hides its mistakes."""
+_SPREAD = 0.3
+"""Standard deviation of norms' weights, around what they start from, and of biases."""
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What Megatron's model has to come to.
+
+    Attributes:
+        weights: by the names and in the shapes of files.
+        logprobs: float32 [n, S] on the CPU, as `mcore.step.logprobs_of`.
+        gradients: of `loss_of(logprobs)` with respect to the parameters, named and shaped as `weights`.
+    """
+
+    weights: Mapping[str, Tensor]
+    logprobs: Tensor
+    gradients: Mapping[str, Tensor]
+
+
+def rows(vocab_size: int, seed: int) -> BatchedData:
+    """Random rows of unequal lengths, right padded; the longest has `ROW_LENGTH` tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(0, vocab_size, (_NUM_ROWS, ROW_LENGTH), generator=generator)
+    lengths = torch.tensor([ROW_LENGTH - 11 * row for row in range(_NUM_ROWS)])
+    real = torch.arange(ROW_LENGTH)[None] < lengths[:, None]
+    return BatchedData(input_ids=torch.where(real, ids, 0), input_lengths=lengths)
+
+
+def loss_of(logprobs: Tensor) -> Tensor:
+    """A loss in which every token counts differently, so that no gradient cancels out: a mean of weighted log-probs."""
+    generator = torch.Generator().manual_seed(0)
+    weights = torch.randn(logprobs.shape, generator=generator).to(logprobs.device)
+    return (weights * logprobs).sum() / logprobs.shape[0]
+
+
+def reference_of(config: Any, data: BatchedData, *, seed: int, device: torch.device) -> Reference:
+    """Build the transformers model of a config with random weights, and run it forward and backward in float32.
+
+    Args:
+        config: the twin's `PretrainedConfig`.
+        data: the rows.
+        seed: of the weights.
+        device: where to compute.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
+        _randomize(model)
+    weights = {name: tensor.clone() for name, tensor in as_in_files(model, model.state_dict()).items()}
+    model.eval().to(device)
+    logits = model(data["input_ids"].to(device), use_cache=False).logits
+    logprobs = _own_logprobs(logits.float(), data)
+    loss_of(logprobs).backward()
+    gradients = {
+        name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        for name, parameter in model.named_parameters(remove_duplicate=False)
+    }
+    named = {name: gradient.cpu() for name, gradient in as_in_files(model, gradients).items()}
+    return Reference(weights, logprobs.detach().cpu(), named)
+
+
+@torch.no_grad()
+def _randomize(model: torch.nn.Module) -> None:
+    """Give every weight a value by which it counts: transformers starts biases at 0 and norms at 1."""
+    for parameter in model.parameters():
+        noise = torch.randn_like(parameter)
+        if parameter.dim() >= 2:
+            parameter.copy_(noise * (_GAIN / parameter.shape[-1] ** 0.5))
+        else:
+            parameter.add_(noise, alpha=_SPREAD)
+    kept = model.state_dict()
+    for name, buffer in model.named_buffers():
+        if name in kept and buffer.is_floating_point():  # such as the biases by which routers choose
+            buffer.add_(torch.randn_like(buffer), alpha=_SPREAD)
+
+
+def _own_logprobs(logits: Tensor, data: BatchedData) -> Tensor:
+    """The log-probs [n, S] of rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
+    tokens, lengths = data["input_ids"].to(logits.device), data["input_lengths"].to(logits.device)
+    values = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    values = torch.nn.functional.pad(values, (1, 0))
+    columns = torch.arange(values.shape[1], device=values.device)[None]
+    return torch.where((columns > 0) & (columns < lengths[:, None]), values, 0.0)

@@ -1,0 +1,84 @@
+"""Small twins of families and flags: Megatron computes them as transformers does, and what is wrong is seen."""
+
+import copy
+import os
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_policy
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import cpu_device
+from nemo_offload_rl.model_check.alone import alone
+from nemo_offload_rl.model_check.compare import UnbuildableError, compare, compare_configs, twin_config
+
+SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
+EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    cpu_device.install()
+    torch.set_num_threads(1)
+
+
+def policy_of(model_type: str, **fields: Any) -> dict[str, Any]:
+    return tiny_policy({"model_type": model_type} | SIZES | fields)
+
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+RIGHT = {
+    "llama": policy_of("llama"),
+    "llama, tied": policy_of("llama", tie_word_embeddings=True),
+    "llama, linear rope": policy_of("llama", rope_parameters=LINEAR),
+    "mistral": policy_of("mistral", sliding_window=None),
+    "qwen2": policy_of("qwen2"),
+    "qwen2, tied": policy_of("qwen2", tie_word_embeddings=True),
+    "qwen3": policy_of("qwen3"),
+    "qwen3, tied": policy_of("qwen3", tie_word_embeddings=True),
+    "qwen3_moe": policy_of("qwen3_moe", norm_topk_prob=True, **EXPERTS),
+    "qwen3_moe, weights of experts not normalized": policy_of("qwen3_moe", norm_topk_prob=False, **EXPERTS),
+}
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_megatron_computes_the_model_as_transformers_does(name):
+    for difference in compare(RIGHT[name]):
+        assert difference.logprob < 2e-5, difference
+        assert difference.gradient < 2e-5, difference
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "value"),
+    [
+        ("llama", "rms_norm_eps", 1e-2),
+        ("llama", "hidden_act", "gelu"),
+        ("llama", "rope_parameters", {"rope_type": "default", "rope_theta": 1.1e4}),
+        ("llama", "rope_parameters", LINEAR),
+        ("qwen3_moe", "norm_topk_prob", False),
+        ("qwen3_moe", "num_experts_per_tok", 3),
+    ],
+)
+def test_a_flag_that_megatron_does_not_follow_is_seen(family, field, value):
+    policy = policy_of(family, norm_topk_prob=True, **EXPERTS) if family == "qwen3_moe" else policy_of(family)
+    twin = twin_config(hf_config(policy))
+    planted = copy.deepcopy(twin)
+    setattr(planted, field, value)
+    (difference,) = compare_configs(alone(policy, twin.to_dict()), reference=twin, built=planted)
+    assert difference.logprob > 1e-3
+    assert difference.gradient > 1e-2
+    assert not difference.is_rounding
+
+
+def test_a_family_that_megatron_bridge_does_not_know_is_one_sentence():
+    with pytest.raises(UnbuildableError, match=r"^Megatron cannot build this model: .*MixtralForCausalLM") as error:
+        compare(policy_of("mixtral", num_local_experts=4))
+    assert "\n" not in str(error.value)
+
+
+def test_nothing_is_left_of_a_comparison():
+    before = dict(os.environ)
+    compare(RIGHT["llama"])
+    assert not torch.distributed.is_initialized()
+    assert dict(os.environ) == before
