@@ -11,7 +11,7 @@ from math import inf
 
 import torch
 
-from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl
+from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl, kl_penalty
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 
@@ -51,9 +51,9 @@ class ClippedPGLoss:
         ratio_clip_c: above 1, bounds the loss where the advantage is negative at ratio_clip_c times its size (dual-clip
             PPO, https://arxiv.org/abs/1912.09729); None for no bound.
         reference_policy_kl_penalty: weight of KL(policy || reference); 0 needs no reference log-probs.
-        reference_policy_kl_type: k1, k2 or k3, see ``kl.py``.
+        reference_policy_kl_type: k1, k2 or k3, see ``kl.py``; of the metric ``gen_kl_error``, too.
         kl_input_clamp_value: bound on the log-ratio that the KL estimate gets; None for none.
-        kl_output_clamp_value: bound on the KL estimate; None for none.
+        kl_output_clamp_value: bound on the weighted KL estimate; None for none.
         token_level_loss: average over all tokens; otherwise over the tokens of a sample, then over samples.
         use_importance_sampling_correction: weigh by exp(prev_logprobs - generation_logprobs), the training policy's
             probability over the sampler's; of the whole sample with sequence-level ratios.
@@ -63,7 +63,8 @@ class ClippedPGLoss:
         force_on_policy_ratio: the ratio is 1, with the gradient of the log-prob: the log-probs at hand stand in for
             prev_logprobs, which need not be computed. The batch must be one optimizer step.
         use_on_policy_kl_approximation: weigh the KL estimate, whose samples are the sampler's, by
-            exp(logprobs - generation_logprobs).
+            exp(logprobs - generation_logprobs); otherwise the samples count as drawn from the policy at hand, and the
+            weight is 1 in value. Either weight has a gradient.
     """
 
     ratio_clip_min: float
@@ -123,9 +124,7 @@ class ClippedPGLoss:
             return _share(_mean_over_tokens(per_token, token_mask), sample_mask, counts.valid_seqs)
 
         ratio = self._ratio(current, previous, token_mask)
-        clipped_ratio = (
-            ratio if self.disable_ppo_ratio else ratio.clamp(1 - self.ratio_clip_min, 1 + self.ratio_clip_max)
-        )
+        clipped_ratio = self._clip(ratio)
         weight = self._sampler_correction(previous, sampler, token_mask)
         loss = mean(weight * self._policy_gradient(advantages, ratio, clipped_ratio))
 
@@ -140,7 +139,7 @@ class ClippedPGLoss:
                 "probs_ratio": ratio,
                 "probs_ratio_clamped": clipped_ratio,
                 "token_mult_prob_error": (sampler - previous).abs().exp(),
-                "gen_kl_error": estimate_kl(sampler, previous, "k3"),
+                "gen_kl_error": estimate_kl(sampler, previous, self.reference_policy_kl_type),
                 "approx_entropy": -(current - sampler).exp() * current,
             }
             metrics = {
@@ -180,10 +179,14 @@ class ClippedPGLoss:
         return log_weight.exp()
 
     def _reference_kl(self, current: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
-        kl = estimate_kl(
-            current, reference, self.reference_policy_kl_type, self.kl_input_clamp_value, self.kl_output_clamp_value
+        return kl_penalty(
+            current,
+            reference,
+            sampler if self.use_on_policy_kl_approximation else current.detach(),
+            self.reference_policy_kl_type,
+            self.kl_input_clamp_value,
+            self.kl_output_clamp_value,
         )
-        return kl * (current - sampler).exp().detach() if self.use_on_policy_kl_approximation else kl
 
 
 def _share(per_sample: torch.Tensor, sample_mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:

@@ -14,12 +14,12 @@ class LossConfig(TypedDict):
     # Weight of the KL divergence to the reference policy; 0 skips the reference pass and its memory. 0 or more;
     # recommended 0 to 0.01.
     reference_policy_kl_penalty: NonNegativeFloat
-    # Estimator of that divergence: k1 (log ratio), k2 (half its square) or k3 (unbiased and never negative).
-    # Recommended: k3.
+    # Estimator of that divergence: k1 (log ratio), k2 (half its square) or k3 (unbiased and never negative). In
+    # expectation k1 and k3 have the divergence's gradient, k2 has not. Also of train/gen_kl_error. Recommended: k3.
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
     # Largest absolute log ratio that the estimator is given; null for no bound. Recommended: 20.0.
     kl_input_clamp_value: PositiveFloat | None
-    # Largest absolute value of the estimate; null for no bound. Recommended: 10.0.
+    # Largest absolute value of the weighted estimate; null for no bound. Recommended: 10.0.
     kl_output_clamp_value: PositiveFloat | None
     # How far the probability ratio may fall below 1 before its gradient is cut. 0 to 1; recommended 0.2.
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
@@ -42,5 +42,6 @@ class LossConfig(TypedDict):
     # a GRPO step. Recommended: false.
     force_on_policy_ratio: bool
     # Weigh the KL estimate by the ratio of current to generation probability, which makes it that of the current
-    # policy. Recommended: false.
+    # policy; otherwise the samples count as the current policy's. Recommended: false with one optimizer step a GRPO
+    # step, true with several.
     use_on_policy_kl_approximation: bool

@@ -2,6 +2,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from support.losses import PLAIN
 from support.metrics_page import undocumented
 from support.toy_policy import (
     EOS,
@@ -19,7 +20,6 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoin
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, Validation
 from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
@@ -31,21 +31,6 @@ from nemo_offload_rl.environments import make_reward
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 
-LOSS = ClippedPGLoss(
-    ratio_clip_min=0.2,
-    ratio_clip_max=0.2,
-    ratio_clip_c=None,
-    reference_policy_kl_penalty=0.0,
-    reference_policy_kl_type="k3",
-    kl_input_clamp_value=20.0,
-    kl_output_clamp_value=10.0,
-    token_level_loss=True,
-    use_importance_sampling_correction=False,
-    sequence_level_importance_ratios=False,
-    disable_ppo_ratio=False,
-    force_on_policy_ratio=False,
-    use_on_policy_kl_approximation=False,
-)
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
 SETTINGS = GroupSettings(
     num_prompts_per_step=5,
@@ -61,7 +46,7 @@ SCHEDULE = Schedule(
 class Setting:
     """A GRPO algorithm with everything around it."""
 
-    def __init__(self, *, loss=LOSS, settings=SETTINGS, overlong_filtering=False, train_micro=40, train_global=40):
+    def __init__(self, *, loss=PLAIN, settings=SETTINGS, overlong_filtering=False, train_micro=40, train_global=40):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration()
         rollout = RolloutMaker(
@@ -154,7 +139,7 @@ def test_weights_are_sent_only_when_they_have_changed():
 
 
 def test_a_step_calls_the_verbs_in_order_and_times_them():
-    setting, timer = Setting(loss=replace(LOSS, reference_policy_kl_penalty=0.1)), Timer()
+    setting, timer = Setting(loss=replace(PLAIN, reference_policy_kl_penalty=0.1)), Timer()
     setting.grpo.step(1, timer)
     assert setting.policy.calls == [
         "offload_before_refit",
@@ -196,14 +181,14 @@ def test_a_step_reports_what_moved_since_the_one_before():
 
 
 def test_every_metric_of_a_run_is_documented():
-    _, outputs, _ = Setting(loss=replace(LOSS, reference_policy_kl_penalty=0.1)).run()
+    _, outputs, _ = Setting(loss=replace(PLAIN, reference_policy_kl_penalty=0.1)).run()
     names = {name for row in outputs.rows.values() for name in row}
     assert len(names) > 30
     assert undocumented(names) == []
 
 
 def test_passes_that_the_loss_does_not_need_are_left_out():
-    setting = Setting(loss=replace(LOSS, force_on_policy_ratio=True))
+    setting = Setting(loss=replace(PLAIN, force_on_policy_ratio=True))
     metrics = setting.grpo.step(1, Timer())
     assert "get_logprobs" not in setting.policy.calls
     assert "get_reference_policy_logprobs" not in setting.policy.calls
@@ -221,7 +206,7 @@ def test_overlong_filtering_leaves_cut_off_answers_out():
 
 def test_kl_pulls_towards_the_reference():
     def distance(penalty):
-        setting = Setting(loss=replace(LOSS, reference_policy_kl_penalty=penalty))
+        setting = Setting(loss=replace(PLAIN, reference_policy_kl_penalty=penalty))
         setting.run(replace(SCHEDULE, max_num_steps=12, val_period=0))
         setting.grpo._weights.refresh()
         batch = setting.grpo._sample(13, Timer())[0].batch

@@ -5,25 +5,11 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from support.losses import PLAIN
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
-PLAIN = ClippedPGLoss(
-    ratio_clip_min=0.2,
-    ratio_clip_max=0.2,
-    ratio_clip_c=None,
-    reference_policy_kl_penalty=0.0,
-    reference_policy_kl_type="k3",
-    kl_input_clamp_value=20.0,
-    kl_output_clamp_value=10.0,
-    token_level_loss=True,
-    use_importance_sampling_correction=False,
-    sequence_level_importance_ratios=False,
-    disable_ppo_ratio=False,
-    force_on_policy_ratio=False,
-    use_on_policy_kl_approximation=False,
-)
 VARIANTS = {
     "plain": {},
     "clip higher": {"ratio_clip_max": 0.4},
@@ -34,6 +20,10 @@ VARIANTS = {
     "KL clamped": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.05},
     "KL unclamped": {"reference_policy_kl_penalty": 0.3, "kl_input_clamp_value": None, "kl_output_clamp_value": None},
     "KL on policy": {"reference_policy_kl_penalty": 0.3, "use_on_policy_kl_approximation": True},
+    "KL on policy, clamped": {
+        "reference_policy_kl_penalty": 0.3, "reference_policy_kl_type": "k1", "use_on_policy_kl_approximation": True,
+        "kl_input_clamp_value": 0.4, "kl_output_clamp_value": 0.3,
+    },
     "sample level": {"token_level_loss": False, "reference_policy_kl_penalty": 0.3},
     "sampler correction": {"use_importance_sampling_correction": True},
     "GSPO": {
@@ -71,15 +61,20 @@ def random_batch(num_samples=6, width=7, seed=0, spread=0.4) -> tuple[torch.Tens
     return logprobs * valid, data
 
 
-def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData) -> float:
-    """The loss, one token at a time, in float64 and without torch."""
+def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, base: np.ndarray) -> float:
+    """The loss, one token at a time, in float64 and without torch.
+
+    ``base`` is what stands where the gradient stops: the log-probs themselves for the value; for differences that are
+    the gradient, the log-probs around which they are taken.
+    """
     columns = {name: data[name].double().numpy() for name in data}
     kept = [row for row in range(len(logprobs)) if columns["sample_mask"][row] > 0]
     num_tokens = sum(columns["token_mask"][row, 1:].sum() for row in kept)
     total = 0.0
     for row in kept:
         tokens = [t for t in range(1, logprobs.shape[1]) if columns["token_mask"][row, t] > 0]
-        previous = logprobs[row] if loss.force_on_policy_ratio else columns["prev_logprobs"][row]
+        previous = base[row] if loss.force_on_policy_ratio else columns["prev_logprobs"][row]
+        drawn_with = columns["generation_logprobs"][row] if loss.use_on_policy_kl_approximation else base[row]
         log_ratios = {t: logprobs[row, t] - previous[t] for t in tokens}
         log_weights = {t: previous[t] - columns["generation_logprobs"][row, t] for t in tokens}
         per_token = []
@@ -100,13 +95,14 @@ def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData) 
                 value *= weight
             if loss.reference_policy_kl_penalty:
                 d = columns["reference_policy_logprobs"][row, t] - logprobs[row, t]
-                if loss.kl_input_clamp_value is not None:
-                    d = min(max(d, -loss.kl_input_clamp_value), loss.kl_input_clamp_value)
+                drawn_now = logprobs[row, t]
+                if loss.kl_input_clamp_value is not None and abs(d) > loss.kl_input_clamp_value:
+                    d = math.copysign(loss.kl_input_clamp_value, d)
+                    drawn_now = base[row, t]  # what the clamp has changed has no gradient at all
                 kl = {"k1": -d, "k2": d * d / 2, "k3": math.exp(d) - 1 - d}[loss.reference_policy_kl_type]
+                kl *= math.exp(drawn_now - drawn_with[t])
                 if loss.kl_output_clamp_value is not None:
                     kl = min(max(kl, -loss.kl_output_clamp_value), loss.kl_output_clamp_value)
-                if loss.use_on_policy_kl_approximation:
-                    kl *= math.exp(logprobs[row, t] - columns["generation_logprobs"][row, t])
                 value += loss.reference_policy_kl_penalty * kl
             per_token.append(value)
         total += sum(per_token) / num_tokens if loss.token_level_loss else sum(per_token) / len(tokens) / len(kept)
@@ -119,12 +115,11 @@ def test_value_against_plain_loops(name):
     for seed in range(3):
         logprobs, data = random_batch(seed=seed)
         value, _ = loss(logprobs, data, GlobalCounts.of(data))
-        assert value.item() == pytest.approx(loss_by_loops(loss, logprobs.double().numpy(), data), rel=1e-5, abs=1e-6)
+        exact = logprobs.double().numpy()
+        assert value.item() == pytest.approx(loss_by_loops(loss, exact, data, base=exact), rel=1e-5, abs=1e-6)
 
 
-# Where a factor counts as constant (a forced ratio's base, the on-policy weight of the KL), the gradient is by design
-# not that of the value; test_gradients_by_hand has those.
-@pytest.mark.parametrize("name", sorted(set(VARIANTS) - {"forced ratio", "KL on policy"}))
+@pytest.mark.parametrize("name", VARIANTS)
 def test_gradient_against_finite_differences(name):
     loss = replace(PLAIN, **VARIANTS[name])
     logprobs, data = random_batch(seed=4)
@@ -137,7 +132,8 @@ def test_gradient_against_finite_differences(name):
         up, down = exact.copy(), exact.copy()
         up[index] += step
         down[index] -= step
-        differences[index] = (loss_by_loops(loss, up, data) - loss_by_loops(loss, down, data)) / (2 * step)
+        above, below = (loss_by_loops(loss, moved, data, base=exact) for moved in (up, down))
+        differences[index] = (above - below) / (2 * step)
     np.testing.assert_allclose(current.grad.numpy(), differences, rtol=1e-3, atol=1e-5)
     assert np.abs(differences).max() > 1e-3
 
@@ -172,19 +168,44 @@ def one_token(loss: ClippedPGLoss, *, current=0.5, previous=0.5, sampler=0.5, re
         ({"force_on_policy_ratio": True}, {"current": 0.75, "advantage": 2.0}, -2.0, -2.0),
         ({"disable_ppo_ratio": True}, {"current": 0.5, "advantage": 2.0}, 2 * math.log(2), -2.0),
         ({"use_importance_sampling_correction": True}, {"sampler": 0.25, "advantage": 1.0}, -2.0, -2.0),
-        # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d)
+        # d = log(1/2): the penalty adds 0.1 * (e^d - 1 - d), with gradient 0.1 * (1 - e^d) of the estimate and, since
+        # the token counts as drawn from the policy, 0.1 * (e^d - 1 - d) of its probability
         (
             {"reference_policy_kl_penalty": 0.1},
             {"reference": 0.25, "advantage": 0.0},
             0.1 * (math.log(2) - 0.5),
-            0.05,
+            0.1 * math.log(2),
         ),
-        # the weight current / sampler = 2 counts as constant
+        # ... both times the weight current / sampler = 2
         (
             {"reference_policy_kl_penalty": 0.1, "use_on_policy_kl_approximation": True},
             {"reference": 0.25, "sampler": 0.25, "advantage": 0.0},
             0.2 * (math.log(2) - 0.5),
+            0.2 * math.log(2),
+        ),
+        # k1 of 1.0 after the input clamp: the weight is 2 in value, and nothing has a gradient
+        (
+            {
+                "reference_policy_kl_penalty": 0.1,
+                "use_on_policy_kl_approximation": True,
+                "reference_policy_kl_type": "k1",
+                "kl_input_clamp_value": 1.0,
+            },
+            {"reference": 0.05, "sampler": 0.25, "advantage": 0.0},
+            0.2,
+            0.0,
+        ),
+        # the output clamp bounds the weighted estimate: 2 * log(2) is above 1, log(2) is not
+        (
+            {
+                "reference_policy_kl_penalty": 0.1,
+                "use_on_policy_kl_approximation": True,
+                "reference_policy_kl_type": "k1",
+                "kl_output_clamp_value": 1.0,
+            },
+            {"reference": 0.25, "sampler": 0.25, "advantage": 0.0},
             0.1,
+            0.0,
         ),
     ],
 )
@@ -211,6 +232,28 @@ def test_metrics_by_hand():
         rel=1e-5,
     )
     assert one_token(PLAIN)[2]["kl_penalty"] == 0.0
+
+
+@pytest.mark.parametrize(
+    ("kl_type", "error"),
+    [("k1", -math.log(1.25)), ("k2", math.log(1.25) ** 2 / 2), ("k3", 0.25 - math.log(1.25))],
+)
+def test_the_samplers_divergence_is_estimated_as_the_recipe_says(kl_type, error):
+    loss = replace(PLAIN, reference_policy_kl_type=kl_type)
+    assert one_token(loss, previous=0.5, sampler=0.4)[2]["gen_kl_error"] == pytest.approx(error, rel=1e-5)
+
+
+def test_without_a_penalty_no_setting_of_it_changes_a_bit():
+    logprobs, data = random_batch()
+    results = []
+    for kl_type in ("k1", "k2", "k3"):
+        for on_policy in (False, True):
+            loss = replace(PLAIN, reference_policy_kl_type=kl_type, use_on_policy_kl_approximation=on_policy)
+            current = logprobs.clone().requires_grad_()
+            value, _ = loss(current, data, GlobalCounts.of(data))
+            value.backward()
+            results.append((value.item(), current.grad))
+    assert all(value == results[0][0] and torch.equal(grad, results[0][1]) for value, grad in results)
 
 
 def test_without_a_penalty_no_reference_is_needed():

@@ -1,0 +1,251 @@
+"""The KL penalty's gradient, by enumerating all that a small policy can say.
+
+Expectations over samples are sums over all outcomes, weighed by their probability, in float64. What they are compared
+with is written from the definitions: sums of p log(p / q) that autograd differentiates, and NeMo-RL's formula token by
+token.
+"""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from support.losses import PLAIN
+
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
+
+PENALTY = replace(PLAIN, reference_policy_kl_penalty=1.0, kl_input_clamp_value=None, kl_output_clamp_value=None)
+# Settings of the policy-gradient term, none of which may touch the penalty.
+OTHER_SETTINGS = {
+    "token level": {},
+    "sample level": {"token_level_loss": False},
+    "forced ratio": {"force_on_policy_ratio": True},
+    "sampler correction": {"use_importance_sampling_correction": True},
+    "GSPO": {"token_level_loss": False, "sequence_level_importance_ratios": True},
+    "REINFORCE": {"disable_ppo_ratio": True},
+}
+ON_POLICY, OFF_POLICY = "on policy", "off policy"
+UNBIASED_CASES = [(ON_POLICY, False), (ON_POLICY, True), (OFF_POLICY, True)]  # of the sampler, and of the weight
+NUM_TOKENS = 3
+
+
+class Chain:
+    """A policy over sequences of two tokens, the second of which depends on the first.
+
+    Row 0 of ``logits`` is for the first token, row 1 + a for the second behind a; all share the last row.
+    """
+
+    def __init__(self, seed: int) -> None:
+        generator = torch.Generator().manual_seed(seed)
+        self.logits = torch.randn(NUM_TOKENS + 2, NUM_TOKENS, dtype=torch.float64, generator=generator)
+
+    def conditionals(self) -> torch.Tensor:
+        """Log-probs [1 + NUM_TOKENS, NUM_TOKENS] of a token in each context."""
+        return (self.logits[:-1] + self.logits[-1]).log_softmax(dim=-1)
+
+    def sequences(self) -> torch.Tensor:
+        """Log-probs [9, 2] of both tokens of every sequence."""
+        table = self.conditionals()
+        return torch.stack([torch.stack([table[0, a], table[1 + a, b]]) for a, b in sequences()])
+
+
+def sequences() -> list[tuple[int, int]]:
+    return [(a, b) for a in range(NUM_TOKENS) for b in range(NUM_TOKENS)]
+
+
+def estimator(kl_type: str, log_ratio: torch.Tensor) -> torch.Tensor:
+    """k of log q - log p."""
+    return {"k1": -log_ratio, "k2": log_ratio**2 / 2, "k3": log_ratio.exp() - 1 - log_ratio}[kl_type]
+
+
+def mean_estimate(kl_type: str, logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+    """E_p[k] over the last dimension; for k1 and k3 the divergence itself."""
+    return (logp.exp() * estimator(kl_type, logq - logp)).sum(dim=-1)
+
+
+def divergence(logp: torch.Tensor, logq: torch.Tensor) -> torch.Tensor:
+    """KL(p || q) over the last dimension."""
+    return (logp.exp() * (logp - logq)).sum(dim=-1)
+
+
+def one_sample(
+    logp: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor
+) -> tuple[torch.Tensor, BatchedData, GlobalCounts]:
+    """What the loss gets of one sample with those tokens, behind a prompt of one."""
+
+    def column(values: torch.Tensor) -> torch.Tensor:
+        return torch.cat([torch.zeros(1, dtype=torch.float64), values.double()])[None]
+
+    data = BatchedData(
+        token_mask=column(torch.ones_like(logp)),
+        sample_mask=torch.ones(1, dtype=torch.float64),
+        prev_logprobs=column(sampler + 0.1),
+        generation_logprobs=column(sampler),
+        reference_policy_logprobs=column(reference),
+        advantages=column(torch.zeros_like(logp)),
+    )
+    return column(logp), data, GlobalCounts.of(data)
+
+
+def expected_loss(
+    loss: ClippedPGLoss, current: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor
+) -> torch.Tensor:
+    """The loss in expectation over samples of the sampler; rows of the three are log-probs of all possible samples."""
+    drawn_with = sampler.detach()
+    rows = zip(current, reference.detach(), drawn_with, strict=True)
+    losses = torch.stack([loss(*one_sample(*row))[0] for row in rows])
+    return (drawn_with.sum(dim=1).exp() * losses).sum()
+
+
+def expected_gradient(loss: ClippedPGLoss, policy: Chain, reference: Chain, sampler: Chain) -> torch.Tensor:
+    """Gradient with respect to the policy's logits, in expectation over sequences of the sampler."""
+    policy.logits.requires_grad_()
+    total = expected_loss(loss, policy.sequences(), reference.sequences(), sampler.sequences())
+    return torch.autograd.grad(total, policy.logits)[0]
+
+
+def gradient_at_reached_contexts(measure, policy: Chain, reference: Chain, sampler: Chain) -> torch.Tensor:
+    """Gradient of the mean of ``measure`` over both tokens, contexts weighed by how often the sampler reaches them."""
+    policy.logits.requires_grad_()
+    reached = torch.cat([torch.ones(1, dtype=torch.float64), sampler.conditionals()[0].exp()]).detach()
+    per_context = measure(policy.conditionals(), reference.conditionals())
+    return torch.autograd.grad((reached * per_context).sum() / 2, policy.logits)[0]
+
+
+def chains(sampled: str) -> tuple[Chain, Chain, Chain]:
+    policy, reference = Chain(seed=1), Chain(seed=2)
+    return policy, reference, Chain(seed=1) if sampled == ON_POLICY else Chain(seed=3)
+
+
+@pytest.mark.parametrize(("sampled", "weighed"), UNBIASED_CASES)
+@pytest.mark.parametrize(("kl_type", "is_the_divergences"), [("k1", True), ("k2", False), ("k3", True)])
+def test_of_one_token_k1_and_k3_have_the_divergences_gradient(kl_type, is_the_divergences, sampled, weighed):
+    logits, reference, other = torch.randn(3, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    logits.requires_grad_()
+    current, reference = logits.log_softmax(dim=0), reference.log_softmax(dim=0)
+    sampler = current if sampled == ON_POLICY else other.log_softmax(dim=0)
+    loss = replace(PENALTY, reference_policy_kl_type=kl_type, use_on_policy_kl_approximation=weighed)
+    total = expected_loss(loss, current[:, None], reference[:, None], sampler[:, None])
+    found, of_estimate, of_divergence = (
+        torch.autograd.grad(value, logits, retain_graph=True)[0]
+        for value in (total, mean_estimate(kl_type, current, reference), divergence(current, reference))
+    )
+    torch.testing.assert_close(found, of_estimate, rtol=1e-10, atol=1e-12)
+    assert torch.allclose(found, of_divergence, rtol=1e-10, atol=1e-12) == is_the_divergences
+
+
+@pytest.mark.parametrize("settings", OTHER_SETTINGS)
+@pytest.mark.parametrize(("sampled", "weighed"), UNBIASED_CASES)
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_the_expected_gradient_is_that_of_the_expected_estimate(kl_type, sampled, weighed, settings):
+    loss = replace(
+        PENALTY,
+        reference_policy_kl_type=kl_type,
+        use_on_policy_kl_approximation=weighed,
+        **OTHER_SETTINGS[settings],
+    )
+    found = expected_gradient(loss, *chains(sampled))
+
+    def of_estimate(logp, logq):
+        return mean_estimate(kl_type, logp, logq)
+
+    wanted = gradient_at_reached_contexts(of_estimate, *chains(sampled))
+    torch.testing.assert_close(found, wanted, rtol=1e-10, atol=1e-12)
+    assert wanted.abs().max() > 0.05
+
+
+@pytest.mark.parametrize(("sampled", "weighed"), UNBIASED_CASES)
+@pytest.mark.parametrize(("kl_type", "is_the_divergences"), [("k1", True), ("k2", False), ("k3", True)])
+def test_k1_and_k3_have_the_divergences_gradient_and_k2_has_not(kl_type, is_the_divergences, sampled, weighed):
+    loss = replace(PENALTY, reference_policy_kl_type=kl_type, use_on_policy_kl_approximation=weighed)
+    found = expected_gradient(loss, *chains(sampled))
+    wanted = gradient_at_reached_contexts(divergence, *chains(sampled))
+    assert torch.allclose(found, wanted, rtol=1e-10, atol=1e-12) == is_the_divergences
+    if not is_the_divergences:
+        assert (found - wanted).norm() > 0.2 * wanted.norm()
+
+
+def test_k2_agrees_with_the_divergence_near_the_reference():
+    def relative_error(distance: float) -> float:
+        policy, reference = Chain(seed=1), Chain(seed=1)
+        policy.logits = reference.logits + distance * Chain(seed=2).logits
+        loss = replace(PENALTY, reference_policy_kl_type="k2")
+        found = expected_gradient(loss, policy, reference, policy)
+        wanted = gradient_at_reached_contexts(divergence, policy, reference, policy)
+        return float((found - wanted).norm() / wanted.norm())
+
+    assert relative_error(1e-3) < 1e-2 < relative_error(1.0)
+
+
+def test_a_first_tokens_gradient_does_not_see_where_it_leads():
+    """The whole sequence's divergence also changes with how often each first token is drawn; the penalty's does not."""
+    policy, reference, _ = chains(ON_POLICY)
+    found = expected_gradient(PENALTY, policy, reference, policy)
+    table, reference_table = policy.conditionals(), reference.conditionals()
+    per_context = divergence(table, reference_table)
+    whole = (per_context[0] + (table[0].exp() * per_context[1:]).sum()) / 2
+    (wanted,) = torch.autograd.grad(whole, policy.logits)
+    torch.testing.assert_close(found[1:-1], wanted[1:-1], rtol=1e-10, atol=1e-12)
+    assert (found[0] - wanted[0]).norm() > 0.05
+
+
+def test_k3_has_the_less_noisy_gradient():
+    """One sample's gradient is log(p / q) times that of log p with k3, and 1 more with k1, whose mean is 0."""
+    logp = torch.tensor([-0.5, -1.0, -3.0], dtype=torch.float64, requires_grad=True)
+    reference = torch.tensor([-0.7, -1.0, -2.0], dtype=torch.float64)
+    slopes = {}
+    for kl_type in ("k1", "k3"):
+        loss = replace(PENALTY, reference_policy_kl_type=kl_type)
+        value, _ = loss(*one_sample(logp, reference, logp.detach()))
+        slopes[kl_type] = 3 * torch.autograd.grad(value, logp)[0]
+    log_ratio = logp.detach() - reference
+    torch.testing.assert_close(slopes["k3"], log_ratio)
+    torch.testing.assert_close(slopes["k1"], log_ratio + 1)
+
+
+def nemo_rl_penalty(kl_type, current, reference, drawn_with, input_clamp, output_clamp) -> tuple[float, float]:
+    """NeMo-RL's penalty of one token and its derivative by the token's log-prob, from #2506 and #2958 on."""
+    log_ratio = reference - current
+    inside = input_clamp is None or abs(log_ratio) <= input_clamp
+    if not inside:
+        log_ratio = np.sign(log_ratio) * input_clamp
+    weight = np.exp(current - drawn_with)
+    value, slope = {
+        "k1": (-log_ratio, 1.0),
+        "k2": (log_ratio**2 / 2, -log_ratio),
+        "k3": (np.expm1(log_ratio) - log_ratio, -np.expm1(log_ratio)),
+    }[kl_type]
+    value, slope = weight * value, weight * (value + slope) * inside
+    if output_clamp is not None and abs(value) > output_clamp:
+        return float(np.sign(value) * output_clamp), 0.0
+    return float(value), float(slope)
+
+
+@pytest.mark.parametrize("clamps", [(None, None), (0.5, None), (None, 0.3), (1.0, 0.5)])
+@pytest.mark.parametrize("weighed", [False, True])
+@pytest.mark.parametrize("kl_type", ["k1", "k2", "k3"])
+def test_off_policy_and_clamped_it_is_nemo_rls_formula(kl_type, weighed, clamps):
+    rng = np.random.default_rng(0)
+    current = -rng.uniform(0.1, 4.0, 200)
+    reference, sampler = (np.minimum(current + rng.normal(scale=0.7, size=200), -1e-3) for _ in range(2))
+    loss = replace(
+        PENALTY,
+        reference_policy_kl_type=kl_type,
+        use_on_policy_kl_approximation=weighed,
+        kl_input_clamp_value=clamps[0],
+        kl_output_clamp_value=clamps[1],
+    )
+    logp = torch.from_numpy(current).requires_grad_()
+    value, _ = loss(*one_sample(logp, torch.from_numpy(reference), torch.from_numpy(sampler)))
+    value.backward()
+    drawn_with = sampler if weighed else current
+    wanted = [
+        nemo_rl_penalty(kl_type, now, ref, drawn, *clamps)
+        for now, ref, drawn in zip(current, reference, drawn_with, strict=True)
+    ]
+    assert value.item() == pytest.approx(np.mean([one[0] for one in wanted]), rel=1e-9)
+    np.testing.assert_allclose(logp.grad.numpy() * 200, [one[1] for one in wanted], rtol=1e-9, atol=1e-12)
+    changed = sum(one[1] == 0 for one in wanted)
+    assert (changed > 0) == (clamps != (None, None))
+    assert changed < 200
