@@ -11,10 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import parallel
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
 from nemo_offload_rl.mcore.build import load_weights
 from nemo_offload_rl.mcore.microbatches import MicroBatch, padded_microbatches
 from nemo_offload_rl.mcore.model_config import bridge_of_config, make_provider

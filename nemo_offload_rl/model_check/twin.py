@@ -1,8 +1,8 @@
 """Shrinks a Hugging Face config to a model of the same flags that is built and run in a fraction of a second.
 
 What changes a model's maths stays: activations, biases, tied embeddings, caps, multipliers, the kind of rope and its
-base. What is a size becomes small, in the same relations (query heads for each head of keys, experts in groups). What is
-a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: a window that no row exceeds computes nothing.
+base. What is a size becomes small, in the same relations (query heads for each head of keys, experts in groups). What
+is a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: a window that no row exceeds computes nothing.
 """
 
 import itertools
@@ -88,8 +88,8 @@ def _is_count(config: Mapping[str, Any], key: str) -> bool:
 
 def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     if _is_count(config, "kv_lora_rank"):
-        out = {key: size for key, size in _LATENT_SIZES.items() if _is_count(config, key)}
-        return out | {key: _NUM_HEADS for key in ("num_attention_heads", "num_key_value_heads") if key in config}
+        latent = {key: size for key, size in _LATENT_SIZES.items() if _is_count(config, key)}
+        return latent | {key: _NUM_HEADS for key in ("num_attention_heads", "num_key_value_heads") if key in config}
     out: dict[str, Any] = {"num_attention_heads": _NUM_HEADS, "hidden_size": _NUM_HEADS * _HEAD_DIM}
     heads, groups = config["num_attention_heads"], config.get("num_key_value_heads")
     if groups is not None:
@@ -199,7 +199,9 @@ def _has_original_length(rope: Mapping[str, Any]) -> bool:
 
 
 def _shrunk_rope(rope: Mapping[str, Any], head_dim: int) -> dict[str, Any]:
-    out = {key: _shrunk_rope(value, head_dim) if isinstance(value, Mapping) else value for key, value in rope.items()}
+    out: dict[str, Any] = {
+        key: _shrunk_rope(value, head_dim) if isinstance(value, Mapping) else value for key, value in rope.items()
+    }
     if _has_original_length(out):
         out["original_max_position_embeddings"] = ORIGINAL_LENGTH
     for key in ("short_factor", "long_factor"):
