@@ -2,7 +2,7 @@
 
 What changes a model's maths stays: activations, biases, tied embeddings, caps, multipliers, the kind of rope and its
 base. What is a size becomes small, in the same relations (query heads for each head of keys, experts in groups). What
-is a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: a window that no row exceeds computes nothing.
+is a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: windows that no row exceeds change nothing.
 """
 
 import itertools
