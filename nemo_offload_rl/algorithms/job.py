@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,6 +15,7 @@ from rich.console import Console
 from nemo_offload_rl.algorithms import ALGORITHMS
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints
 from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.locks import lock_run_folder
 from nemo_offload_rl.algorithms.metric_names import logged_name
 from nemo_offload_rl.algorithms.run_folder import (
     HF_FOLDER,
@@ -61,12 +62,14 @@ class Job:
         config: the resolved recipe.
         notes: what the user should know about it, a line each.
         preparation: of the algorithm.
+        when_built: called once the model has been read from where it comes from.
     """
 
     algorithm: str
     config: dict[str, Any]
     notes: list[str]
     preparation: Preparation
+    when_built: Callable[[], None] = lambda: None
 
     @classmethod
     def prepare(cls, recipe: ValidatedRecipe) -> Job:
@@ -79,10 +82,10 @@ class Job:
         module = importlib.import_module(ALGORITHMS[recipe.algorithm])
         return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
 
-    def starting_from(self, model: Path) -> Job:
-        """The same job with the weights of a Hugging Face folder."""
+    def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
+        """The same job with the weights of a Hugging Face folder; calls back when it has read them."""
         policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
-        return replace(self, config=self.config | {"policy": policy})
+        return replace(self, config=self.config | {"policy": policy}, when_built=when_built)
 
     def run(self, session: Session) -> StopReason:
         """Runs in a new folder under logger.log_dir; or goes on from the newest checkpoint, in that run's folder."""
@@ -102,16 +105,20 @@ class Job:
         return reason
 
     def run_in(self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None) -> StopReason:
-        """Runs with metrics, log and export in a folder.
+        """Runs with metrics, log and export in a folder, which no other run may have meanwhile.
 
         Args:
             run_dir: made where it is missing.
             session: what it runs on.
             checkpoints: where checkpoints go.
             newest: the checkpoint to go on from, or None to start afresh.
+
+        Raises:
+            LockedError: another run has the folder.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         with ExitStack() as stack:
+            stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = (self.config, []) if session.cluster.has_gpus else adapt_to_cpu(self.config)
             for note in [*self.notes, *adaptations]:
@@ -119,6 +126,7 @@ class Job:
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             algorithm = self.preparation.build(policy, session.cluster)
             stack.callback(algorithm.shutdown)
+            self.when_built()
             reason = self._train(algorithm, run_dir, session, checkpoints, newest)
             logger.info("%s ends: %s", self.algorithm, reason.value)
             section = self.config[self.algorithm]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,14 @@ _RUN = re.compile(r"exp_(\d+)")
 
 
 def new_run_folder(log_dir: Path) -> Path:
-    """Makes the next of exp_001, exp_002 ... under ``log_dir``."""
-    numbers = [int(match.group(1)) for path in log_dir.glob("exp_*") if (match := _RUN.fullmatch(path.name))]
-    folder = log_dir / f"exp_{max(numbers, default=0) + 1:03d}"
-    folder.mkdir(parents=True)
-    return folder
+    """Makes the next of exp_001, exp_002 ... under ``log_dir``, also where other runs do the same at once."""
+    log_dir.mkdir(parents=True, exist_ok=True)
+    while True:
+        numbers = [int(match.group(1)) for path in log_dir.glob("exp_*") if (match := _RUN.fullmatch(path.name))]
+        folder = log_dir / f"exp_{max(numbers, default=0) + 1:03d}"
+        with suppress(FileExistsError):  # another run was faster
+            folder.mkdir()
+            return folder
 
 
 def write_recipe(folder: Path, config: Mapping[str, Any]) -> None:

@@ -6,16 +6,18 @@ Recipes are validated before torch or Ray is imported, so that a mistake in one 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich.console import Console
 
-from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.algorithms.locks import lock_folders, warm_start_folder
+from nemo_offload_rl.config import RecipeError, ValidatedRecipe, load
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.environments import RewardError
+from nemo_offload_rl.storage.lock import LockedError
 
 if TYPE_CHECKING:
     from nemo_offload_rl.algorithms.job import Job, Session
@@ -41,19 +43,21 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     Returns:
         The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names, 130 interrupted.
     """
-    errors = Console(stderr=True)
-    try:
-        job, warm_start = _prepare(recipe_path, overrides, algorithm)
-    except (RecipeError, DataError, RewardError, _WrongAlgorithmError) as error:
-        _print_error(errors, error)
-        return EXIT_WRONG_RECIPE
-
-    from nemo_offload_rl.algorithms.interrupt import Interrupt
-    from nemo_offload_rl.algorithms.job import Session
-    from nemo_offload_rl.algorithms.step_end import StopReason
-    from nemo_offload_rl.worker.group import WorkerError
-
+    errors, console = Console(stderr=True), Console()
     with ExitStack() as stack:
+        try:
+            recipe = _load(recipe_path, overrides, algorithm)
+            locks = stack.enter_context(lock_folders(recipe, console))
+            job, warm_start = _prepare(recipe)
+        except (RecipeError, LockedError, DataError, RewardError, _WrongAlgorithmError) as error:
+            _print_error(errors, error)
+            return EXIT_WRONG_RECIPE
+
+        from nemo_offload_rl.algorithms.interrupt import Interrupt
+        from nemo_offload_rl.algorithms.job import Session
+        from nemo_offload_rl.algorithms.step_end import StopReason
+        from nemo_offload_rl.worker.group import WorkerError
+
         interrupt = stack.enter_context(Interrupt())
         try:
             cluster = stack.enter_context(_start_cluster([one for one in (warm_start, job) if one is not None]))
@@ -61,7 +65,10 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
         try:
-            reason = _run_jobs(job, warm_start, Session(cluster, interrupt, Console()))
+            reason = _run_jobs(job, warm_start, locks.release_warm_start, Session(cluster, interrupt, console))
+        except LockedError as error:  # of the run folder
+            _print_error(errors, error)
+            return EXIT_WRONG_RECIPE
         except WorkerError as error:
             if not isinstance(error.cause, ValueError):
                 raise
@@ -74,13 +81,17 @@ class _WrongAlgorithmError(ValueError):
     """A recipe of another algorithm."""
 
 
-def _prepare(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> tuple[Job, Job | None]:
+def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:
         raise _WrongAlgorithmError(
             f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
             f"examples/run_{recipe.algorithm}.py."
         )
+    return recipe
+
+
+def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
     from nemo_offload_rl.algorithms.job import Job
 
     return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
@@ -109,15 +120,15 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
         yield cluster
 
 
-def _run_jobs(job: Job, warm_start: Job | None, session: Session) -> StopReason:
+def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> StopReason:
     from nemo_offload_rl.algorithms.step_end import StopReason
     from nemo_offload_rl.algorithms.warm_start import run_warm_start
 
     if warm_start is not None:
-        model = run_warm_start(warm_start, Path(job.config["logger"]["log_dir"]) / "warm_start", session)
+        model = run_warm_start(warm_start, warm_start_folder(job.config), session)
         if model is None:
             return StopReason.INTERRUPTED
-        job = job.starting_from(model)
+        job = job.starting_from(model, release_warm_start)
     return job.run(session)
 
 

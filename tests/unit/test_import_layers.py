@@ -17,7 +17,7 @@ import nemo_offload_rl
 
 PACKAGE = "nemo_offload_rl"
 ROOT = Path(nemo_offload_rl.__file__).parent
-LEAVES = frozenset({"metrics", "placement.numa", "offload.types"})
+LEAVES = frozenset({"metrics", "placement.numa", "offload.types", "storage"})
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,8 @@ def layer(*may_import: str, never: str = "") -> Layer:
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
     "hf_config": layer(never="torch ray megatron transformer_engine"),
-    "metrics": layer(never="ray megatron transformer_engine transformers"),
+    "storage": layer(never="torch ray megatron transformer_engine transformers"),
+    "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
     "config": layer(never="torch ray megatron transformer_engine transformers"),

@@ -1,4 +1,5 @@
 import json
+import shutil
 from dataclasses import replace
 from io import StringIO
 from pathlib import Path
@@ -20,6 +21,7 @@ from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.storage.lock import FolderLock, LockedError
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "sft_tiny_cpu.yaml"
 
@@ -122,6 +124,30 @@ def test_an_interrupted_run_exports_nothing(tmp_path, session):
     assert "ended after step 0: interrupted" in shown(session)
 
 
+def test_two_runs_cannot_write_into_one_run_folder(tmp_path, session):
+    make_job(tmp_path, "sft.max_num_steps=2").run(session)
+    before = (tmp_path / "logs/exp_001/metrics.jsonl").read_bytes()
+    shutil.copytree(tmp_path / "checkpoints", tmp_path / "copy")  # whose state names the same run folder
+    with (
+        FolderLock(tmp_path / "logs/exp_001", "a run"),
+        pytest.raises(LockedError, match="exp_001 is in use by process"),
+    ):
+        make_job(tmp_path, f"checkpointing.checkpoint_dir={tmp_path / 'copy'}").run(session)
+    assert (tmp_path / "logs/exp_001/metrics.jsonl").read_bytes() == before
+
+
+def test_the_warm_start_is_given_free_once_its_model_has_been_read(tmp_path, session):
+    calls = []
+    job = make_job(tmp_path)
+    build = job.preparation.build
+    job = replace(
+        job,
+        preparation=replace(job.preparation, build=lambda *given: [calls.append("built"), build(*given)][1]),
+    ).starting_from(tmp_path, lambda: calls.append("free"))
+    job.run(session)
+    assert calls == ["built", "free"]
+
+
 def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
     folder = tmp_path / "warm_start"
     assert run_warm_start(make_job(tmp_path), folder, session) == folder / "hf"
@@ -146,7 +172,7 @@ def test_an_interrupted_warm_start_is_not_used(tmp_path, session):
 
 def test_a_job_can_start_from_a_folder(tmp_path):
     job = make_job(tmp_path)
-    started = job.starting_from(tmp_path / "hf")
+    started = job.starting_from(tmp_path / "hf", lambda: None)
     assert started.config["policy"]["model_name"] == str(tmp_path / "hf")
     assert started.config["policy"]["hf_config"] is None
     assert job.config["policy"]["hf_config"] is not None

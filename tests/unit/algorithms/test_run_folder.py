@@ -1,4 +1,5 @@
 import logging
+from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
 from rich.console import Console
@@ -11,6 +12,12 @@ def test_run_folders_are_numbered(tmp_path):
     (tmp_path / "logs" / "exp_007").mkdir()
     (tmp_path / "logs" / "exp_best").mkdir()
     assert new_run_folder(tmp_path / "logs").name == "exp_008"
+
+
+def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path):
+    with ThreadPoolExecutor(8) as threads:
+        folders = list(threads.map(lambda _: new_run_folder(tmp_path), range(40)))
+    assert len(set(folders)) == 40
 
 
 def test_recipes_come_back_as_they_were(tmp_path):

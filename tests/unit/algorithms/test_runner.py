@@ -1,3 +1,5 @@
+import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -5,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
+from nemo_offload_rl.storage.lock import FolderLock
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -35,3 +38,18 @@ def test_a_wrong_recipe_is_answered_before_torch_is_imported():
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["2", "False", "False"]
+
+
+@pytest.mark.parametrize("folder", ["checkpoints", "logs/warm_start"])
+def test_a_second_start_is_told_by_whom_the_folder_is_in_use_before_torch_is_imported(tmp_path, folder):
+    overrides = [f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", f"logger.log_dir={tmp_path / 'logs'}"]
+    code = (
+        "import sys; from nemo_offload_rl.algorithms.runner import run; "
+        f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, {overrides}, 'grpo'); "
+        "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
+    )
+    with FolderLock(tmp_path / folder, "a run", is_beside=folder == "logs/warm_start"):
+        result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["2", "False", "False"]
+    assert f"{tmp_path / folder} is in use by process {os.getpid()} of host {socket.gethostname()}" in result.stderr
+    assert not list(tmp_path.rglob("*"))

@@ -1,0 +1,112 @@
+"""Full disks, in words; files that are there whole or not at all."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+# No space, no quota left, or a file above the limit of `ulimit -f`: what a user can mend while the run goes on.
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class DiskFullError(ValueError):
+    """Files could not be written for a lack of space; the message is one sentence for the user.
+
+    Attributes:
+        path: what was to be written.
+        needed_bytes: what all of it takes; None where that is not known.
+        free_bytes: what the disk has left for it; None where that is not known.
+    """
+
+    def __init__(self, path: str, reason: str, needed_bytes: int | None, free_bytes: int | None) -> None:
+        super().__init__(path, reason, needed_bytes, free_bytes)  # so that it can be pickled
+        self.path = path
+        self.reason = reason
+        self.needed_bytes = needed_bytes
+        self.free_bytes = free_bytes
+
+    def __str__(self) -> str:
+        sizes = [
+            f"{_show(size)} {what}"
+            for size, what in ((self.needed_bytes, "needed"), (self.free_bytes, "free"))
+            if size is not None
+        ]
+        return f"{self.path} cannot be written: {self.reason}" + (f" ({', '.join(sizes)})" if sizes else "")
+
+
+def is_disk_full(error: OSError) -> bool:
+    """Whether an error says that a disk, a quota or a file is at its limit."""
+    return error.errno in _FULL
+
+
+def disk_full(path: Path, error: OSError, needed_bytes: int | None = None) -> DiskFullError:
+    """The sentence for an error of which `is_disk_full` is true; takes what is free now."""
+    assert error.errno is not None
+    return DiskFullError(str(path), os.strerror(error.errno), needed_bytes, free_bytes(path))
+
+
+def free_bytes(path: Path) -> int | None:
+    """Bytes that may still be written to the disk that a path is on; None where the file system does not say.
+
+    Args:
+        path: need not be there; the nearest folder above it that is counts.
+    """
+    while not path.exists() and path != path.parent:
+        path = path.parent
+    status = os.statvfs(path)
+    return status.f_bavail * status.f_frsize if status.f_blocks else None
+
+
+def require_free(path: Path, needed_bytes: int, free: int | None) -> None:
+    """Refuse to begin with what cannot be finished.
+
+    Raises:
+        DiskFullError: fewer bytes are free than are needed.
+    """
+    if free is not None and free < needed_bytes:
+        raise DiskFullError(str(path), os.strerror(errno.ENOSPC), needed_bytes, free)
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Write a file that is there as a whole or not at all, whatever ends the process; its mode is the user's umask."""
+    partial = path.with_name(f"{path.name}.partial")
+    try:
+        with partial.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        partial.replace(path)
+    except OSError:
+        partial.unlink(missing_ok=True)
+        raise
+    sync(path.parent)
+
+
+def sync(path: Path) -> None:
+    """Have the disk hold a file's bytes, or a folder's entries."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def as_by_umask(path: Path) -> None:
+    """Give a file the mode that a plain open() would have given it, where a library made it for its user alone."""
+    path.chmod(0o666 & ~_umask())
+
+
+def _umask() -> int:
+    """The process's umask, read without the change that os.umask() takes, which other threads would see."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("Umask:"):
+            return int(line.split()[1], 8)
+    raise AssertionError("Linux has said its umask here since 4.7")
+
+
+def _show(nbytes: int) -> str:
+    for unit, size in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)):
+        if nbytes >= size:
+            return f"{nbytes / size:.1f} {unit}"
+    return f"{nbytes} bytes"

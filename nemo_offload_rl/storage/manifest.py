@@ -1,0 +1,137 @@
+"""The list of a checkpoint's files with their sizes and checksums, which is written last and checked before loading."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import xxhash
+
+from nemo_offload_rl.storage.checksum import ALGORITHM, FileSum, file_sum
+from nemo_offload_rl.storage.disk import write_whole
+
+MANIFEST_FILE = "manifest.json"
+
+
+class DamagedError(ValueError):
+    """A file is not what was written; the message names it and says what is wrong."""
+
+
+class DamagedCheckpointError(ValueError):
+    """A checkpoint that cannot be used; the message names it, the file, what is wrong with it, and what to do."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint's files were when it was written.
+
+    Attributes:
+        files: by their names, relative to the checkpoint's folder.
+    """
+
+    files: Mapping[str, FileSum]
+
+    def of_rank(self, rank: int, world_size: int) -> Mapping[str, FileSum]:
+        """The files that a rank checks; each file that ranks wrote is one rank's, also where there are fewer now."""
+        return {
+            name: found
+            for name, found in self.files.items()
+            if found.rank is not None and found.rank % world_size == rank
+        }
+
+    def of_driver(self) -> Mapping[str, FileSum]:
+        """The files that the driver wrote, and checks."""
+        return {name: found for name, found in self.files.items() if found.rank is None}
+
+    def wrong_sizes(self, folder: Path) -> list[str]:
+        """What is wrong with files that are missing or of another size, one line each; reads none of them."""
+        return [f"{name} {wrong}" for name, found in self.files.items() if (wrong := _wrong_size(folder / name, found))]
+
+
+def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> Manifest:
+    """Write the manifest of all files below a folder.
+
+    Args:
+        folder: in which nothing is written any more.
+        known: what was hashed while it was written, by name; the others are read.
+
+    Raises:
+        DamagedError: a file does not have the size that was written.
+    """
+    files = {}
+    for path in sorted(path for path in folder.rglob("*") if path.is_file()):
+        name = path.relative_to(folder).as_posix()
+        if name == MANIFEST_FILE:
+            continue
+        if name in known and (wrong := _wrong_size(path, known[name])):
+            raise DamagedError(f"{path} {wrong}, right after it was written: look at the disk")
+        files[name] = known[name] if name in known else file_sum(path)
+    if missing := sorted(set(known) - set(files)):
+        raise DamagedError(f"{folder / missing[0]} is missing right after it was written: look at the disk")
+    manifest = Manifest(files)
+    listed = [{"name": name, **asdict(found)} for name, found in files.items()]
+    content = {"algorithm": ALGORITHM, "checksum": _checksum_of(listed), "files": listed}
+    write_whole(folder / MANIFEST_FILE, json.dumps(content, indent=1) + "\n")
+    return manifest
+
+
+def read_manifest(folder: Path) -> Manifest | None:
+    """The manifest of a folder, or None where it has none.
+
+    Raises:
+        DamagedError: it is there and is not what was written.
+    """
+    path = folder / MANIFEST_FILE
+    if not path.exists():
+        return None
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+        listed, algorithm = content["files"], content["algorithm"]
+        is_whole = content["checksum"] == _checksum_of(listed)
+        files = {entry["name"]: FileSum(entry["size"], entry["checksum"], entry["rank"]) for entry in listed}
+    except (ValueError, KeyError, TypeError) as error:
+        raise DamagedError(f"{MANIFEST_FILE} is not what was written ({type(error).__name__}: {error})") from error
+    if not is_whole:
+        raise DamagedError(f"{MANIFEST_FILE} is not what was written (its own checksum differs)")
+    if algorithm != ALGORITHM:
+        raise DamagedError(f"{MANIFEST_FILE} has checksums by {algorithm}, and only {ALGORITHM} is known here")
+    return Manifest(files)
+
+
+def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
+    """What is wrong with files, one line each, in the manifest's order; reads all of them."""
+    lines = []
+    for name, wanted in files.items():
+        path = folder / name
+        wrong = _wrong_size(path, wanted)
+        if wrong is None:
+            try:
+                checksum = file_sum(path).checksum
+            except OSError as error:
+                wrong = f"cannot be read ({error.strerror})"
+            else:
+                if checksum != wanted.checksum:
+                    wrong = f"has other contents than were written ({ALGORITHM} {checksum}, it was {wanted.checksum})"
+        if wrong:
+            lines.append(f"{name} {wrong}")
+    return lines
+
+
+def show_damage(lines: Iterable[str]) -> str:
+    """The first of several lines of damage, and how many there are beside it."""
+    first, *others = lines
+    return first if not others else f"{first} (and {len(others)} more of its files are damaged)"
+
+
+def _wrong_size(path: Path, wanted: FileSum) -> str | None:
+    if not path.is_file():
+        return "is missing"
+    size = path.stat().st_size
+    return None if size == wanted.size else f"has {size} bytes, and {wanted.size} were written"
+
+
+def _checksum_of(listed: list[dict[str, Any]]) -> str:
+    return xxhash.xxh3_128(json.dumps(listed, sort_keys=True).encode()).hexdigest()
