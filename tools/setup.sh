@@ -45,14 +45,14 @@ put_pyenv_first() {
     done
 }
 
+# Never .venv/bin/uv itself, which is a link that this script makes: that of PATH, or else what the link leads to.
 find_uv() {
-    local python
-    if is_new_enough uv; then
-        uv=$(command -v uv)
-        return
-    fi
-    uv=$PWD/.uv/bin/uv
-    if is_new_enough "$uv"; then return; fi
+    local python candidates
+    mapfile -t candidates < <(type -ap uv)
+    if [[ -L .venv/bin/uv ]]; then candidates+=("$(readlink .venv/bin/uv)"); fi
+    for uv in ${candidates[@]+"${candidates[@]}"} "$PWD/.uv/bin/uv"; do
+        if [[ ! ${uv%/*} -ef .venv/bin ]] && is_new_enough "$uv"; then return; fi
+    done
     for python in "python$PYTHON_SERIES" python3; do
         if "$python" -c 'import ensurepip, sys, venv; assert sys.version_info >= (3, 9)' 2>/dev/null; then
             say "no uv $UV_AT_LEAST or newer on PATH: installing one into .uv with pip"
@@ -104,7 +104,7 @@ done
 if environment_runs && [[ -f $WANTED ]]; then read -ra asked <<<"$(cat "$WANTED") ${asked[*]-}"; fi
 wanted=$(printf '%s %s\n' ${asked[@]+"${asked[@]}"} | sort -u | xargs)
 
-if environment_runs && [[ -f $STAMP && $(fingerprint) == "$(cat "$STAMP")" ]]; then exit 0; fi
+if environment_runs && [[ -x .venv/bin/uv && -f $STAMP && $(fingerprint) == "$(cat "$STAMP")" ]]; then exit 0; fi
 
 [[ $(uname -sm) == "Linux x86_64" ]] || fail "uv.lock is for Linux on x86_64, and this is $(uname -sm)."
 rm -f "$STAMP"

@@ -37,14 +37,15 @@ class Checkout:
         self._bin.mkdir()
         (self._bin / "uv").write_text(STAND_IN)
         (self._bin / "uv").chmod(0o755)
+        self.uv_link = self.folder / ".venv" / "bin" / "uv"
+        self.path = f"{self._bin}:{os.environ['PATH']}"
 
     def setup(self, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         """Runs the script; returns how it ended and the calls of uv."""
         self._calls.write_text("")
         done = subprocess.run(
             [self.folder / "tools" / "setup.sh", *arguments],
-            env={"PATH": f"{self._bin}:{os.environ['PATH']}", "CALLS": str(self._calls), "HOME": str(self._bin)}
-            | environment,
+            env={"PATH": self.path, "CALLS": str(self._calls), "HOME": str(self._bin)} | environment,
             cwd="/",
             capture_output=True,
             text=True,
@@ -99,6 +100,32 @@ def test_uv_python_is_not_passed_on(checkout):
     _, calls = checkout.setup(UV_PYTHON="/usr/bin/python3")
     assert len(calls) == 5
     assert "UV_PYTHON is set" not in calls
+
+
+def test_the_environment_first_on_path_leaves_uv_a_link_to_the_real_one(checkout):
+    """As where it is activated: the uv that is found first is the link that the first call made."""
+    checkout.setup()
+    real = checkout.uv_link.readlink()
+    in_environment = f"{checkout.uv_link.parent}:{checkout.path}"
+    done, calls = checkout.setup("--group", "docs", PATH=in_environment)
+    assert done.returncode == 0, done.stderr
+    assert [call.split()[0] for call in calls] == ["export", "pip", "pip"]
+    assert checkout.uv_link.readlink() == real
+    # Nothing but the environment on PATH.
+    done, _ = checkout.setup("--group", "test", PATH=f"{checkout.uv_link.parent}:/usr/bin:/bin")
+    assert done.returncode == 0, done.stderr
+    assert checkout.uv_link.readlink() == real
+
+
+def test_a_uv_that_is_a_link_to_itself_is_mended(checkout):
+    checkout.setup()
+    checkout.uv_link.unlink()
+    checkout.uv_link.symlink_to(checkout.uv_link)
+    done, calls = checkout.setup(PATH=f"{checkout.uv_link.parent}:{checkout.path}")
+    assert done.returncode == 0, done.stderr
+    assert len(calls) == 3
+    assert checkout.uv_link.resolve(strict=True).read_text() == STAND_IN
+    assert checkout.setup()[1] == []
 
 
 def test_without_python_it_says_what_to_do_and_leaves_no_stamp(checkout):
