@@ -205,8 +205,11 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     """
     section, policy_config = config["grpo"], config["policy"]
     train, validation = read_data(config["data"], section["seed"])
+    train.require(section["num_prompts_per_step"], "grpo.num_prompts_per_step")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config["tokenizer"])
+    for problems in (train.problems, validation):
+        prompts.check_vocabulary(problems, with_answers=False)
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     generation_config = policy_config["generation"]

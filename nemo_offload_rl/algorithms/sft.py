@@ -148,6 +148,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     """
     section, data, policy_config = config["sft"], config["data"], config["policy"]
     train, validation = read_data(data, section["seed"])
+    train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     examples = make_prompt_format(
         data,
@@ -157,6 +158,8 @@ def prepare(config: SFTMasterConfig) -> Preparation:
         add_eos=data["add_eos"],
         add_generation_prompt=data["add_generation_prompt"],
     )
+    for problems in (train.problems, validation):
+        examples.check_vocabulary(problems, with_answers=True)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
     schedule = make_schedule(section, config["checkpointing"])
 

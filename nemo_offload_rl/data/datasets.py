@@ -23,7 +23,8 @@ def load_jsonl(path: Path, input_key: str, output_key: str) -> list[Problem]:
         DataError: the file cannot be read or is empty, or a line is not an object with both fields; names the line.
     """
     try:
-        lines = path.read_text(encoding="utf-8").splitlines()
+        # Of the characters that end a line elsewhere, some stand in JSON's strings.
+        lines = path.read_text(encoding="utf-8-sig").split("\n")
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"The dataset {path} cannot be read: {error}") from error
     problems = []
@@ -33,6 +34,10 @@ def load_jsonl(path: Path, input_key: str, output_key: str) -> list[Problem]:
                 row = json.loads(line)
             except json.JSONDecodeError as error:
                 raise DataError(f"{path}:{number} is not JSON: {error}") from error
+            except ValueError as error:  # of Python
+                raise DataError(
+                    f"{path}:{number} has an integer of more than 4,300 digits, which cannot be read; write it as text."
+                ) from error
             problems.append(_problem_of(row, input_key, output_key, where=f"{path}:{number}"))
     if not problems:
         raise DataError(f"The dataset {path} is empty: it needs one JSON object a line.")
@@ -124,7 +129,7 @@ def _saved_dataset(path: Path, split: str | None) -> Any:
 def _problem_of(row: Any, input_key: str, output_key: str, where: str) -> Problem:
     if not isinstance(row, dict):
         raise DataError(f"{where} is not an object with the fields {input_key!r} and {output_key!r}.")
-    return Problem(prompt=_text(row, input_key, where), answer=_text(row, output_key, where))
+    return Problem(prompt=_text(row, input_key, where), answer=_text(row, output_key, where), where=where)
 
 
 def _text(row: dict[str, Any], key: str, where: str) -> str:

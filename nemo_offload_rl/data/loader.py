@@ -25,16 +25,34 @@ class ProblemLoader:
     """Endless batches of problems; an epoch's last samples that do not fill a batch are left out.
 
     Attributes:
+        problems: the dataset.
         position: where the next batch starts; set it to continue elsewhere.
     """
 
     def __init__(self, problems: ProblemSet, shuffle: bool, seed: int) -> None:
-        self._problems = problems
+        self.problems = problems
         self._shuffle = shuffle
         self._seed = seed
         self._ordered_epoch: int | None = None
         self._order = np.arange(len(problems))
         self.position = START
+
+    def require(self, size: int, key: str) -> None:
+        """Refuse a dataset with fewer problems than a batch.
+
+        Args:
+            size: problems of a batch.
+            key: the recipe's, that says so.
+
+        Raises:
+            DataError: it has fewer.
+        """
+        num_problems = len(self.problems)
+        if size > num_problems:
+            raise DataError(
+                f"{key} is {size}, but the training set (data.train) has only {num_problems} problems: lower it, or "
+                "give more data."
+            )
 
     def next_batch(self, size: int) -> list[Problem]:
         """Takes the next ``size`` problems of the epoch, or the first of the next epoch where too few are left.
@@ -42,23 +60,19 @@ class ProblemLoader:
         Raises:
             DataError: the dataset has fewer problems than a batch.
         """
-        num_problems = len(self._problems)
-        if size > num_problems:
-            raise DataError(
-                f"A step takes {size} samples, but the training set has only {num_problems}: lower "
-                "grpo.num_prompts_per_step (GRPO) or policy.train_global_batch_size (SFT), or give more data."
-            )
+        num_problems = len(self.problems)
+        self.require(size, "The size of a step")
         epoch, start = self.position.epoch, self.position.samples
         if start + size > num_problems:
             epoch, start = epoch + 1, 0
         rows = self._order_of(epoch)[start : start + size]
         stop = start + size
         self.position = DataPosition(epoch + 1, 0) if stop + size > num_problems else DataPosition(epoch, stop)
-        return [self._problems[int(row)] for row in rows]
+        return [self.problems[int(row)] for row in rows]
 
     def _order_of(self, epoch: int) -> np.ndarray:
         if self._shuffle and self._ordered_epoch != epoch:
             rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([self._seed, epoch])))
-            self._order = rng.permutation(len(self._problems))
+            self._order = rng.permutation(len(self.problems))
             self._ordered_epoch = epoch
         return self._order

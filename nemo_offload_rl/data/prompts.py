@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.vocabulary import ClosedVocabulary
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -54,6 +55,31 @@ class PromptFormat:
     add_bos: bool = False
     add_eos: bool = True
     add_generation_prompt: bool = True
+
+    def check_vocabulary(self, problems: Sequence[Problem], *, with_answers: bool) -> None:
+        """Refuse problems with a word that the tokenizer has no token for, where it cannot encode such a word.
+
+        Args:
+            problems: all of them are looked at, unless the tokenizer encodes every text.
+            with_answers: whether answers will be tokenized, too.
+
+        Raises:
+            DataError: with the first such word and its place.
+        """
+        vocabulary = ClosedVocabulary.of(self.tokenizer)
+        if vocabulary is None:
+            return
+        for problem in problems:
+            texts = {"prompt": self._prompt_text(problem)}
+            if with_answers:
+                texts["answer"] = self._answer_text(problem)
+            for kind, text in texts.items():
+                if (word := vocabulary.unknown_word(text)) is not None:
+                    raise DataError(
+                        f"{problem.where or 'A problem'}: the {kind} {_shortened(text)!r} has {word!r}, which the "
+                        "tokenizer has no token for: change the text (also that of data.default's files and of the "
+                        "chat template, which the problem is put into), or take another policy.tokenizer.name."
+                    )
 
     def prompts(self, problems: Sequence[Problem]) -> list[TokenizedProblem]:
         """The tokens that generation starts from."""
@@ -125,6 +151,10 @@ class PromptFormat:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
+def _shortened(text: str) -> str:
+    return text if len(text) <= 100 else f"{text[:97]}..."
+
+
 def read_prompt_file(path: str | None, key: str) -> str:
     """The template in a file, or the bare prompt where ``path`` is None.
 
@@ -153,6 +183,6 @@ def read_text_file(path: str, key: str) -> str:
         DataError: the file cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8")
+        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
     except (OSError, UnicodeDecodeError) as error:
         raise DataError(f"{key}: {path} cannot be read: {error}") from error

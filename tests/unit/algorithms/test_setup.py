@@ -9,6 +9,7 @@ from nemo_offload_rl.algorithms.job import Job
 from nemo_offload_rl.algorithms.setup import make_prompt_format, read_data, read_tokenizer
 from nemo_offload_rl.algorithms.step_end import StopTarget
 from nemo_offload_rl.config.schema import ALGORITHMS as SCHEMAS
+from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -60,3 +61,39 @@ def test_prompt_files_of_the_recipe_are_used(tmp_path):
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{{ opened }}"
     prompts = make_prompt_format(data, tokenizer, tokenizer_config)
     assert tokenizer.decode(prompts.prompts([Problem("2", "3")])[0].prompt_ids) == "9+1+2=+3"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "override", "message"),
+    [
+        ("grpo", "grpo.num_prompts_per_step=6", r"grpo\.num_prompts_per_step is 6, but the training set .* only 5"),
+        ("sft", "policy.train_global_batch_size=6", r"policy\.train_global_batch_size is 6, but the training set"),
+    ],
+)
+def test_fewer_problems_than_a_batch_are_refused_before_anything_starts(recipe, override, message):
+    overrides = ["data.train.num_problems=5", "policy.train_micro_batch_size=1", override]
+    overrides += ["~warm_start"] if recipe == "grpo" else []
+    validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", overrides)
+    with pytest.raises(DataError, match=message):
+        Job.prepare(validated)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "role", "message"),
+    [
+        ("grpo", "train", r"rows\.jsonl:2: the prompt 'x\+3=' has 'x'"),
+        ("grpo", "validation", r"rows\.jsonl:2: the prompt 'x\+3=' has 'x'"),
+        ("sft", "train", r"rows\.jsonl:1: the answer 'two' has 't'"),
+    ],
+)
+def test_words_without_a_token_are_refused_before_anything_starts(recipe, role, message, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"q": "1+1=", "a": "two"}\n{"q": "x+3=", "a": "6"}\n')
+    dataset = f"{{_override_: true, dataset_name: ResponseDataset, data_path: '{path}', input_key: q, output_key: a}}"
+    overrides = [f"data.{role}={dataset}", "policy.train_micro_batch_size=1"]
+    if role == "train":
+        overrides += ["grpo.num_prompts_per_step=2"] if recipe == "grpo" else ["policy.train_global_batch_size=2"]
+    overrides += ["~warm_start"] if recipe == "grpo" else []
+    validated = config.load(CONFIGS / f"{recipe}_tiny_cpu.yaml", overrides)
+    with pytest.raises(DataError, match=message):
+        Job.prepare(validated)

@@ -30,6 +30,7 @@ def test_jsonl_gives_a_problem_a_line(tmp_path):
             '{"question": "1+1", "answer": null}',
             r"a\.jsonl:2: the field 'answer' must be a text or a number, found None",
         ),
+        (f'{{"question": "1+1", "answer": {"1" * 5000}}}', r"a\.jsonl:2 has an integer of more than 4,300 digits"),
         ('{"question": "1+1", "answer": true}', r"a\.jsonl:2: the field 'answer' must be .*found True"),
     ],
 )
@@ -37,6 +38,15 @@ def test_a_wrong_line_is_named(tmp_path, line, message):
     path = write_lines(tmp_path / "a.jsonl", json.dumps(ROWS[0]), line)
     with pytest.raises(DataError, match=message):
         load_jsonl(path, "question", "answer")
+
+
+def test_a_byte_order_mark_and_other_ends_of_lines_are_no_mistake(tmp_path):
+    path = tmp_path / "a.jsonl"
+    rows = [{"q": "1\u20281\x85", "a": "2"}, {"q": "2+3", "a": "5"}]
+    path.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8-sig"))
+    problems = load_jsonl(path, "q", "a")
+    assert problems == [Problem("1\u20281\x85", "2"), Problem("2+3", "5")]
+    assert [problem.where for problem in problems] == [f"{path}:1", f"{path}:2"]
 
 
 def test_missing_and_empty_files_are_named(tmp_path):

@@ -51,5 +51,5 @@ def test_an_epoch_ends_with_its_last_whole_batch():
 
 
 def test_a_batch_larger_than_the_data_is_refused():
-    with pytest.raises(DataError, match="A step takes 11 samples, but the training set has only 10"):
+    with pytest.raises(DataError, match=r"The size of a step is 11, but the training set .* only 10 problems"):
         ProblemLoader(PROBLEMS, shuffle=True, seed=1).next_batch(11)

@@ -1,4 +1,5 @@
 import pytest
+from tokenizers.models import WordLevel
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
@@ -92,6 +93,32 @@ def test_prompt_files(tmp_path):
     path.write_text(r"Put it in \boxed{{}}: {}")
     assert read_prompt_file(str(path), "k").format("1+1") == r"Put it in \boxed{}: 1+1"
     assert read_prompt_file(None, "k") == "{}"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt_file(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("1+{}", encoding="utf-8-sig")
+    assert read_prompt_file(str(path), "k") == "1+{}"
+
+
+def test_a_word_without_a_token_is_named_with_its_line():
+    plain = PromptFormat(arithmetic_tokenizer(), 30)
+    rows = [Problem("1+1=", "2<eos>", "a.jsonl:1"), Problem("1+1=", "2 apples", "a.jsonl:2")]
+    plain.check_vocabulary(rows, with_answers=False)
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: the answer '2 apples' has ' ', which the tokenizer has"):
+        plain.check_vocabulary(rows, with_answers=True)
+    with pytest.raises(DataError, match=r"^a\.jsonl:3: the prompt 'x\+1=' has 'x'"):
+        plain.check_vocabulary([*rows, Problem("x+1=", "2", "a.jsonl:3")], with_answers=False)
+    templated = PromptFormat(arithmetic_tokenizer(), 30, prompt_template="What is {}")
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: the prompt 'What is 1\+1=' has 'W'.*data\.default's files"):
+        templated.check_vocabulary(rows, with_answers=False)
+
+
+def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
+    tokenizer = arithmetic_tokenizer()
+    vocabulary = tokenizer.get_vocab()
+    tokenizer.backend_tokenizer.model = WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>")
+    PromptFormat(tokenizer, 30).check_vocabulary([Problem("x", "y", "a.jsonl:1")], with_answers=True)
 
 
 @pytest.mark.parametrize(
