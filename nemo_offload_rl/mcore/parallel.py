@@ -1,9 +1,11 @@
 """Process groups: torch.distributed and megatron-core's parallel state, from plain values."""
 
 import os
+import socket
 from dataclasses import dataclass
 from datetime import timedelta
 
+import psutil
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import (
@@ -61,7 +63,7 @@ def initialize(
         rank: this process's rank.
         world_size: number of ranks.
         local_rank: index of this process's GPU on its host, as the process sees it.
-        master_addr: host of rank 0.
+        master_addr: an address or name of rank 0's host that all ranks reach; rank 0 listens there and nowhere else.
         master_port: free port on that host.
         seed: seed of the model-parallel random states.
         te_rng_tracker: use Transformer Engine's RNG tracker, which captured CUDA graphs need.
@@ -76,12 +78,15 @@ def initialize(
     if on_gpu:
         torch.cuda.set_device(device)
     os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    timeout = timedelta(seconds=timeout_s)
     try:
+        _choose_interface(master_addr)
         torch.distributed.init_process_group(
             "nccl" if on_gpu else "gloo",
+            store=_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout),
             rank=rank,
             world_size=world_size,
-            timeout=timedelta(seconds=timeout_s),
+            timeout=timeout,
             device_id=device if on_gpu else None,
         )
         mpu.initialize_model_parallel(
@@ -101,6 +106,39 @@ def initialize(
             destroy()
         raise
     return device
+
+
+def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
+    """The store that ranks meet at; rank 0 serves it, on this address alone.
+
+    Left to itself, torch listens on every interface, and answers whoever asks.
+    """
+    descriptor: int | None = None
+    if rank == 0:
+        family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server((address, port), family=family, backlog=world_size)
+        port = listener.getsockname()[1]  # where 0 let the system choose, for a single rank
+        descriptor = listener.detach()
+    return torch.distributed.TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+    )
+
+
+def _choose_interface(master_addr: str) -> None:
+    """Have gloo listen on the interface from which this host reaches rank 0's, unless the environment names another.
+
+    Gloo takes the address that the host's name stands for, which others may reach where ranks need none but loopback, or
+    which may be loopback where ranks are on several hosts. NCCL takes any but loopback; on one host it needs no other.
+    """
+    family, _, _, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing: only chooses the way
+        address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if name == "lo":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def destroy() -> None:

@@ -5,18 +5,23 @@ import logging
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
 from types import TracebackType
 from typing import Any, Self
 
 import psutil
 import ray
 import torch
+from ray._common.utils import get_default_ray_temp_dir
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from nemo_offload_rl.placement.reaper import ENDING_SIGNALS, Reaper, ending_signals_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -72,7 +77,7 @@ class Cluster:
         self.ranks_per_node = gpus_per_node
         self.master_port_range = master_port_range
         self._groups: list[PlacementGroup] = []
-        self._ray_processes: list[psutil.Process] = []
+        self._reaper: Reaper | None = None
         self._must_stop_ray = not ray.is_initialized()
         if self._must_stop_ray:
             self._start_ray(num_nodes, gpus_per_node, log_to_driver)
@@ -87,6 +92,11 @@ class Cluster:
         except BaseException:
             self.shutdown()
             raise
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes that the ranks are spread over."""
+        return self.world_size // self.ranks_per_node
 
     def actor_options(self, rank: int, share: float) -> dict[str, Any]:
         """Options of a Ray actor that takes a share of a rank's bundle.
@@ -124,18 +134,20 @@ class Cluster:
         for process in alive:
             logger.warning("Process %d of an actor did not end within %d s.", process.pid, _EXIT_TIMEOUT_S)
 
-    def shutdown(self) -> None:
-        """Give the bundles back; end Ray, and wait for its processes, where this object started it."""
-        for group in self._groups:
-            remove_placement_group(group)
-        self._groups = []
+    def shutdown(self, *, keep_logs: bool = False) -> None:
+        """Give the bundles back; end Ray, and wait for all of its processes, where this object started it.
+
+        Args:
+            keep_logs: Leave what Ray's processes have written into its session folder, which goes with Ray otherwise.
+        """
         if self._must_stop_ray and ray.is_initialized():
-            processes = _with_descendants(self._ray_processes)
-            ray.shutdown()
-            _, alive = psutil.wait_procs(processes, timeout=_EXIT_TIMEOUT_S)
-            for process in alive:
-                logger.warning("Ray's process %d did not end within %d s and is killed.", process.pid, _EXIT_TIMEOUT_S)
-                process.kill()
+            for group in self._groups:
+                remove_placement_group(group)
+            _disconnect_and_kill()
+        self._groups = []
+        if self._reaper is not None:
+            self._reaper.finish(keep_logs=keep_logs)
+            self._reaper = None
 
     def __enter__(self) -> Self:
         return self
@@ -143,14 +155,15 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown()
+        self.shutdown(keep_logs=isinstance(error, Exception))
 
     def _start_ray(self, num_nodes: int, gpus_per_node: int, log_to_driver: bool) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if not starts_ray_here():
-            ray.init(**logging_options)
+            with _handlers_kept():
+                ray.init(**logging_options)
             return
         num_gpus = torch.cuda.device_count()
         if num_gpus:
@@ -159,19 +172,23 @@ class Cluster:
         os.environ.setdefault(
             "RAY_enable_worker_prestart", "0"
         )  # idle workers cannot become actors with an environment
-        before = set(psutil.Process().children())
-        ray.init(
-            address="local",
-            num_cpus=available_threads(),
-            num_gpus=num_gpus,
-            include_dashboard=False,
-            # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path with a
-            # space in it.
-            runtime_env={"py_executable": shlex.quote(sys.executable)},
-            **_object_store_options(num_gpus > 0),
-            **logging_options,
-        )
-        self._ray_processes = [child for child in psutil.Process().children() if child not in before]
+        with ending_signals_blocked(), _handlers_kept():
+            self._reaper = Reaper(get_default_ray_temp_dir())
+            try:
+                ray.init(
+                    address="local",
+                    num_cpus=available_threads(),
+                    num_gpus=num_gpus,
+                    include_dashboard=False,
+                    # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path
+                    # with a space in it.
+                    runtime_env={"py_executable": shlex.quote(sys.executable)},
+                    **_object_store_options(num_gpus > 0),
+                    **logging_options,
+                )
+            except BaseException:
+                self._reaper.finish(keep_logs=True)
+                raise
 
     def _reserve(self, num_nodes: int) -> None:
         bundle: dict[str, float] = {"GPU": 1, "CPU": 1} if self.has_gpus else {"CPU": _CPUS_PER_RANK_WITHOUT_GPU}
@@ -231,6 +248,25 @@ def _object_store_options(has_gpus: bool) -> dict[str, Any]:
     return {"object_store_memory": min(_OBJECT_STORE_BYTES_WITHOUT_GPU, int(0.8 * free))}
 
 
-def _with_descendants(processes: list[psutil.Process]) -> list[psutil.Process]:
-    running = [process for process in processes if process.is_running()]
-    return running + [child for process in running for child in process.children(recursive=True)]
+@contextlib.contextmanager
+def _handlers_kept() -> Iterator[None]:
+    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of whatever it does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ray sets none then
+        return
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # one that Python did not set, and cannot set again
+                signal.signal(number, handler)
+
+
+def _disconnect_and_kill() -> None:
+    """Disconnect from Ray and kill its processes; ray.shutdown() alone would wait a second for each to heed SIGTERM."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        kill_all_processes = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all_processes(**options | {"allow_graceful": False})
+    ray.shutdown()

@@ -25,9 +25,14 @@ class WorkerActor:
         """This node's address and the process id there."""
         return ray.util.get_node_ip_address(), os.getpid()
 
-    def rendezvous(self, port_range: tuple[int, int] | None) -> tuple[str, int]:
-        """This node's address and a port of it that is free now."""
-        address = ray.util.get_node_ip_address()
+    def rendezvous(self, port_range: tuple[int, int] | None, *, on_one_node: bool) -> tuple[str, int]:
+        """Where all ranks reach this node, and a port there that is free now.
+
+        Args:
+            port_range: See `free_port`.
+            on_one_node: Whether all ranks are on this node, and need nothing but its loopback address.
+        """
+        address = "127.0.0.1" if on_one_node else ray.util.get_node_ip_address()
         return address, free_port(address, port_range)
 
     def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:

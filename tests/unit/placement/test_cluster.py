@@ -10,7 +10,7 @@ from nemo_offload_rl.placement.cluster import Cluster, _require_gpus, _require_o
 
 # Each of these starts its own Ray, so they run in a process of their own.
 START_AND_STOP = """
-import os, psutil, ray, signal
+import os, pathlib, psutil, ray, signal
 from nemo_offload_rl.placement.cluster import Cluster
 
 with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
@@ -28,14 +28,21 @@ with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
     actors = [ray.remote(Where).options(**cluster.actor_options(rank, 0.5)).remote() for rank in range(3)]
     assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
 
-    # Ctrl-C in a terminal goes to every process of the group; only this one may take notice.
-    interrupts = []
-    signal.signal(signal.SIGINT, lambda *_: interrupts.append(1))
-    os.killpg(0, signal.SIGINT)
+    # A terminal's Ctrl-C goes to every process of the group, a scheduler's SIGTERM to every process of the job; only this
+    # one may take notice. Its handlers are its own, though Ray has set others.
+    taken = []
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda number, frame: taken.append(number))
+        for process in [*psutil.Process().children(recursive=True), psutil.Process()]:
+            process.send_signal(number)
     assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
-    assert interrupts == [1]
+    assert taken == [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+    folder = pathlib.Path(ray._private.worker._global_node.get_session_dir_path())
+    assert folder.is_dir()
 assert not ray.is_initialized()
 assert psutil.Process().children(recursive=True) == []
+assert not folder.exists()
+assert "NEMO_OFFLOAD_RL_DRIVER" not in os.environ
 print("left nothing behind")
 """
 

@@ -1,0 +1,149 @@
+"""Ends what a driver's Ray leaves behind, however the driver ended: also when it was killed.
+
+Ray's own processes die with the driver, but their children do not: agents notice it a minute later, and a worker that is
+still importing notices it when it has. So a small process of its own, which needs nothing but the standard library, waits
+for the driver's end. Everything that Ray starts inherits the driver's mark in its environment; whatever still has it then
+is killed, and Ray's session folder is deleted.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+MARK = "NEMO_OFFLOAD_RL_DRIVER"
+"""Name of the environment variable."""
+
+ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+
+_KEEP = b"keep"
+_CHECK_PERIOD_S = 1.0
+_KILL_TIMEOUT_S = 10.0
+
+
+class Reaper:
+    """The driver's handle on the process that ends what is left; start it before Ray.
+
+    Args:
+        session_root: the folder in which Ray makes its session folders.
+    """
+
+    def __init__(self, session_root: str) -> None:
+        mark = f"{os.getpid()}-{uuid.uuid4().hex}"
+        arguments = [f"{MARK}={mark}", str(os.getpid()), session_root, repr(time.time())]
+        # -I and -S: up in 20 ms, whatever the user's environment says. stdout is the driver's alone: who reads it from a
+        # pipe sees its end when the driver ends.
+        self._process = subprocess.Popen(
+            [sys.executable, "-I", "-S", __file__, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            cwd="/",
+            env={name: value for name, value in os.environ.items() if name != MARK},
+            start_new_session=True,
+        )
+        os.environ[MARK] = mark
+
+    def finish(self, *, keep_logs: bool) -> None:
+        """End what is left, and wait until it is gone.
+
+        Args:
+            keep_logs: leave Ray's session folder, with the output of its processes, where it is.
+        """
+        os.environ.pop(MARK, None)
+        self._process.communicate(_KEEP if keep_logs else b"", timeout=_KILL_TIMEOUT_S + 5)
+
+
+@contextmanager
+def ending_signals_blocked() -> Iterator[None]:
+    """Inside, SIGINT, SIGTERM and SIGHUP wait; processes that are started inside, and theirs, never get them.
+
+    A terminal sends them to a group of processes and a scheduler to all of a job, but the driver alone is to take notice,
+    which ends the others when the time has come. SIGKILL is all that ends them before.
+    """
+    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
+
+
+def _wait_for_driver(driver: int) -> bytes:
+    """Wait until the driver has closed its end of the pipe, or is gone while a child of its own holds that end."""
+    received = b""
+    while os.getppid() == driver:
+        readable, _, _ = select.select([0], [], [], _CHECK_PERIOD_S)
+        if readable:
+            chunk = os.read(0, 1024)
+            if not chunk:
+                break
+            received += chunk
+    return received
+
+
+def _kill_marked(mark: str) -> None:
+    """Kill every process with the mark in its environment, until there is none: one may just have started another."""
+    deadline = time.monotonic() + _KILL_TIMEOUT_S
+    while time.monotonic() < deadline:
+        descriptors = [found for pid in _pids() if (found := _open_if_marked(pid, mark.encode())) is not None]
+        for descriptor in descriptors:
+            try:
+                signal.pidfd_send_signal(descriptor, signal.SIGKILL)
+            except ProcessLookupError:
+                pass  # it has just ended
+            finally:
+                os.close(descriptor)
+        if not descriptors:
+            return
+        time.sleep(0.02)
+
+
+def _pids() -> list[int]:
+    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+
+
+def _open_if_marked(pid: int, mark: bytes) -> int | None:
+    """A descriptor of the process, through which no other that gets its number later can be hit; None without mark."""
+    try:
+        descriptor = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return None
+    try:
+        environment = Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:  # another user's, or gone
+        environment = b""
+    if mark in environment.split(b"\0"):
+        return descriptor
+    os.close(descriptor)
+    return None
+
+
+def _delete_session(root: Path, driver: int, started: float) -> None:
+    """Delete the session folder of this driver, not those of earlier processes of its number."""
+    for folder in root.glob(f"session_*_{driver}"):
+        if folder.stat().st_ctime >= started:
+            shutil.rmtree(folder, ignore_errors=True)
+    latest = root / "session_latest"
+    if latest.is_symlink() and not latest.exists():
+        latest.unlink(missing_ok=True)
+
+
+def _main(mark: str, driver: str, session_root: str, started: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+    keep_logs = _wait_for_driver(int(driver)) == _KEEP
+    _kill_marked(mark)
+    if not keep_logs:
+        _delete_session(Path(session_root), int(driver), float(started))
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

@@ -1,0 +1,43 @@
+"""Where the ranks of one machine listen."""
+
+from typing import Any
+
+from support.ranks import run_ranks
+
+
+def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
+    """What each rank listens on while the groups are there, and while they are there for a second time."""
+    import psutil
+    import torch
+
+    from nemo_offload_rl.mcore import parallel
+
+    seen = []
+    for port in ports:
+        sizes = parallel.ParallelSizes(tensor=2, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
+        parallel.initialize(
+            sizes,
+            rank=rank,
+            world_size=world_size,
+            local_rank=rank,
+            master_addr="127.0.0.1",
+            master_port=port,
+            seed=1,
+            te_rng_tracker=False,
+        )
+        total = torch.ones(1) * (rank + 1)
+        torch.distributed.all_reduce(total)
+        connections = psutil.Process().net_connections("inet")
+        seen.append((total.item(), {c.laddr for c in connections if c.status == psutil.CONN_LISTEN}))
+        parallel.destroy()
+    return seen
+
+
+def test_all_that_listens_is_on_loopback():
+    results = run_ranks(listen, 2, num_ports=2)
+    for total, addresses in results[0] + results[1]:
+        assert total == 3
+        assert addresses, "gloo listens somewhere"
+        assert {ip for ip, _ in addresses} == {"127.0.0.1"}
+    (_, of_first), (_, of_second) = results[0]
+    assert len({port for _, port in of_first} & {port for _, port in of_second}) == 0  # the first store is gone

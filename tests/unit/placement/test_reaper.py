@@ -1,0 +1,114 @@
+"""What ends when a driver has ended, also when it was killed."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+
+from nemo_offload_rl.placement.reaper import MARK, Reaper, ending_signals_blocked
+
+# A driver with what Ray makes: a session folder, and a grandchild in a group of its own whose parent is gone.
+DRIVER = """
+import os, subprocess, sys, time
+from pathlib import Path
+from nemo_offload_rl.placement.reaper import Reaper
+
+root = Path(sys.argv[1])
+(root / f"session_yesterday_{os.getpid()}0").mkdir()
+reaper = Reaper(str(root))
+folder = root / f"session_today_{os.getpid()}"
+folder.mkdir()
+(folder / "log").write_text("said")
+(root / "session_latest").symlink_to(folder)
+code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+how = sys.stdin.readline().strip()
+if how == "fork":  # a child that holds the pipe, and outlives the driver
+    if os.fork() == 0:
+        time.sleep(4)
+        os._exit(0)
+elif how:
+    reaper.finish(keep_logs=how == "keep")
+    print("ended", flush=True)
+time.sleep(1000)
+"""
+
+
+def start(root: Path) -> tuple[subprocess.Popen, psutil.Process]:
+    driver = subprocess.Popen(
+        [sys.executable, "-c", DRIVER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    return driver, psutil.Process(int(driver.stdout.readline()))
+
+
+def say(driver: subprocess.Popen, how: str) -> None:
+    driver.stdin.write(f"{how}\n")
+    driver.stdin.flush()
+
+
+def session_folders(root: Path) -> list[str]:
+    return sorted(path.name.split("_")[1] for path in root.iterdir())
+
+
+def wait_until_gone(process: psutil.Process) -> None:
+    psutil.wait_procs([process], timeout=20)
+    assert not process.is_running()
+
+
+@pytest.mark.parametrize("how", ["", "fork"])
+def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_path, how):
+    driver, grandchild = start(tmp_path)
+    say(driver, how)
+    assert grandchild.is_running()
+    if how:
+        time.sleep(0.2)
+    driver.kill()
+    driver.wait()
+    wait_until_gone(grandchild)
+    deadline = time.monotonic() + 20
+    while session_folders(tmp_path) != ["yesterday"]:  # of another process, and the link to ours is gone
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("how", "left"), [("delete", ["yesterday"]), ("keep", ["latest", "today", "yesterday"])])
+def test_a_driver_waits_until_everything_is_gone_and_may_keep_the_logs(tmp_path, how, left):
+    driver, grandchild = start(tmp_path)
+    try:
+        say(driver, how)
+        assert driver.stdout.readline() == "ended\n"
+        assert not grandchild.is_running() or grandchild.status() == psutil.STATUS_ZOMBIE
+        assert session_folders(tmp_path) == left
+    finally:
+        driver.kill()
+        driver.wait()
+
+
+def test_what_belongs_to_another_driver_is_left_alone(tmp_path):
+    others = subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: "1-another"})
+    try:
+        Reaper(str(tmp_path)).finish(keep_logs=False)
+        assert others.poll() is None
+        assert MARK not in os.environ
+    finally:
+        others.kill()
+        others.wait()
+
+
+def test_children_do_not_get_the_signals_that_end_a_run():
+    with ending_signals_blocked():
+        child = subprocess.Popen(["sleep", "1000"])
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            assert number not in signal.pthread_sigmask(signal.SIG_BLOCK, ())
+            child.send_signal(number)
+        with pytest.raises(subprocess.TimeoutExpired):
+            child.wait(timeout=0.3)
+    finally:
+        child.kill()
+        child.wait()
