@@ -127,8 +127,8 @@ def _store(address: str, port: int, *, rank: int, world_size: int, timeout: time
 def _choose_interface(master_addr: str) -> None:
     """Have gloo listen on the interface from which this host reaches rank 0's, unless the environment names another.
 
-    Gloo takes the address that the host's name stands for, which others may reach where ranks need none but loopback, or
-    which may be loopback where ranks are on several hosts. NCCL takes any but loopback; on one host it needs no other.
+    Gloo takes the address that the host's name stands for: on one host others may reach it, where ranks need only
+    loopback; on several hosts it may be loopback. NCCL takes any but loopback; on one host it needs no other.
     """
     family, _, _, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:

@@ -180,8 +180,8 @@ class Cluster:
                     num_cpus=available_threads(),
                     num_gpus=num_gpus,
                     include_dashboard=False,
-                    # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path
-                    # with a space in it.
+                    # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a
+                    # path with a space in it.
                     runtime_env={"py_executable": shlex.quote(sys.executable)},
                     **_object_store_options(num_gpus > 0),
                     **logging_options,
@@ -250,7 +250,7 @@ def _object_store_options(has_gpus: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _handlers_kept() -> Iterator[None]:
-    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of whatever it does."""
+    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of what it does."""
     if threading.current_thread() is not threading.main_thread():
         yield  # Ray sets none then
         return

@@ -1,9 +1,9 @@
 """Ends what a driver's Ray leaves behind, however the driver ended: also when it was killed.
 
-Ray's own processes die with the driver, but their children do not: agents notice it a minute later, and a worker that is
-still importing notices it when it has. So a small process of its own, which needs nothing but the standard library, waits
-for the driver's end. Everything that Ray starts inherits the driver's mark in its environment; whatever still has it then
-is killed, and Ray's session folder is deleted.
+Ray's own processes die with the driver, but their children do not: agents notice it a minute later, and a worker that
+is still importing notices it when it has. So a small process of its own, which needs nothing but the standard library,
+waits for the driver's end. Everything that Ray starts inherits the driver's mark in its environment; what still has it
+then is killed, and Ray's session folder is deleted.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Reaper:
     def __init__(self, session_root: str) -> None:
         mark = f"{os.getpid()}-{uuid.uuid4().hex}"
         arguments = [f"{MARK}={mark}", str(os.getpid()), session_root, repr(time.time())]
-        # -I and -S: up in 20 ms, whatever the user's environment says. stdout is the driver's alone: who reads it from a
-        # pipe sees its end when the driver ends.
+        # -I and -S: up in 20 ms, whatever the user's environment says. stdout is the driver's alone: a pipe that reads
+        # it sees its end when the driver ends.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *arguments],
             stdin=subprocess.PIPE,
@@ -67,8 +67,8 @@ class Reaper:
 def ending_signals_blocked() -> Iterator[None]:
     """Inside, SIGINT, SIGTERM and SIGHUP wait; processes that are started inside, and theirs, never get them.
 
-    A terminal sends them to a group of processes and a scheduler to all of a job, but the driver alone is to take notice,
-    which ends the others when the time has come. SIGKILL is all that ends them before.
+    A terminal sends them to a group of processes and a scheduler to all of a job, but the driver alone is to take
+    notice: it ends the others when the time has come. SIGKILL is all that ends them before.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:

@@ -124,9 +124,7 @@ class PolicyWorkerGroup:
             "init_optimizer": init_optimizer,
         }
         self._process_refs = [actor.process.remote() for actor in self._actors]
-        rendezvous = self._actors[0].rendezvous.remote(
-            cluster.master_port_range, on_one_node=cluster.num_nodes == 1
-        )
+        rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range, on_one_node=cluster.num_nodes == 1)
         self._build_refs = [
             actor.build.remote(worker_cls, rendezvous, arguments | {"rank": rank})
             for rank, actor in enumerate(self._actors)

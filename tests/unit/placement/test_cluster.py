@@ -28,8 +28,8 @@ with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
     actors = [ray.remote(Where).options(**cluster.actor_options(rank, 0.5)).remote() for rank in range(3)]
     assert ray.get([actor.bundle.remote() for actor in actors]) == [True] * 3
 
-    # A terminal's Ctrl-C goes to every process of the group, a scheduler's SIGTERM to every process of the job; only this
-    # one may take notice. Its handlers are its own, though Ray has set others.
+    # A terminal's Ctrl-C goes to every process of the group, a scheduler's SIGTERM to every process of the job; only
+    # this one may take notice. Its handlers are its own, though Ray has set others.
     taken = []
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, frame: taken.append(number))

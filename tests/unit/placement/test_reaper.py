@@ -26,7 +26,8 @@ folder.mkdir()
 (folder / "log").write_text("said")
 (root / "session_latest").symlink_to(folder)
 code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
-print(subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip(), flush=True)
+started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+print(started.stdout.strip(), flush=True)
 how = sys.stdin.readline().strip()
 if how == "fork":  # a child that holds the pipe, and outlives the driver
     if os.fork() == 0:
