@@ -3,8 +3,15 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from nemo_offload_rl.config.problems import Origin, Problem, nearest
-from nemo_offload_rl.config.yaml_source import Node
+from nemo_offload_rl.config.interpolation import nesting
+from nemo_offload_rl.config.limits import (
+    MAX_ALL_OVERRIDE_CHARS,
+    MAX_DEPTH,
+    MAX_OVERRIDE_CHARS,
+    MAX_PROBLEMS,
+)
+from nemo_offload_rl.config.problems import Origin, Problem, nearest, show
+from nemo_offload_rl.config.yaml_source import REPLACES_BASE, Node, wrong_key
 
 
 def apply_overrides(
@@ -24,25 +31,46 @@ def apply_overrides(
     if not overrides:
         return []
     # Hydra's grammar takes 0.15 s to import.
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import OverrideParseException
+    from nemo_offload_rl.config.override_grammar import OverrideSyntaxError, parse_override
 
-    parser = OverridesParser.create()
-    problems = []
+    problems: list[Problem] = []
+    num_chars = 0
     for text in overrides:
         origin = Origin(file=given_in, override=text)
-        try:
-            [override] = parser.parse_overrides([text])
-        except OverrideParseException:
-            problems.append(Problem("", origin, "cannot be read as an override; write section.key=value"))
-            continue
-        except ValueError:  # of Python, at an integer of more than 4,300 digits
-            problems.append(Problem("", origin, "has an integer of more than 64 bits"))
-            continue
-        message = _apply(root, override, origin, is_known)
+        num_chars += len(text)
+        message = _too_large(text, num_chars)
+        path = ""
+        if message is None:
+            try:
+                override = parse_override(text)
+            except OverrideSyntaxError as error:
+                message = str(error)
+            else:
+                path = override.key_or_group
+                message = _apply(root, override, origin, is_known)
         if message:
-            problems.append(Problem(override.key_or_group, origin, message))
+            problems.append(Problem(_shorten(path), origin, message))
+        if num_chars > MAX_ALL_OVERRIDE_CHARS or len(problems) > MAX_PROBLEMS:
+            break
     return problems
+
+
+def _too_large(text: str, num_chars: int) -> str | None:
+    """What is wrong with an override's size; `num_chars` counts it and those before it."""
+    if len(text) > MAX_OVERRIDE_CHARS:
+        return f"has {len(text):,} characters, of at most {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
+    if num_chars > MAX_ALL_OVERRIDE_CHARS:
+        return (
+            f"with it the overrides have more than {MAX_ALL_OVERRIDE_CHARS:,} characters; write some of them into a "
+            "recipe"
+        )
+    if nesting(text) > MAX_DEPTH:
+        return f"has more than {MAX_DEPTH} brackets in one another; no key takes such a value"
+    return None
+
+
+def _shorten(text: str) -> str:
+    return text if len(text) <= 200 else f"{text[:197]}..."
 
 
 def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], bool]) -> str | None:
@@ -53,6 +81,8 @@ def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], 
     if override.is_sweep_override():
         return "is a sweep over several values; a run takes one (quote the value if it is text)"
     *sections, name = path.split(".")
+    if not all([*sections, name]):
+        return "has an empty key; write section.key=value"
     if override.is_delete():
         return _delete(root, sections, name, override)
     parent, missing = _find(root, sections)
@@ -67,7 +97,13 @@ def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], 
             return f"cannot be added: {'.'.join(sections)} is no section"
     elif override.is_add() and not override.is_force_add():
         return f"is there already; write {path}=... to change it, or ++{path}=..."
-    new = Node.of(override.value(), origin)
+    value = override.value()
+    message = _wrong_value(value, path)
+    if message is not None:
+        return message
+    if name == REPLACES_BASE:
+        return f"cannot be set by itself; write {'.'.join(sections) or 'section'}={{{REPLACES_BASE}: true, ...}}"
+    new = Node.of(value, origin)
     old = parent.value.get(name)
     parent.value[name] = merge(old, new) if old is not None else new
     return None
@@ -81,8 +117,27 @@ def _delete(root: Node, sections: list[str], name: str, override: Any) -> str | 
         return "cannot be deleted: the recipe has no such key" + (f"; nearest key: {suggestion}" if suggestion else "")
     value = override.value()
     if value is not None and value != parent.value[name].plain():
-        return f"cannot be deleted: its value is {parent.value[name].plain()!r}, not {value!r}"
+        return f"cannot be deleted: its value is {show(parent.value[name].plain())}, not {show(value)}"
     del parent.value[name]
+    return None
+
+
+def _wrong_value(value: Any, path: str) -> str | None:
+    """What an override's value has that a recipe's has not."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            message = wrong_key(key)
+            if message is not None:
+                return f"{path}: {message}"
+            if key == REPLACES_BASE and item is not True:
+                return f"{path}.{key}: must be true, or absent; found {show(item)}"
+            message = _wrong_value(item, f"{path}.{key}")
+            if message is not None:
+                return message
+    elif isinstance(value, list):
+        return next((message for item in value if (message := _wrong_value(item, path)) is not None), None)
+    elif not isinstance(value, str | int | float | None):
+        return f"has a {type(value).__name__} inside; a recipe has text, numbers, true, false and null"
     return None
 
 

@@ -1,10 +1,13 @@
 """What a user is told about a recipe: problems, each with its key, its place and its remedy."""
 
 import difflib
+import os
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+
+from nemo_offload_rl.config.limits import MAX_PROBLEMS
 
 
 @dataclass(frozen=True)
@@ -38,14 +41,17 @@ class RecipeError(ValueError):
     """A recipe that cannot be used; `str()` is what the user reads.
 
     Attributes:
-        problems: every mistake that was found, in the order of the files.
+        problems: every mistake that was found, in the order of the files; the text lists the first `MAX_PROBLEMS`.
     """
 
     def __init__(self, recipe: str, problems: Sequence[Problem]) -> None:
         self.recipe = recipe
         self.problems = tuple(sorted(problems, key=_place))
         count = "1 problem" if len(problems) == 1 else f"{len(problems)} problems"
-        super().__init__("\n".join([f"recipe {recipe}: {count}", *(f"  {problem}" for problem in self.problems)]))
+        if len(problems) > MAX_PROBLEMS:
+            count = f"more than {MAX_PROBLEMS} problems; those that are not listed here are once these are gone"
+        lines = [f"  {problem}" for problem in self.problems[:MAX_PROBLEMS]]
+        super().__init__("\n".join([f"recipe {recipe}: {count}", *lines]))
 
 
 def _place(problem: Problem) -> tuple[str, int]:
@@ -93,5 +99,8 @@ def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
 
 def show_file(path: Path) -> str:
     """The path as users would type it: relative to the current folder where it lies below that."""
-    resolved, here = path.resolve(), Path.cwd()
+    if "\0" in str(path):
+        return repr(str(path))
+    # Not Path.resolve, which fails where links lead in a circle.
+    resolved, here = Path(os.path.realpath(path)), Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)

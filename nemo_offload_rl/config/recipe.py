@@ -1,27 +1,19 @@
 """Reading a recipe: YAML with `defaults:` inheritance, command-line overrides and `${...}` interpolation."""
 
-import operator
+import copy
+import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from omegaconf import DictConfig, ListConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-
+from nemo_offload_rl.config.interpolation import InterpolationError, Resolver, leaves, written_interpolations
+from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_VALUES, MIN_INTEGER
 from nemo_offload_rl.config.overrides import apply_overrides, merge
-from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show_file
+from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.yaml_source import Node, read_yaml
-
-# NeMo-RL's arithmetic in recipes: "${mul:${a}, 2}".
-RESOLVERS: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "div": operator.truediv,
-    "max": max,
-}
+from nemo_offload_rl.storage.regular_file import UnreadableFileError
 
 _REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")  # ${section.key} and ${.sibling}
 
@@ -89,7 +81,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str |
     """
     path = Path(path)
     problems: list[Problem] = []
-    root = _inherit(path, (), problems)
+    root = _Inheritance(problems).read(path)
     if root is None:
         raise RecipeError(show_file(path), problems)
     problems += apply_overrides(root, overrides, _is_known_key, given_in)
@@ -104,83 +96,103 @@ def _is_known_key(path: str) -> bool:
     return is_valid_key(path)
 
 
-def _inherit(
-    path: Path, chain: tuple[Path, ...], problems: list[Problem], named_at: Origin | None = None
-) -> Node | None:
-    """The file merged over what its `defaults` name; None where any of them cannot be read."""
-    if not path.is_file():
-        kind = "is a folder, not a recipe" if path.is_dir() else "there is no such recipe"
-        if named_at is None:
-            near = nearest(path.name, [item.name for item in path.parent.glob("*.yaml")])
-            suggestion = f"; did you mean {show_file(path.parent / near)}?" if near else ""
-            problems.append(Problem("", Origin(show_file(path)), f"{kind}{suggestion}"))
-        else:
-            problems.append(Problem("defaults", named_at, f"names {show_file(path)}, but {kind}"))
-        return None
-    if path.resolve() in [link.resolve() for link in chain]:
-        cycle = " -> ".join(link.name for link in (*chain, path))
-        problems.append(Problem("defaults", named_at, f"the recipe inherits from itself: {cycle}"))
-        return None
-    root, found = read_yaml(path)
-    problems += found
-    if root is None:
-        return None
-    defaults = root.value.pop("defaults", None)
-    parents = _parents(defaults, problems) if defaults is not None else []
-    bases = [_inherit(path.parent / name, (*chain, path), problems, origin) for name, origin in parents]
-    merged = Node({}, root.origin)
-    for base in bases:
-        if base is None:
+class _Inheritance:
+    """Reads a recipe's files, each once, and merges them."""
+
+    def __init__(self, problems: list[Problem]) -> None:
+        self._problems = problems
+        self._merged: dict[tuple[str, str], Node | None] = {}
+        self._num_defaults = 0
+        self._num_values = 0
+
+    def read(self, path: Path, chain: tuple[Path, ...] = (), named_at: Origin | None = None) -> Node | None:
+        """The file merged over what its `defaults` name; None where any of them cannot be read.
+
+        Args:
+            path: of the file.
+            chain: the files that led here.
+            named_at: where its name is written; None for that of the command line.
+        """
+        if os.path.realpath(path) in [os.path.realpath(link) for link in chain]:
+            cycle = " -> ".join(link.name for link in (*chain, path))
+            self._problems.append(Problem("defaults", named_at, f"the recipe inherits from itself: {cycle}"))
             return None
-        merged = merge(merged, base)
-    return merge(merged, root)
+        # A link's `defaults` are relative to the folder of the link.
+        key = (os.path.realpath(path.parent), path.name)
+        if key not in self._merged:
+            if len(self._merged) >= MAX_FILES:
+                message = f"with {show_file(path)} the recipe is made of more than {MAX_FILES} files; merge some"
+                self._problems.append(Problem("defaults", named_at, message))
+                return None
+            self._merged[key] = None
+            self._merged[key] = self._merge(path, chain, named_at)
+        return self._merged[key]
+
+    def _merge(self, path: Path, chain: tuple[Path, ...], named_at: Origin | None) -> Node | None:
+        try:
+            root, found = read_yaml(path)
+        except UnreadableFileError as error:
+            self._problems.append(_unreadable(path, error, named_at))
+            return None
+        self._problems += found
+        if root is None or not self._has_room(root):
+            return None
+        defaults = root.value.pop("defaults", None)
+        parents = _parents(defaults, self._problems) if defaults is not None else []
+        self._num_defaults += len(parents)
+        if self._num_defaults > MAX_DEFAULTS:
+            message = f"names more than {MAX_DEFAULTS} files, those of the other files' defaults included; delete some"
+            self._problems.append(Problem("defaults", defaults.origin if defaults else None, message))
+            return None
+        bases = [self.read(path.parent / name, (*chain, path), origin) for name, origin in parents]
+        merged = Node({}, root.origin)
+        for base in bases:
+            if base is None:
+                return None
+            merged = merge(merged, base)
+        return merge(merged, root)
+
+    def _has_room(self, root: Node) -> bool:
+        self._num_values += root.count()
+        if self._num_values > MAX_VALUES:
+            message = f"with it the recipe's files have more than {MAX_VALUES:,} keys and values; delete some"
+            self._problems.append(Problem("", root.origin, message))
+        return self._num_values <= MAX_VALUES
+
+
+def _unreadable(path: Path, error: UnreadableFileError, named_at: Origin | None) -> Problem:
+    reason = "there is no such recipe" if error.is_absent else str(error).replace("no file", "not a recipe")
+    if named_at is not None:
+        return Problem("defaults", named_at, f"names {show_file(path)}, but {reason}")
+    near = nearest(path.name, [item.name for item in path.parent.glob("*.yaml")]) if error.is_absent else None
+    suggestion = f"; did you mean {show_file(path.parent / near)}?" if near else ""
+    return Problem("", Origin(show_file(path)), f"{reason}{suggestion}")
 
 
 def _parents(defaults: Node, problems: list[Problem]) -> list[tuple[str, Origin]]:
     nodes = defaults.value if isinstance(defaults.value, list) else [defaults]
     parents = []
     for node in nodes:
-        if isinstance(node.value, str) and node.value:
+        if isinstance(node.value, str) and node.value and "\0" not in node.value:
             parents.append((node.value, node.origin))
         else:
-            message = f"is the name of a recipe, or a list of such names; found {node.plain()!r}"
+            message = f"is the name of a recipe, or a list of such names; found {show(node.plain())}"
             problems.append(Problem("defaults", node.origin, message))
     return parents
 
 
 def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
     """Resolve every `${...}`: the plain values, what was written in their place, and what could not be resolved."""
-    for name, function in RESOLVERS.items():
-        if not OmegaConf.has_resolver(name):
-            OmegaConf.register_new_resolver(name, function)
     plain = root.plain()
     origins = root.origins()
     problems = [Problem(path, origins[path], message) for path, message in _drop_long_integers(plain)]
-    written = {path: text for path, text in _leaves(plain) if isinstance(text, str) and ("${" in text or text == "???")}
-    for path, text in written.items():
+    written = written_interpolations(plain)
+    resolver = Resolver(copy.deepcopy(plain), written)
+    for path in written:
         try:
-            OmegaConf.create([text])
-        except OmegaConfBaseException as error:
-            message = f"{text!r} is no interpolation such as ${{section.key}} ({_reason(error)})"
-            problems.append(Problem(path, origins[path], message))
-            _put(plain, path, None)
-    tree = OmegaConf.create(plain)
-    broken = {problem.path for problem in problems}
-    for path, text in written.items():
-        if path in broken:
-            continue
-        try:
-            _put(plain, path, _value_at(tree, path))
-        except OmegaConfBaseException as error:
-            message = (
-                "must be given a value; it is ???"
-                if text == "???"
-                else f"{text!r} cannot be resolved: {_reason(error)}"
-            )
-            problems.append(Problem(path, origins[path], message))
-            continue
-        for longer, message in _drop_long_integers(plain, path):
-            problems.append(Problem(longer, origins[path], message))
+            _put(plain, path, resolver.resolve(path))
+        except InterpolationError as error:
+            problems.append(Problem(path, origins[path], str(error)))
     return plain, written, problems
 
 
@@ -197,37 +209,12 @@ def _drop_long_integers(plain: dict[str, Any], below: str = "") -> list[tuple[st
     value = plain if not below else _at(plain, below)
     long = [
         path
-        for path, leaf in _leaves(value, below)
-        if isinstance(leaf, int) and not -(2**63) <= leaf < 2**64 and not isinstance(leaf, bool)
+        for path, leaf in leaves(value, below)
+        if isinstance(leaf, int) and not MIN_INTEGER <= leaf <= MAX_INTEGER and not isinstance(leaf, bool)
     ]
     for path in long:
         _put(plain, path, None)
     return [(path, "is an integer of more than 64 bits") for path in long]
-
-
-def _reason(error: OmegaConfBaseException) -> str:
-    return str(error).splitlines()[0].rstrip(".")
-
-
-def _leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    prefix = f"{path}." if path else ""
-    if isinstance(value, dict):
-        for key, item in value.items():
-            yield from _leaves(item, f"{prefix}{key}")
-    elif isinstance(value, list):
-        for index, item in enumerate(value):
-            yield from _leaves(item, f"{prefix}{index}")
-    else:
-        yield path, value
-
-
-def _value_at(tree: DictConfig, path: str) -> Any:
-    node: Any = tree
-    for name in path.split("."):
-        node = node[int(name)] if isinstance(node, ListConfig) else node[name]
-    if OmegaConf.is_config(node):
-        return OmegaConf.to_container(node, resolve=True)
-    return node
 
 
 def _at(plain: Any, path: str) -> Any:

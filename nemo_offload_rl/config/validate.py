@@ -3,6 +3,7 @@
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
@@ -10,6 +11,7 @@ from pydantic import TypeAdapter, ValidationError
 
 from nemo_offload_rl.config.indentation import hint_at_level, hint_at_section, hint_at_value
 from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
+from nemo_offload_rl.config.limits import MAX_PROBLEMS
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_choices, show_file
@@ -19,6 +21,7 @@ from nemo_offload_rl.config.rules.base import Conflict
 from nemo_offload_rl.config.schema import ALGORITHMS, MasterConfig
 from nemo_offload_rl.config.section_kinds import meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_VALUES, screen, upstream_paths
+from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 AlgorithmName = Literal["grpo", "sft"]
 WrittenAt = Callable[[str], Origin]
@@ -66,9 +69,9 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     for path, message in screened.problems:
         found.add(path, message)
     schema = ALGORITHMS[algorithm]
-    for path, message in _schema_problems(screened.config, schema, found.written_at):
+    for path, message in islice(_schema_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in _megatron_problems(screened.config, schema, found.written_at):
+    for path, message in islice(_megatron_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
     found.add_broken(_broken(RULES, screened.config, found))
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
@@ -348,12 +351,19 @@ def _warm_start(
     origin = recipe.origin("warm_start.recipe")
     folder = Path(origin.file).parent if origin.file else recipe.path.parent
     path = folder / name
-    if not path.is_file():
-        found.add("warm_start.recipe", f"there is no recipe {show_file(path)}")
+    try:
+        open_regular_file(path).close()
+    except UnreadableFileError as error:
+        reason = f"there is no recipe {show_file(path)}" if error.is_absent else f"{show_file(path)} {error}"
+        found.add("warm_start.recipe", reason)
         return None, ()
     overrides = _value(config, "warm_start.overrides")
     try:
-        warm_start = validate(read_recipe(path, [] if overrides is _ABSENT else overrides, "warm_start.overrides"))
+        read = read_recipe(path, [] if overrides is _ABSENT else overrides, "warm_start.overrides")
+        if _algorithm_of(read)[0] == "grpo":  # not looked into: it may have a warm start in its turn, for ever
+            found.add("warm_start.recipe", "must be an sft recipe; found one of grpo")
+            return None, ()
+        warm_start = validate(read)
     except RecipeError as error:
         return None, error.problems
     for key, message in _warm_start_mismatches(warm_start, config):
@@ -362,9 +372,6 @@ def _warm_start(
 
 
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    if warm_start.algorithm != "sft":
-        yield "warm_start.recipe", f"must be an sft recipe; found one of {warm_start.algorithm}"
-        return
     other = cast(dict[str, Any], warm_start.config)
     if _value(other, "sft.export_hf") is not True:
         yield "warm_start.recipe", "its sft.export_hf must be true, since GRPO starts from that folder"

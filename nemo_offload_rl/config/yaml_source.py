@@ -8,7 +8,10 @@ from typing import Any
 import yaml
 
 from nemo_offload_rl.config.indentation import hint_at_broken_yaml
+from nemo_offload_rl.config.limits import MAX_FILE_BYTES
 from nemo_offload_rl.config.problems import Origin, Problem, show, show_file
+from nemo_offload_rl.config.yaml_size import TooLargeError, measure
+from nemo_offload_rl.storage.regular_file import read_regular_file
 
 # With C where PyYAML has it: five times faster.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -33,6 +36,17 @@ _RecipeLoader.yaml_implicit_resolvers = {
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+_TAG = "tag:yaml.org,2002:"
+# Tags that may stand before a scalar, and the ones that its text may have by itself.
+_SCALAR_TAGS = {
+    f"{_TAG}int": (f"{_TAG}int",),
+    f"{_TAG}float": (f"{_TAG}float", f"{_TAG}int"),
+    f"{_TAG}bool": (f"{_TAG}bool",),
+    f"{_TAG}null": (f"{_TAG}null",),
+    f"{_TAG}timestamp": (),
+}
+_LONGEST_SEXAGESIMAL = 100  # characters of a number such as 1:30:00, which PyYAML reads in quadratic time
 
 
 @dataclass
@@ -59,6 +73,14 @@ class Node:
             return [node.plain() for node in self.value]
         return self.value
 
+    def count(self) -> int:
+        """Values, sections and lists in it, itself included."""
+        if isinstance(self.value, dict):
+            return 1 + sum(node.count() for node in self.value.values())
+        if isinstance(self.value, list):
+            return 1 + sum(node.count() for node in self.value)
+        return 1
+
     def origins(self, path: str = "") -> dict[str, Origin]:
         """The origin of every key, by its full path; items of lists are `key.0`, `key.1` ..."""
         found = {path: self.origin} if path else {}
@@ -78,16 +100,18 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     Returns:
         Its root mapping, or None where the file cannot be read at all, and the problems found. A key that appears twice
         keeps its last value.
+
+    Raises:
+        UnreadableFileError: it is absent, no regular file, too large, or may not be read.
     """
     name = show_file(path)
     try:
-        text = path.read_text(encoding="utf-8")
+        text = read_regular_file(path, MAX_FILE_BYTES).decode("utf-8")
     except UnicodeDecodeError as error:
         return None, [Problem("", Origin(name), f"is no UTF-8 text (byte {error.start})")]
-    except OSError as error:
-        return None, [Problem("", Origin(name), f"cannot be read: {(error.strerror or str(error)).lower()}")]
     loader = _RecipeLoader(text)
     try:
+        _measure(text)
         root = loader.get_single_node()
         builder = _Builder(loader, name)
         if root is None:
@@ -99,6 +123,8 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
             origin = Origin(name, root.start_mark.line + 1)
             return None, [Problem("", origin, f"is {kind}; a recipe is a mapping of sections such as policy and data")]
         return builder.build(root, ""), builder.problems
+    except TooLargeError as error:
+        return None, [Problem("", Origin(name, error.line), f"the file {error}")]
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         message = ", ".join(part for part in (error.context, error.problem) if part)
@@ -114,6 +140,14 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
         loader.dispose()
 
 
+def _measure(text: str) -> None:
+    loader = _RecipeLoader(text)
+    try:
+        measure(loader)
+    finally:
+        loader.dispose()
+
+
 class _Builder:
     """Turns the YAML nodes of one file into ours."""
 
@@ -122,6 +156,7 @@ class _Builder:
         self.file = file
         self.problems: list[Problem] = []
         self._open: set[int] = set()  # nodes being built, to notice an anchor that contains itself
+        self._flat: set[int] = set()  # mappings whose `<<` were replaced by what they stand for
 
     def build(self, node: Any, path: str) -> Node:
         origin = Origin(self.file, node.start_mark.line + 1)
@@ -130,6 +165,10 @@ class _Builder:
             return Node(None, origin)
         self._open.add(id(node))
         try:
+            if node.tag not in (f"{_TAG}map", f"{_TAG}seq") and not isinstance(node, yaml.ScalarNode):
+                message = f"has the tag {node.tag}, for which a recipe has no use; delete it"
+                self.problems.append(Problem(path, origin, message))
+                return Node(None, origin)
             if isinstance(node, yaml.MappingNode):
                 return Node(self._mapping(node, path), origin)
             if isinstance(node, yaml.SequenceNode):
@@ -140,47 +179,77 @@ class _Builder:
             self._open.discard(id(node))
 
     def _mapping(self, node: Any, path: str) -> dict[str, Node]:
+        if id(node) not in self._flat:  # else its keys are mixed with those that `<<` stood for
+            self._refuse_repeated_keys(node, path)
+            self._flat.add(id(node))
+        self.loader.flatten_mapping(node)  # `<<: *anchor`
+        mapping = {}
+        for key_node, value_node in node.value:
+            origin = Origin(self.file, key_node.start_mark.line + 1)
+            try:
+                key = self.loader.construct_object(key_node, deep=True)
+            except _UNREADABLE:
+                self.problems.append(Problem(path, origin, _unreadable(key_node)))
+                continue
+            message = wrong_key(key)
+            if message is not None:
+                name = key if isinstance(key, str) and key else show(key)
+                self.problems.append(Problem(_join(path, name), origin, message))
+                continue
+            value = self.build(value_node, _join(path, key))
+            if key == REPLACES_BASE and value.value is not True:
+                message = f"must be true, or absent; found {show(value.plain())}"
+                self.problems.append(Problem(_join(path, key), origin, message))
+            mapping[key] = Node(value.value, origin)
+        return mapping
+
+    def _refuse_repeated_keys(self, node: Any, path: str) -> None:
         first_lines: dict[str, int] = {}
         for key_node, _ in node.value:
             line = key_node.start_mark.line + 1
             name = str(key_node.value)
-            if name in first_lines and key_node.tag != "tag:yaml.org,2002:merge":
+            if name in first_lines and key_node.tag != f"{_TAG}merge":
                 message = f"stands twice in this section, first on line {first_lines[name]}; delete one"
                 self.problems.append(Problem(_join(path, name), Origin(self.file, line), message))
             first_lines.setdefault(name, line)
-        self.loader.flatten_mapping(node)  # `<<: *anchor`
-        mapping = {}
-        for key_node, value_node in node.value:
-            line = key_node.start_mark.line + 1
-            try:
-                key = self.loader.construct_object(key_node, deep=True)
-            except _UNREADABLE:
-                self.problems.append(Problem(path, Origin(self.file, line), _unreadable(key_node)))
-                continue
-            if not isinstance(key, str):
-                message = f"a key is text, found {key!r}; put it into quotes"
-                self.problems.append(Problem(_join(path, str(key)), Origin(self.file, line), message))
-                continue
-            if "." in key:
-                message = "a key has no dot; write the part before it as a section"
-                self.problems.append(Problem(_join(path, key), Origin(self.file, line), message))
-                continue
-            value = self.build(value_node, _join(path, key))
-            mapping[key] = Node(value.value, Origin(self.file, line))
-        return mapping
 
     def _scalar(self, node: Any, path: str, origin: Origin) -> Any:
-        try:
-            value = self.loader.construct_object(node, deep=True)
-        except _UNREADABLE:
-            self.problems.append(Problem(path, origin, _unreadable(node)))
-            return None
-        if not isinstance(value, str | int | float | bool | None):
-            self.problems.append(
-                Problem(path, origin, f"is a {type(value).__name__}; put it into quotes to make it text")
-            )
-            return None
-        return value
+        message = self._wrong_scalar(node)
+        if message is None:
+            try:
+                value = self.loader.construct_object(node, deep=True)
+            except _UNREADABLE:
+                self.problems.append(Problem(path, origin, _unreadable(node)))
+                return None
+            if isinstance(value, str | int | float | bool | None):
+                return value
+            message = f"is a {type(value).__name__}; put it into quotes to make it text"
+        self.problems.append(Problem(path, origin, message))
+        return None
+
+    def _wrong_scalar(self, node: Any) -> str | None:
+        """What is wrong with a number's text, or with a tag before it; None where nothing is."""
+        if node.tag in _SCALAR_TAGS:
+            found = self.loader.resolve(yaml.ScalarNode, node.value, (True, False))
+            if found not in _SCALAR_TAGS[node.tag]:
+                return _unreadable(node)
+        if node.tag == f"{_TAG}int" and ":" in node.value and len(node.value) > _LONGEST_SEXAGESIMAL:
+            return _unreadable(node)
+        return None
+
+
+REPLACES_BASE = "_override_"  # `_override_: true` in a section: it replaces the whole of what it inherits
+
+
+def wrong_key(key: Any) -> str | None:
+    """What is wrong with the name of a key; None where nothing is."""
+    if not isinstance(key, str):
+        return f"a key is text, found {show(key)}; put it into quotes"
+    if key == "":
+        return "a key is not empty"
+    if "." in key:
+        return "a key has no dot; write the part before it as a section"
+    return None
 
 
 # What PyYAML raises of a value that its tag, written or implied, cannot have: Python reads no integer of more than

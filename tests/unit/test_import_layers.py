@@ -40,7 +40,7 @@ LAYERS = {
     "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
-    "config": layer(never="torch ray megatron transformer_engine transformers"),
+    "config": layer("storage", never="torch ray megatron transformer_engine transformers"),
     "offload.activation_share": layer(never="torch ray megatron"),
     "plan": layer(
         "config", "offload.targets", "offload.activation_share", *LEAVES,

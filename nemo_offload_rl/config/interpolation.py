@@ -1,0 +1,259 @@
+"""Resolves `${...}`: other keys' values, and NeMo-RL's arithmetic, in OmegaConf's grammar.
+
+OmegaConf itself would resolve a value anew wherever it is referred to, so that thirty lines that each name the one
+before twice take for ever. Here each value is resolved once, and what references copy is counted.
+"""
+
+import operator
+import os
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from omegaconf.errors import OmegaConfBaseException
+
+from nemo_offload_rl.config.limits import (
+    MAX_ALL_INTERPOLATION_CHARS,
+    MAX_COPIED_CHARS,
+    MAX_COPIED_VALUES,
+    MAX_INTEGER,
+    MAX_INTERPOLATION_CHARS,
+    MAX_INTERPOLATION_NESTING,
+    MAX_REFERENCES,
+    MIN_INTEGER,
+)
+from nemo_offload_rl.config.problems import show
+
+# NeMo-RL's arithmetic in recipes: "${mul:${a}, 2}".
+ARITHMETIC: Mapping[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "div": operator.truediv,
+    "max": max,
+}
+ENVIRONMENT = "oc.env"  # "${oc.env:HOME}", and "${oc.env:NAME, default}"
+
+_REFERENCE = re.compile(r"\$\{\.*[A-Za-z_]\w*(\.\w+)*\}")  # "${section.key}", which needs no parser
+_MISSING = "???"
+
+
+class InterpolationError(ValueError):
+    """A `${...}` that has no value; the message goes on after its key.
+
+    Attributes:
+        reason: why what refers to it has none either.
+    """
+
+    def __init__(self, message: str, reason: str) -> None:
+        super().__init__(message)
+        self.reason = reason
+
+
+class _UnresolvedError(ValueError):
+    """Why what is being resolved has no value."""
+
+
+def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
+    """The values that are neither sections nor lists, each with its path."""
+    prefix = f"{path}." if path else ""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            yield from leaves(item, f"{prefix}{key}")
+    elif isinstance(value, list):
+        for index, item in enumerate(value):
+            yield from leaves(item, f"{prefix}{index}")
+    else:
+        yield path, value
+
+
+def written_interpolations(plain: Any) -> dict[str, str]:
+    """What is to be resolved, by path: texts with `${` and values that are `???`, which must be given."""
+    return {path: text for path, text in leaves(plain) if isinstance(text, str) and ("${" in text or text == _MISSING)}
+
+
+class Resolver:
+    """Resolves the interpolations of one recipe."""
+
+    def __init__(self, plain: dict[str, Any], written: Mapping[str, str]) -> None:
+        """Start with nothing resolved.
+
+        Args:
+            plain: the recipe's values; not changed.
+            written: `written_interpolations` of it.
+        """
+        self._plain = plain
+        self._written = written
+        self._resolved: dict[str, Any] = {}
+        self._failed: dict[str, InterpolationError] = {}
+        self._open: list[str] = []
+        self._chars = 0
+        self._copied_values = 0
+        self._copied_chars = 0
+
+    def resolve(self, path: str) -> Any:
+        """The value of a key that `written` holds.
+
+        Raises:
+            InterpolationError: it has none, or one of the limits is passed.
+        """
+        if path in self._failed:
+            raise self._failed[path]
+        if path not in self._resolved:
+            text = self._written[path]
+            self._open.append(path)
+            try:
+                self._resolved[path] = self._evaluate(path, text)
+            except _UnresolvedError as error:
+                self._failed[path] = InterpolationError(f"{show(text)} cannot be resolved: {error}", str(error))
+                raise self._failed[path] from error
+            except InterpolationError as error:
+                self._failed[path] = error
+                raise
+            finally:
+                self._open.pop()
+        return self._resolved[path]
+
+    def _evaluate(self, path: str, text: str) -> Any:
+        if text == _MISSING:
+            raise InterpolationError("must be given a value; it is ???", f"{path} is ???")
+        if _REFERENCE.fullmatch(text):
+            return self._refer(path, text[2:-1])
+        self._check_size(text)
+        # The grammar's tables take 0.1 s to import.
+        from omegaconf.grammar_parser import parse
+        from omegaconf.grammar_visitor import GrammarVisitor
+
+        try:
+            tree = parse(text)
+        except OmegaConfBaseException as error:
+            message = f"{show(text)} is no interpolation such as ${{section.key}} ({_first_line(error)})"
+            raise InterpolationError(message, f"{path} is no interpolation") from error
+
+        def call(name: str, args: tuple[Any, ...], args_str: tuple[str, ...]) -> Any:
+            return _call(name, args)
+
+        visitor = GrammarVisitor(lambda key, memo: self._refer(path, key), call, None)
+        try:
+            value = visitor.visit(tree)
+        except (OmegaConfBaseException, TypeError) as error:  # a section as the name of a key
+            raise _UnresolvedError(f"{_first_line(error)}") from error
+        if isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
+            message = "is an integer of more than 64 bits"
+            raise InterpolationError(message, f"{path} {message}")
+        return value
+
+    def _check_size(self, text: str) -> None:
+        if len(text) > MAX_INTERPOLATION_CHARS:
+            raise _UnresolvedError(
+                f"it has {len(text):,} characters, of at most {MAX_INTERPOLATION_CHARS:,}; write its value out"
+            )
+        self._chars += len(text)
+        if self._chars > MAX_ALL_INTERPOLATION_CHARS:
+            raise _UnresolvedError(
+                f"with it the recipe's interpolations have more than "
+                f"{MAX_ALL_INTERPOLATION_CHARS:,} characters; write some of the values out"
+            )
+        if nesting(text) > MAX_INTERPOLATION_NESTING:
+            raise _UnresolvedError(
+                f"it has more than {MAX_INTERPOLATION_NESTING} brackets in one another; write its value out"
+            )
+
+    def _refer(self, path: str, key: str) -> Any:
+        """The value that `key` stands for in the interpolation at `path`; leading dots start at its own section."""
+        names = re.findall(r"[^.\[\]]+", key)
+        dots = len(key) - len(key.lstrip("."))
+        section = path.split(".")[:-dots] if dots else []
+        if dots > path.count(".") + 1:
+            raise _UnresolvedError(f"{key} lies outside of the recipe")
+        node: Any = self._plain
+        at = ""
+        for name in [*section, *names]:
+            if isinstance(node, list) and re.fullmatch(r"-?[0-9]{1,6}", name) and -len(node) <= int(name) < len(node):
+                index = int(name) % len(node)
+                node, name = node[index], str(index)
+            elif isinstance(node, dict) and name in node:
+                node = node[name]
+            else:
+                raise _UnresolvedError(f"Interpolation key {key!r} not found")
+            at = f"{at}.{name}" if at else name
+            if at in self._written and isinstance(node, str):
+                node = self._named(at)
+        return self._copy(node, at)
+
+    def _named(self, path: str) -> Any:
+        """The value of a key that `written` holds, for one that refers to it."""
+        if path in self._open:
+            circle = " -> ".join([*self._open[self._open.index(path) :], path])
+            raise _UnresolvedError(f"it refers to itself ({circle})")
+        if len(self._open) >= MAX_REFERENCES:
+            raise _UnresolvedError(
+                f"more than {MAX_REFERENCES} values refer to one another in a row; write one of them out"
+            )
+        try:
+            return self.resolve(path)
+        except InterpolationError as error:
+            raise _UnresolvedError(error.reason) from error
+
+    def _copy(self, node: Any, path: str | None) -> Any:
+        """A copy with everything in it resolved; `path` is None where it is already."""
+        if path is not None and isinstance(node, str) and self._written.get(path) == node:
+            return self._copy(self._named(path), None)
+        self._copied_values += 1
+        self._copied_chars += len(node) if isinstance(node, str) else 0
+        for count, limit, what in (
+            (self._copied_values, MAX_COPIED_VALUES, "values"),
+            (self._copied_chars, MAX_COPIED_CHARS, "characters"),
+        ):
+            if count > limit:
+                raise _UnresolvedError(
+                    f"with it the recipe's interpolations stand for more than {limit:,} {what}; "
+                    "write some of the values out"
+                )
+        if isinstance(node, dict):
+            return {key: self._copy(item, path and f"{path}.{key}") for key, item in node.items()}
+        if isinstance(node, list):
+            return [self._copy(item, path and f"{path}.{index}") for index, item in enumerate(node)]
+        return node
+
+
+def nesting(text: str) -> int:
+    """The most brackets in one another, of whatever kind, as they stand in the text."""
+    deepest = depth = 0
+    for character in text:
+        if character in "[{(":
+            depth += 1
+            deepest = max(deepest, depth)
+        elif character in "]})" and depth:
+            depth -= 1
+    return deepest
+
+
+def _call(name: str, args: tuple[Any, ...]) -> Any:
+    if name == ENVIRONMENT:
+        return _environment(args)
+    if name not in ARITHMETIC:
+        raise _UnresolvedError(f"Unsupported interpolation type {name}")
+    if len(args) != 2:
+        raise _UnresolvedError(f"{name} expected 2 arguments, got {len(args)}")
+    for arg in args:
+        if not isinstance(arg, int | float) or isinstance(arg, bool):
+            raise _UnresolvedError(f"{name} takes two numbers, found {show(arg)}")
+    try:
+        return ARITHMETIC[name](*args)
+    except ArithmeticError as error:
+        raise _UnresolvedError(f"{name} of {show(args[0])} and {show(args[1])}: {error}") from error
+
+
+def _environment(args: tuple[Any, ...]) -> Any:
+    if len(args) not in (1, 2) or not isinstance(args[0], str):
+        raise _UnresolvedError(f"{ENVIRONMENT} takes the name of a variable, and a default")
+    if args[0] in os.environ:
+        return os.environ[args[0]]
+    if len(args) == 1:
+        raise _UnresolvedError(f"the environment has no variable {args[0]}")
+    return None if args[1] is None else str(args[1])
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).splitlines()[0].rstrip(".")
