@@ -33,7 +33,7 @@ def _functions() -> Functions:
 _FUNCTIONS = _functions()
 
 
-class _Visitor(HydraOverrideVisitor):  # type: ignore[misc]  # Hydra has no stubs
+class _Visitor(HydraOverrideVisitor):
     def visitDictContainer(self, ctx: Any) -> dict[Any, Any]:
         pairs = [self.visitDictKeyValuePair(ctx.getChild(i)) for i in range(1, ctx.getChildCount() - 1, 2)]
         keys = Counter(str(key) for key, _ in pairs)

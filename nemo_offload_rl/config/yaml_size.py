@@ -46,7 +46,7 @@ def measure(loader: Any) -> int:
         TooLargeError: the text is nested deeper than `MAX_DEPTH`, or has more than `MAX_VALUES` values.
         yaml.YAMLError: as the parser.
     """
-    anchors: dict[str, _Size] = {}
+    anchors: dict[str | None, _Size] = {}
     open_values: list[tuple[_Size, str | None]] = [(_Size(0), None)]
 
     def close(size: _Size, line: int) -> None:

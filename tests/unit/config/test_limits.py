@@ -188,7 +188,7 @@ def test_what_is_no_file_is_not_waited_for(make, message):
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_file_that_may_not_be_read():
     write("odd.yaml", "a: 1\n").chmod(0)
-    with pytest.raises(RecipeError, match="odd.yaml: cannot be read: permission denied"):
+    with pytest.raises(RecipeError, match=r"odd\.yaml: cannot be read: permission denied"):
         load_recipe("odd.yaml")
 
 
