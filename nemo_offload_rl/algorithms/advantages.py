@@ -33,6 +33,11 @@ class RewardScaling:
         return self.target_min + fraction * (self.target_max - self.target_min)
 
 
+def unscaled(rewards: torch.Tensor) -> torch.Tensor:
+    """Rewards as they are: what stands for a ``RewardScaling`` where there is none."""
+    return rewards
+
+
 @dataclass(frozen=True)
 class GroupAdvantages:
     """Advantages relative to the other generations of the same prompt (GRPO, https://arxiv.org/abs/2402.03300).
@@ -73,7 +78,10 @@ class GroupAdvantages:
 
 
 def informative_groups(rewards: torch.Tensor) -> torch.Tensor:
-    """Which prompts can teach anything: bool [num_prompts], true where the rewards of a row are not all the same."""
+    """Which prompts can teach anything: bool [num_prompts], true where the rewards of a row are not all the same.
+
+    Those are the rows where an advantage is not 0, with the whole group's baseline as with a leave-one-out one.
+    """
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -32,18 +33,21 @@ class GroupSampler:
         rollout: generates answers and judges them.
         sampling: how answers are sampled.
         settings: numbers of the recipe.
+        scale: maps rewards [P, N] to those that advantages are made of, and that dynamic sampling compares: scaling may
+            make different rewards equal.
     """
 
     prompts: ProblemLoader
     rollout: RolloutMaker
     sampling: SamplingParams
     settings: GroupSettings
+    scale: Callable[[torch.Tensor], torch.Tensor]
 
     def __call__(self, step: int, timer: Timer) -> tuple[Rollouts, dict[str, float]]:
         """Rollouts of ``num_prompts_per_step`` prompts, and metrics of everything that was sampled.
 
-        With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward are
-        left out, and further batches are sampled in their place.
+        With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward,
+        after scaling, are left out with all their answers, and further batches are sampled in their place.
 
         Raises:
             RuntimeError: dynamic sampling found too few prompts in the batches it may use.
@@ -61,10 +65,10 @@ class GroupSampler:
                 )
             rollouts = self._sample(step, timer, first_sample_id=len(sampled) * settings.num_generations_per_prompt)
             sampled.append(rollouts)
-            useful = informative_groups(rollouts.rewards) | (not settings.use_dynamic_sampling)
+            useful = self._informative(rollouts) | (not settings.use_dynamic_sampling)
             kept.append(rollouts.select_prompts(useful.nonzero().flatten()))
         batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
-        return batch, _metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
+        return batch, self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
 
     def _sample(self, step: int, timer: Timer, first_sample_id: int) -> Rollouts:
         problems = self.prompts.next_batch(self.settings.num_prompts_per_step)
@@ -72,12 +76,14 @@ class GroupSampler:
             problems, self.settings.num_generations_per_prompt, self.sampling, step, timer, first_sample_id
         )
 
+    def _informative(self, rollouts: Rollouts) -> torch.Tensor:
+        return informative_groups(self.scale(rollouts.rewards))
 
-def _metrics(rollouts: Rollouts, num_batches: int) -> dict[str, float]:
-    return {
-        "train/reward": float(rollouts.rewards.mean()),
-        "train/informative_prompts": float(informative_groups(rollouts.rewards).float().mean()),
-        "train/truncation_rate": float(rollouts.truncated.float().mean()),
-        "train/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
-        "train/num_generation_batches": float(num_batches),
-    }
+    def _metrics(self, rollouts: Rollouts, num_batches: int) -> dict[str, float]:
+        return {
+            "train/reward": float(rollouts.rewards.mean()),
+            "train/informative_prompts": float(self._informative(rollouts).float().mean()),
+            "train/truncation_rate": float(rollouts.truncated.float().mean()),
+            "train/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
+            "train/num_generation_batches": float(num_batches),
+        }

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
+from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
@@ -71,7 +71,7 @@ class GRPO:
         weights: brings the policy's weights to the generation engine.
         sample: gives the rollouts of a step.
         validation: what validation samples.
-        advantages: from rewards [P, N] to advantages of that shape.
+        advantages: from scaled rewards [P, N] to advantages of that shape.
         loss_fn: what is trained on them.
         batch_sizes: of the policy's passes.
         overlong_filtering: leave answers that were cut off out of the loss.
@@ -114,7 +114,8 @@ class GRPO:
         batch = rollouts.batch
         if self._overlong_filtering:
             batch["sample_mask"] = batch["sample_mask"] * ~rollouts.truncated
-        batch["advantages"] = self._advantages(rollouts.rewards).view(-1, 1) * batch["token_mask"]
+        advantages = self._advantages(self._sample.scale(rollouts.rewards))
+        batch["advantages"] = advantages.view(-1, 1) * batch["token_mask"]
         self._add_logprobs(batch, timer)
 
         with timer.phase("training"):
@@ -246,7 +247,13 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             policy=policy,
             generation=generation,
             weights=WeightSync(policy, generation, transport, verify=verify),
-            sample=GroupSampler(train, rollout, sampling, GroupSettings(**fields_from(GroupSettings, section))),
+            sample=GroupSampler(
+                train,
+                rollout,
+                sampling,
+                GroupSettings(**fields_from(GroupSettings, section)),
+                _make_reward_scaling(section),
+            ),
             validation=Validation(
                 problems=validation[: section["max_val_samples"]],
                 batch_size=section["val_batch_size"],
@@ -271,14 +278,16 @@ def _make_reward(config: GRPOMasterConfig) -> Reward:
     return make_reward(environment["reward"], environment.get("reward_function"))
 
 
-def _make_advantages(section: GRPOConfig) -> Callable[[torch.Tensor], torch.Tensor]:
-    advantages = GroupAdvantages(
+def _make_advantages(section: GRPOConfig) -> GroupAdvantages:
+    return GroupAdvantages(
         leave_one_out=section["use_leave_one_out_baseline"],
         normalize=section["normalize_rewards"],
         clip_low=section.get("advantage_clip_low"),
         clip_high=section.get("advantage_clip_high"),
     )
+
+
+def _make_reward_scaling(section: GRPOConfig) -> Callable[[torch.Tensor], torch.Tensor]:
     if "reward_scaling" not in section or not section["reward_scaling"]["enabled"]:
-        return advantages
-    scale = RewardScaling(**fields_from(RewardScaling, section["reward_scaling"]))
-    return lambda rewards: advantages(scale(rewards))
+        return unscaled
+    return RewardScaling(**fields_from(RewardScaling, section["reward_scaling"]))

@@ -70,7 +70,7 @@ class RolloutMaker:
         generation: the engine; its weights are the caller's business.
         prompt_format: turns problems into prompts.
         tokenizer: turns answers into text.
-        reward: from the answer's text and the known answer to a number.
+        reward: judges an answer's text.
     """
 
     generation: GenerationInterface
@@ -96,6 +96,9 @@ class RolloutMaker:
             step: of the run; with the sample's id and the prompt it settles what is sampled.
             timer: gets the phases ``generation`` and ``rewards``.
             first_sample_id: id of each prompt's first sample; the others follow it.
+
+        Raises:
+            RewardError: the reward of an answer is not a finite number.
         """
         prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
         prompt_ids = [prompt.prompt_ids for prompt in prompts]
@@ -104,8 +107,13 @@ class RolloutMaker:
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
         with timer.phase("rewards"):
             texts = self.tokenizer.batch_decode(output.output_ids, skip_special_tokens=True)
-            answers = [problem.answer for problem in problems for _ in range(num_generations)]
-            rewards = torch.tensor([self.reward(text, answer) for text, answer in zip(texts, answers, strict=True)])
+            asked = [problem for problem in problems for _ in range(num_generations)]
+            rewards = torch.tensor(
+                [
+                    self.reward.judge(problem.prompt, text, problem.answer)
+                    for problem, text in zip(asked, texts, strict=True)
+                ]
+            )
         batch = response_batch(prompt_ids, output.output_ids, self.tokenizer.pad_token_id)
         batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
         batch["generation_logprobs"] = response_logprobs(batch, output.logprobs)

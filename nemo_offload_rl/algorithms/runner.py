@@ -74,6 +74,9 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
                 raise
             _print_error(errors, error.cause)
             return EXIT_FAILED
+        except RewardError as error:  # what a reward function returned
+            _print_error(errors, error)
+            return EXIT_FAILED
     return EXIT_INTERRUPTED if reason is StopReason.INTERRUPTED else EXIT_DONE
 
 

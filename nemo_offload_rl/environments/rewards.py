@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import os
+import reprlib
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -11,12 +12,13 @@ from types import MappingProxyType
 
 from nemo_offload_rl.environments.numbers import final_number
 
-Reward = Callable[[str, str], float]
 PYTHON = "python"
+_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, which rewards are kept in
+_shortened = reprlib.Repr(maxstring=80, maxother=80).repr
 
 
 class RewardError(ValueError):
-    """A reward that a recipe names cannot be used; the message is for the user."""
+    """A reward that a recipe names cannot be used, or what it returned; the message is for the user."""
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -30,26 +32,41 @@ def numeric_match(response: str, answer: str) -> float:
     return float(expected is not None and final_number(response) == expected)
 
 
-REWARDS: Mapping[str, Reward] = MappingProxyType({"exact_match": exact_match, "numeric_match": numeric_match})
+REWARDS: Mapping[str, Callable[[str, str], float]] = MappingProxyType(
+    {"exact_match": exact_match, "numeric_match": numeric_match}
+)
 
 
 @dataclass(frozen=True)
-class PythonReward:
-    """A function of the user's, whose result is checked."""
+class Reward:
+    """A function that judges responses, and whose results are checked.
+
+    Attributes:
+        name: how the recipe names it.
+        function: from the response and the known answer to a number.
+    """
 
     name: str
     function: Callable[[str, str], object]
 
-    def __call__(self, response: str, answer: str) -> float:
+    def judge(self, prompt: str, response: str, answer: str) -> float:
         """Calls the function with the response and the answer.
 
         Raises:
-            RewardError: what it returns is not a number.
+            RewardError: what it returns is not one finite number; the message names the function, the prompt, the
+                response and the known answer.
         """
         reward = self.function(response, answer)
-        if isinstance(reward, int | float):
+        if not isinstance(reward, int | float):
+            wanted = "a number"
+        elif not abs(reward) <= _LARGEST:  # holds for NaN, too, and for integers that no float can hold
+            wanted = f"a finite number of at most {_LARGEST:.1e} in size"
+        else:
             return float(reward)
-        raise RewardError(f"The reward function {self.name} must return a number, found {reward!r}.")
+        raise RewardError(
+            f"The reward function {self.name} must return {wanted}, found {_shortened(reward)} for the answer "
+            f"{_shortened(response)} to the prompt {_shortened(prompt)} (known answer: {_shortened(answer)})."
+        )
 
 
 def make_reward(kind: str, reward_function: str | None = None) -> Reward:
@@ -60,6 +77,9 @@ def make_reward(kind: str, reward_function: str | None = None) -> Reward:
         reward_function: with ``python``: ``package.module:function``, found on the Python path or in the folder that
             the run was started from. It is called with the response and the answer, in the driver process alone.
 
+    Returns:
+        The reward under its name: the kind, or the function's path.
+
     Raises:
         RewardError: there is no such reward, or the function cannot be imported.
     """
@@ -69,10 +89,10 @@ def make_reward(kind: str, reward_function: str | None = None) -> Reward:
         raise RewardError(f"env.NAME.reward is one of {', '.join([*REWARDS, PYTHON])}, found {kind!r}.")
     if reward_function is not None:
         raise RewardError(f"env.NAME.reward_function needs env.NAME.reward: python, found {kind!r}.")
-    return REWARDS[kind]
+    return Reward(kind, REWARDS[kind])
 
 
-def _import_reward(path: str | None) -> PythonReward:
+def _import_reward(path: str | None) -> Reward:
     module_name, _, function_name = (path or "").partition(":")
     if not module_name or not function_name:
         raise RewardError(f"env.NAME.reward_function must be 'package.module:function', found {path!r}.")
@@ -85,4 +105,4 @@ def _import_reward(path: str | None) -> PythonReward:
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")
-    return PythonReward(f"{module_name}:{function_name}", function)
+    return Reward(f"{module_name}:{function_name}", function)

@@ -1,6 +1,7 @@
 """The GRPO recipe as a user runs it, shortened."""
 
 import os
+import re
 import signal
 import subprocess
 import time
@@ -100,6 +101,17 @@ def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_
     ids = tokenizer("07+85=", return_tensors="pt").input_ids
     assert ids.shape == (1, 6)
     assert torch.isfinite(model(ids).logits).all()
+
+
+def test_a_reward_that_is_no_number_ends_the_run_with_one_sentence(tmp_path):
+    function = "++env.arithmetic.reward_function=support.rewards:not_a_number"
+    overrides = [*SHORT_GRPO, function, "grpo.val_at_start=false", "grpo.max_num_steps=1"]
+    done = run_example("run_grpo.py", tmp_path, overrides)
+    assert done.status == 1
+    assert "Traceback" not in done.output
+    named = r"support\.rewards:not_a_number must return a finite number.* found nan for the answer '.*' to the prompt"
+    assert re.search(named, done.output), done.output
+    assert not list((tmp_path / "checkpoints").glob("step_*"))
 
 
 def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):

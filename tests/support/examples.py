@@ -54,7 +54,8 @@ def command(script: str, folder: Path, overrides: list[str]) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": str(ROOT / "tests")}
+    """Of a run of this very tree, wherever the package is installed from."""
+    return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
 def run_example(script: str, folder: Path, overrides: list[str]) -> Finished:

@@ -64,8 +64,8 @@ class GRPOConfig(TypedDict):
     reward_scaling: NotRequired[RewardScalingConfig]
     # Leave answers out of the loss that were cut off at max_new_tokens. Recommended: false.
     overlong_filtering: bool
-    # Leave prompts out whose answers all got the same reward, and sample more until the batch is full (DAPO).
-    # Recommended: false.
+    # Leave prompts out whose answers all got the same reward, after reward_scaling, and sample more until the batch is
+    # full (DAPO). Recommended: false.
     use_dynamic_sampling: bool
     # Generation batches that dynamic sampling may use for one step before it fails. 1 or more; recommended 10.
     dynamic_sampling_max_gen_batches: PositiveInt

@@ -1,3 +1,5 @@
+from fractions import Fraction
+
 import numpy as np
 import pytest
 import torch
@@ -71,6 +73,29 @@ def test_small_groups():
 
 def test_informative_groups_have_different_rewards():
     assert informative_groups(REWARDS).tolist() == [True, False, True]
+
+
+@pytest.mark.parametrize("num_generations", [2, 3, 4, 8])
+@pytest.mark.parametrize("leave_one_out", [False, True])
+def test_informative_groups_are_those_with_an_advantage(leave_one_out, num_generations):
+    """Whole groups, by exact arithmetic: also where an answer's peers are all alike, as those of the 1 in [1, 0, 0]."""
+    rng = np.random.default_rng(num_generations)
+    rewards = torch.from_numpy(rng.choice([0.0, 0.35, 1.0], size=(200, num_generations), p=[0.1, 0.1, 0.8])).float()
+    teaches = []
+    for row in rewards.tolist():
+        exact = [Fraction(reward) for reward in row]
+        peers = [exact[:i] + exact[i + 1 :] if leave_one_out else exact for i in range(num_generations)]
+        teaches.append(any(r - sum(others) / len(others) != 0 for r, others in zip(exact, peers, strict=True)))
+    assert informative_groups(rewards).tolist() == teaches
+    found = advantages(leave_one_out, normalize=True)(rewards)
+    assert (found != 0).any(dim=1).tolist() == teaches
+    assert 0 < sum(teaches) < 200
+
+
+def test_peers_that_floats_cannot_hold_do_not_blow_up_the_one_that_differs():
+    (found,) = advantages(leave_one_out=True, normalize=True)(torch.tensor([[0.95] + [0.35] * 7])).tolist()
+    assert found[0] == pytest.approx(0.6)
+    assert max(map(abs, found[1:])) < 1
 
 
 def test_scaling_is_linear_and_clamps_first():

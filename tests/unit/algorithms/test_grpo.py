@@ -15,10 +15,10 @@ from support.toy_policy import (
     table_logprobs,
 )
 
-from nemo_offload_rl.algorithms.advantages import GroupAdvantages
+from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, Validation
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, Validation, _make_reward_scaling
 from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.algorithms.state import TrainingState
@@ -27,10 +27,11 @@ from nemo_offload_rl.algorithms.weights import WeightSync
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.environments import make_reward
+from nemo_offload_rl.environments import Reward, RewardError, make_reward
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 
+EXACT_MATCH = make_reward("exact_match")
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
 SETTINGS = GroupSettings(
     num_prompts_per_step=5,
@@ -46,17 +47,25 @@ SCHEDULE = Schedule(
 class Setting:
     """A GRPO algorithm with everything around it."""
 
-    def __init__(self, *, loss=PLAIN, settings=SETTINGS, overlong_filtering=False, train_micro=40, train_global=40):
+    def __init__(
+        self,
+        *,
+        loss=PLAIN,
+        settings=SETTINGS,
+        overlong_filtering=False,
+        train_micro=40,
+        train_global=40,
+        reward=EXACT_MATCH,
+        scale=unscaled,
+    ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration()
-        rollout = RolloutMaker(
-            self.generation, PromptFormat(TOKENIZER, max_tokens=2), TOKENIZER, make_reward("exact_match")
-        )
+        rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=2), TOKENIZER, reward)
         self.grpo = GRPO(
             policy=self.policy,
             generation=self.generation,
             weights=WeightSync(self.policy, self.generation, LocalTransport([self.generation]), verify=True),
-            sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings),
+            sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
             validation=Validation(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
@@ -218,8 +227,8 @@ def test_kl_pulls_towards_the_reference():
     assert distance(2.0) < 0.5 * distance(0.0)
 
 
-def sampler(**changes) -> tuple[GroupSampler, ToyGeneration]:
-    setting = Setting(settings=replace(SETTINGS, **changes))
+def sampler(reward=EXACT_MATCH, scale=unscaled, **changes) -> tuple[GroupSampler, ToyGeneration]:
+    setting = Setting(settings=replace(SETTINGS, **changes), reward=reward, scale=scale)
     setting.grpo._weights.refresh()
     return setting.grpo._sample, setting.generation
 
@@ -260,6 +269,49 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
     assert [request.sample_ids[0] for request in generation.requests[:2]] == [0, 8]
     assert metrics["train/informative_prompts"] < 1
     assert metrics["train/reward"] < rollouts.rewards.mean()
+
+
+def test_dynamic_sampling_compares_scaled_rewards():
+    """Half a mark for any digit is as little as none once rewards below a half are clamped."""
+    graded = Reward("graded", lambda response, answer: 1.0 if response == answer else 0.5 * response.isdigit())
+    dynamic = {"use_dynamic_sampling": True, "num_prompts_per_step": 4, "dynamic_sampling_max_gen_batches": 40}
+    with_scaling, metrics = sampler(graded, RewardScaling(0.5, 1.0, 0.0, 1.0), **dynamic)[0](1, Timer())
+    without, unscaled_metrics = sampler(graded, **dynamic)[0](1, Timer())
+    assert ((with_scaling.rewards == 1).any(dim=1) & (with_scaling.rewards < 1).any(dim=1)).all()
+    assert not (without.rewards == 1).any(dim=1).all()  # where half and no marks were difference enough
+    assert metrics["train/num_generation_batches"] > unscaled_metrics["train/num_generation_batches"]
+    assert metrics["train/informative_prompts"] < unscaled_metrics["train/informative_prompts"]
+    assert set(with_scaling.rewards.flatten().tolist()) == {0.0, 0.5, 1.0}  # rewards are reported as they were given
+
+
+def test_a_step_trains_on_scaled_rewards():
+    digit = Reward("digit", lambda response, answer: float(response.isdigit()))
+    raw, flat = (
+        Setting(reward=digit, scale=scale).grpo.step(1, Timer())
+        for scale in (unscaled, RewardScaling(1.0, 2.0, 0.0, 1.0))
+    )
+    assert 0 < raw["train/reward"] == flat["train/reward"] < 1
+    assert raw["train/informative_prompts"] > 0 == flat["train/informative_prompts"]
+    assert raw["train/grad_norm"] > 0 == flat["train/grad_norm"]
+
+
+def test_a_recipes_scaling_is_what_it_says():
+    ranges = {"source_min": -1.0, "source_max": 1.0, "target_min": 0.0, "target_max": 3.0}
+    assert _make_reward_scaling({"reward_scaling": {"enabled": True, **ranges}}) == RewardScaling(**ranges)
+    for off in ({}, {"reward_scaling": {"enabled": False, **ranges}}):
+        assert _make_reward_scaling(off) is unscaled
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf")])
+@pytest.mark.parametrize("verb", ["step", "validate"])
+def test_a_reward_that_is_no_number_ends_the_run_by_name(reward, verb):
+    odd = Reward("my_rewards:odd", lambda response, answer: reward if answer == "3" else 0.0)
+    setting = Setting(reward=odd, settings=replace(SETTINGS, num_prompts_per_step=10, num_generations_per_prompt=4))
+    with pytest.raises(
+        RewardError, match=rf"my_rewards:odd .* found {reward} for .* prompt '3=' \(known answer: '3'\)"
+    ):
+        setting.grpo.step(1, Timer()) if verb == "step" else setting.grpo.validate(0)
+    assert "train" not in setting.policy.calls
 
 
 def test_dynamic_sampling_gives_up_with_advice():

@@ -1,13 +1,20 @@
+import math
 from fractions import Fraction
 
 import pytest
 
-from nemo_offload_rl.environments import RewardError, make_reward
+from nemo_offload_rl.environments import Reward, RewardError, make_reward
 from nemo_offload_rl.environments.numbers import final_number, last_boxed
 
 
+def judge_of(kind, reward_function=None):
+    """The reward as a function of response and answer."""
+    reward = make_reward(kind, reward_function)
+    return lambda response, answer: reward.judge("a prompt", response, answer)
+
+
 def test_exact_match_looks_at_the_whole_text():
-    reward = make_reward("exact_match")
+    reward = judge_of("exact_match")
     assert reward(" 092\n", "092") == 1.0
     assert reward("92", "092") == 0.0
     assert reward("092 ", "92") == 0.0
@@ -52,7 +59,7 @@ def test_boxed_text_keeps_its_inner_braces():
 
 
 def test_numeric_match_compares_values():
-    reward = make_reward("numeric_match")
+    reward = judge_of("numeric_match")
     assert reward("so the answer is 0.5", "1/2") == 1.0
     assert reward("1,000", "1000.0") == 1.0
     assert reward("0.333", "1/3") == 0.0
@@ -71,7 +78,7 @@ def user_module(tmp_path, monkeypatch):
 
 @pytest.mark.usefixtures("user_module")
 def test_a_python_function_is_called_with_response_and_answer():
-    reward = make_reward("python", "my_rewards:half")
+    reward = judge_of("python", "my_rewards:half")
     assert reward("text", "answer") == 0.5
     assert reward("", "answer") == 0.0
 
@@ -95,7 +102,47 @@ def test_a_function_that_is_not_there_is_named(path, message):
 @pytest.mark.usefixtures("user_module")
 def test_a_function_must_return_a_number():
     with pytest.raises(RewardError, match="my_rewards:words must return a number, found 'good'"):
-        make_reward("python", "my_rewards:words")("a", "b")
+        judge_of("python", "my_rewards:words")("a", "b")
+
+
+@pytest.mark.parametrize(
+    ("returned", "wanted", "found"),
+    [
+        (math.nan, "a finite number", "nan"),
+        (math.inf, "a finite number", "inf"),
+        (-math.inf, "a finite number", "-inf"),
+        (1e39, "a finite number", r"1e\+39"),  # infinite as a float32
+        (10**400, "a finite number", "1000"),
+        (None, "a number", "None"),
+        ([1.0, 0.0], "a number", r"\[1.0, 0.0\]"),
+        ((0.5,), "a number", r"\(0.5,\)"),
+        (1j, "a number", "1j"),
+    ],
+)
+def test_what_is_no_finite_number_is_an_error_with_everything_in_it(returned, wanted, found):
+    reward = Reward("my_rewards:odd", lambda response, answer: returned)
+    message = (
+        f"The reward function my_rewards:odd must return {wanted}.*, found {found}.* for the answer 'It is 15' "
+        r"to the prompt '7\+8=' \(known answer: '15'\)\.$"
+    )
+    with pytest.raises(RewardError, match=message):
+        reward.judge("7+8=", "It is 15", "15")
+
+
+def test_long_texts_are_shortened_in_the_error():
+    reward = Reward("f", lambda response, answer: [math.nan] * 100_000)
+    with pytest.raises(RewardError) as raised:
+        reward.judge("first " * 10_000, "a" * 10_000 + " end", "known " * 10_000)
+    assert len(str(raised.value)) < 500
+    assert "'first first" in str(raised.value)
+    assert "a end'" in str(raised.value)
+
+
+@pytest.mark.parametrize(("returned", "reward"), [(True, 1.0), (3, 3.0), (-0.25, -0.25), (3.4e38, 3.4e38)])
+def test_finite_numbers_of_any_kind_are_rewards(returned, reward):
+    judged = Reward("f", lambda response, answer: returned).judge("", "", "")
+    assert judged == reward
+    assert type(judged) is float
 
 
 def test_unknown_rewards_are_refused():
