@@ -55,7 +55,9 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
 
         from nemo_offload_rl.algorithms.interrupt import Interrupt
         from nemo_offload_rl.algorithms.job import Session
+        from nemo_offload_rl.algorithms.last_words import add_last_words
         from nemo_offload_rl.algorithms.step_end import StopReason
+        from nemo_offload_rl.generation.interface import GenerationError
         from nemo_offload_rl.worker.group import WorkerError
 
         interrupt = stack.enter_context(Interrupt())
@@ -69,8 +71,12 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         except LockedError as error:  # of the run folder
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
-        except WorkerError as error:
+        except (DataError, RewardError) as error:  # of a row or an answer that was not looked at before
+            _print_error(errors, error)
+            return EXIT_FAILED
+        except (WorkerError, GenerationError) as error:
             if not isinstance(error.cause, ValueError):
+                add_last_words(error)
                 raise
             _print_error(errors, error.cause)
             return EXIT_FAILED

@@ -2,12 +2,14 @@ import ast
 import os
 import sys
 import time
+import traceback
 
 import psutil
 import pytest
 import ray
 import torch
 
+from nemo_offload_rl.algorithms.last_words import add_last_words
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
@@ -224,6 +226,28 @@ def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
         group.load_checkpoint("die on rank 1, fail on rank 0")
     assert caught.value.rank == 1
     assert "Rank 0 failed too: ConnectionError: connection closed by peer" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "last_line"),
+    [
+        (
+            "die on rank 1, fail on rank 0",
+            "The run failed: rank 1 of the policy failed in load_checkpoint: its process ended without an error of its "
+            "own: it was killed",
+        ),
+        (
+            "fail for lack of GPU memory",
+            "The run failed: rank 0 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
+            "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size",
+        ),
+    ],
+)
+def test_the_last_line_of_a_failed_run_is_the_cause_in_words(fresh_group, folder, last_line):
+    with pytest.raises(WorkerError) as caught:
+        fresh_group().load_checkpoint(folder)
+    add_last_words(caught.value)
+    assert "".join(traceback.format_exception(caught.value)).splitlines()[-1].startswith(last_line)
 
 
 def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):

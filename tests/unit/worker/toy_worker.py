@@ -88,6 +88,8 @@ class ToyWorker:
             raise ConnectionError("connection closed by peer")
         if folder == "fail with what cannot travel":
             raise CannotTravelError("this", "that")
+        if folder == "fail for lack of GPU memory":
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nSee the documentation.")
         raise AssertionError(folder)
 
     def save_checkpoint(self, folder, save_optimizer):
