@@ -71,7 +71,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         except LockedError as error:  # of the run folder
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
-        except (DataError, RewardError) as error:  # of a row or an answer that was not looked at before
+        except (DataError, RewardError) as error:  # of a row, or of what a reward function returned
             _print_error(errors, error)
             return EXIT_FAILED
         except (WorkerError, GenerationError) as error:
@@ -79,9 +79,6 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
                 add_last_words(error)
                 raise
             _print_error(errors, error.cause)
-            return EXIT_FAILED
-        except RewardError as error:  # what a reward function returned
-            _print_error(errors, error)
             return EXIT_FAILED
     return EXIT_INTERRUPTED if reason is StopReason.INTERRUPTED else EXIT_DONE
 
