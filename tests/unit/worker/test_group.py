@@ -237,8 +237,8 @@ def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
             "own: it was killed",
         ),
         (
-            "fail for lack of GPU memory",
-            "The run failed: rank 0 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
+            "fail on rank 1 for lack of GPU memory",
+            "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
             "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size",
         ),
     ],
