@@ -72,7 +72,7 @@ def have_transformer_engine() -> bool:
 
 @functools.cache
 def auto_bridge() -> Any:
-    """Megatron-Bridge's `AutoBridge` class."""
+    """Megatron-Bridge's `AutoBridge` class, which knows the corrected bridges of `architectures`."""
     finder = _Finder()
     if importlib.util.find_spec("transformer_engine") is None:
         sys.meta_path.insert(0, finder)
@@ -82,4 +82,7 @@ def auto_bridge() -> Any:
     finally:
         if finder in sys.meta_path:
             sys.meta_path.remove(finder)
+    from nemo_offload_rl.mcore.architectures import bridges  # imports what must be imported after the above
+
+    bridges.register()
     return AutoBridge

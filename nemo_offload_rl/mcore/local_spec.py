@@ -1,17 +1,20 @@
 """The layer spec without Transformer Engine: megatron-core's local modules, torch's attention, our RMSNorm."""
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
-from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.enums import AttnMaskType, LayerType
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor
 
 
@@ -33,6 +36,8 @@ class SdpaCoreAttention(MegatronModule):
         pg_collection: Any = None,
     ) -> None:
         super().__init__(config=config)
+        windowed = is_layer_window_attention(config.window_size, config.window_attn_skip_freq, layer_number)
+        self.window = config.window_size[0] if windowed and config.window_size is not None else None
         self.dropout = config.attention_dropout if attention_dropout is None else attention_dropout
         self.softmax_scale = softmax_scale if softmax_scale is not None else 1.0 / math.sqrt(config.kv_channels)
 
@@ -47,7 +52,7 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Attend causally.
+        """Attend causally; in a layer with a sliding window to the token itself and the `window` before it.
 
         Args:
             query: [S, B, heads, D].
@@ -64,11 +69,16 @@ class SdpaCoreAttention(MegatronModule):
         assert attention_mask is None and attention_bias is None and packed_seq_params is None
         assert attn_mask_type in (None, AttnMaskType.causal)
         q, k, v = (t.permute(1, 2, 0, 3) for t in (query, key, value))
+        mask = None
+        if self.window is not None and self.window + 1 < len(query):
+            assert len(query) == len(key)
+            mask = query.new_ones(len(query), len(query), dtype=torch.bool).tril().triu(-self.window)
         out = F.scaled_dot_product_attention(
             q,
             k,
             v,
-            is_causal=True,
+            attn_mask=mask,
+            is_causal=mask is None,
             dropout_p=self.dropout if self.training else 0.0,
             scale=self.softmax_scale,
             enable_gqa=q.shape[1] != k.shape[1],
@@ -95,15 +105,33 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
         config: a `GPTModelProvider`.
         vp_stage: index of the virtual pipeline stage.
     """
-    layer = _layer_spec(config)
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
+    with_experts, dense = _layer_spec(config, config.num_moe_experts), _layer_spec(config, None)
+    has_experts = _expert_layers(config)
+    layers = [with_experts if has_experts[layer] else dense for layer in _layers_of_stage(config, vp_stage)]
     norm = RMSNorm if config.normalization == "RMSNorm" else WrappedTorchNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=norm)
 
 
-def _layer_spec(config: Any) -> ModuleSpec:
+def _layers_of_stage(config: Any, vp_stage: int | None) -> Sequence[int]:
+    """Indices in the model of this stage's layers, as `get_gpt_decoder_block_spec` has them."""
+    if config.pipeline_model_parallel_layout is not None:
+        layout = config.pipeline_model_parallel_layout
+        return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))
+    first = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    return range(first, first + get_num_layers_to_build(config, vp_stage=vp_stage))
+
+
+def _expert_layers(config: Any) -> list[bool]:
+    """For each layer of the model whether it has experts, as `get_gpt_decoder_layer_specs` reads `moe_layer_freq`."""
+    freq = config.moe_layer_freq
+    if config.num_moe_experts is None:
+        return [False] * config.num_layers
+    return [bool(freq[i]) if isinstance(freq, list) else i % freq == 0 for i in range(config.num_layers)]
+
+
+def _layer_spec(config: Any, num_experts: int | None) -> ModuleSpec:
     spec = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
+        num_experts=num_experts,
         moe_grouped_gemm=config.moe_grouped_gemm,
         qk_layernorm=config.qk_layernorm,
         normalization=config.normalization,

@@ -14,7 +14,9 @@ from nemo_offload_rl.config.activation_modules import check_modules_fit_model
 from nemo_offload_rl.config.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.model_kind import has_dense_layers, has_expert_layers
 from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore.architectures import biases, bridges
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.export import hf_config_of
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 
 # What megatron-core's local layers can do.
@@ -227,6 +229,9 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     overrides = model_overrides(policy, provider)
     _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
     provider.apply_overrides_and_finalize(overrides=overrides)
+    config = hf_config_of(bridge)
+    if bridges.is_corrected(config):
+        biases.add_biases(config, provider)
     return provider
 
 

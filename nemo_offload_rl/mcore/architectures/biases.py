@@ -1,0 +1,83 @@
+"""Biases of linear layers: `attention_bias` (queries, keys, values and output) and `mlp_bias`.
+
+Megatron has a field for those of queries, keys and values, and one for all linear layers at once. Without this
+Megatron-Bridge 0.6.2 leaves out those of attention's output projection, all those of Qwen3, and has no names for the
+weights of any in Llama.
+"""
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
+
+
+@dataclass(frozen=True)
+class Biases:
+    """Which linear layers of a model have biases.
+
+    Attributes:
+        qkv: the projections to queries, keys and values.
+        output: attention's output projection.
+        mlp: both layers of dense MLPs.
+    """
+
+    qkv: bool
+    output: bool
+    mlp: bool
+
+
+def biases_of(config: Any) -> Biases:
+    """Those of a Hugging Face config of a family that `bridges` corrects."""
+    family = config.model_type
+    attention = bool(family in ("llama", "qwen3", "qwen3_moe") and config.attention_bias)
+    return Biases(qkv=attention or family == "qwen2", output=attention, mlp=family == "llama" and config.mlp_bias)
+
+
+def add_biases(config: Any, provider: Any) -> None:
+    """Have a finalized provider's layers made with the biases of a Hugging Face config."""
+    biases = biases_of(config)
+    if biases.output or biases.mlp:
+        provider.transformer_layer_spec = with_biases(provider.transformer_layer_spec, biases)
+
+
+def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callable[..., Any]:
+    """A function that makes the spec of a stage's layers, with biases that Megatron's fields do not give.
+
+    Args:
+        spec: `transformer_layer_spec` of a provider; it makes layers anew at each call.
+        biases: of the model.
+    """
+
+    def biased(config: Any, vp_stage: int | None = None) -> Any:
+        assert not config.add_bias_linear, "every linear layer has biases already"
+        made = _call(spec, config, vp_stage)
+        layers = made.layer_specs if hasattr(made, "layer_specs") else [made]
+        for layer in {id(layer): layer for layer in layers}.values():
+            parts = layer.submodules
+            if biases.output:
+                attention = parts.self_attention.submodules
+                attention.linear_proj = _always_biased(attention.linear_proj)
+            if biases.mlp:
+                mlp = get_submodules(parts.mlp)
+                mlp.linear_fc1, mlp.linear_fc2 = _always_biased(mlp.linear_fc1), _always_biased(mlp.linear_fc2)
+        return made
+
+    return biased
+
+
+def _call(spec: Callable[..., Any] | ModuleSpec, config: Any, vp_stage: int | None) -> Any:
+    """As `GPTModelProvider.provide` does."""
+    assert not isinstance(spec, ModuleSpec), "a spec that is shared between models cannot be changed"
+    return spec(config, vp_stage=vp_stage) if "vp_stage" in inspect.signature(spec).parameters else spec(config)
+
+
+def _always_biased(linear: type) -> type:
+    """The class of a linear layer, with a bias whatever it is told; by the same name, which Megatron-Bridge goes by."""
+    assert isinstance(linear, type), f"{linear} is no class: not the spec that this was written for"
+
+    def __init__(self: Any, *args: Any, bias: bool, **kwargs: Any) -> None:
+        linear.__init__(self, *args, bias=True, **kwargs)  # type: ignore[misc]
+
+    return type(linear.__name__, (linear,), {"__init__": __init__, "__module__": __name__})

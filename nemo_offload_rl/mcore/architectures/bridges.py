@@ -1,0 +1,100 @@
+"""Megatron-Bridge's classes of the families that tests hold, with the corrections of this package.
+
+Registered in their place by Megatron-Bridge's own way of adding architectures, so that a bridge of such a model, whoever
+makes it, is a corrected one.
+"""
+
+import functools
+import importlib.metadata
+from types import SimpleNamespace
+from typing import Any
+
+from nemo_offload_rl.mcore.architectures import biases, dense_layers, rotary, windows
+
+WRITTEN_FOR = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
+
+FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+
+_LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
+
+
+def is_corrected(config: Any) -> bool:
+    """Whether this package knows the family of a Hugging Face config."""
+    return config.model_type in FAMILIES
+
+
+@functools.cache
+def register() -> None:
+    """Put the corrected classes in the place of Megatron-Bridge's; `megatron.bridge` must have been imported."""
+    for package, version in WRITTEN_FOR.items():
+        found = importlib.metadata.version(package)
+        assert found == version, f"{__name__} was written for {package} {version}, and this is {found}: try it anew"
+    import transformers
+    from megatron.bridge.models.conversion.model_bridge import MegatronModelBridge, get_model_bridge
+    from megatron.bridge.models.llama.llama_bridge import LlamaBridge
+    from megatron.bridge.models.mistral.mistral_bridge import MistralBridge
+    from megatron.bridge.models.qwen.qwen2_bridge import Qwen2Bridge
+    from megatron.bridge.models.qwen.qwen3_bridge import Qwen3Bridge
+    from megatron.bridge.models.qwen.qwen3_moe_bridge import Qwen3MoEBridge
+    from megatron.core.models.gpt.gpt_model import GPTModel
+
+    for source, bridge in (
+        (transformers.LlamaForCausalLM, LlamaBridge),
+        (transformers.MistralForCausalLM, MistralBridge),
+        (transformers.Qwen2ForCausalLM, Qwen2Bridge),
+        (transformers.Qwen3ForCausalLM, Qwen3Bridge),
+        (transformers.Qwen3MoeForCausalLM, Qwen3MoEBridge),
+    ):
+        assert source in get_model_bridge._exact_types, f"Megatron-Bridge has no {source.__name__}"
+        corrected = type(bridge.__name__, (_Corrected, bridge), {"__module__": __name__})
+        MegatronModelBridge.register_bridge(source=source, target=GPTModel, model_type=bridge.MODEL_TYPE)(corrected)
+
+
+class _Corrected:
+    """Mixed into a bridge before Megatron-Bridge's own class."""
+
+    def provider_bridge(self, hf_pretrained: Any) -> Any:
+        """The provider of Megatron-Bridge's class, whose fields say what the config does.
+
+        Args:
+            hf_pretrained: has the Hugging Face config as `config`.
+        """
+        config = hf_pretrained.config
+        provider = super().provider_bridge(SimpleNamespace(config=rotary.without_scaling(config)))  # type: ignore[misc]
+        assert provider.position_embedding_type == "rope" and not provider.rope_scaling
+        assert provider.softmax_scale is None
+        if rotary.rope_type(config) in rotary.SCALED:
+            provider.softmax_scale = rotary.softmax_scale(config)
+        windows.set_windows(config, provider)
+        has = biases.biases_of(config)
+        provider.add_qkv_bias, provider.add_bias_linear = has.qkv, False
+        if config.model_type == "qwen3_moe":
+            dense_layers.set_expert_layers(config, provider)
+        return provider
+
+    def mapping_registry(self) -> Any:
+        """The names of Megatron-Bridge's class, and those that it lacks."""
+        from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
+
+        known = super().mapping_registry().mappings  # type: ignore[misc]
+        names = {mapping.megatron_param for mapping in known}
+        return MegatronMappingRegistry(*known, *(new for new in _mappings() if new.megatron_param not in names))
+
+
+def _mappings() -> list[Any]:
+    """Names of weights that some family has and its bridge lacks: all biases, and those of dense layers."""
+    from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
+
+    attention, mlp = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
+    hf_attention, hf_mlp = f"{_HF_LAYER}.self_attn", f"{_HF_LAYER}.mlp"
+    return [
+        QKVMapping(
+            f"{attention}.linear_qkv.bias", *(f"{hf_attention}.{name}_proj.bias" for name in ("q", "k", "v"))
+        ),
+        AutoMapping(f"{attention}.linear_proj.bias", f"{hf_attention}.o_proj.bias"),
+        GatedMLPMapping(f"{mlp}.linear_fc1.weight", f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight"),
+        GatedMLPMapping(f"{mlp}.linear_fc1.bias", f"{hf_mlp}.gate_proj.bias", f"{hf_mlp}.up_proj.bias"),
+        AutoMapping(f"{mlp}.linear_fc2.weight", f"{hf_mlp}.down_proj.weight"),
+        AutoMapping(f"{mlp}.linear_fc2.bias", f"{hf_mlp}.down_proj.bias"),
+        AutoMapping(f"{mlp}.linear_fc1.layer_norm_weight", f"{_HF_LAYER}.post_attention_layernorm.weight"),
+    ]

@@ -1,0 +1,32 @@
+"""Sliding windows of attention: of which layers, and how wide.
+
+Without this Megatron-Bridge 0.6.2 leaves out the windows of Qwen2 and Qwen3 and knows those of Mistral. Transformer
+Engine's attention reads Megatron's fields layer by layer; so does `SdpaCoreAttention` in `local_spec`.
+"""
+
+from typing import Any
+
+# Families whose layers are told apart by `layer_types`; of the others all layers have the window.
+_BY_LAYER = ("qwen2", "qwen3")
+
+
+def windowed_layers(config: Any) -> list[bool]:
+    """For each layer of a Hugging Face config whether it has a sliding window."""
+    window = config.sliding_window if hasattr(config, "sliding_window") else None
+    if window is None:
+        return [False] * config.num_hidden_layers
+    if config.model_type not in _BY_LAYER:
+        return [True] * config.num_hidden_layers
+    return [kind == "sliding_attention" for kind in config.layer_types[: config.num_hidden_layers]]
+
+
+def set_windows(config: Any, provider: Any) -> None:
+    """Set Megatron's fields of a provider: `window_size` counts the tokens before a token, Hugging Face the token too."""
+    windowed = windowed_layers(config)
+    if not any(windowed):
+        provider.window_size = provider.window_attn_skip_freq = None
+        return
+    provider.window_size = (config.sliding_window - 1, 0)
+    provider.window_attn_skip_freq = None if all(windowed) else [int(has) for has in windowed]
+    # Of the ways to share sequences between context-parallel ranks, the default one knows no windows.
+    provider.cp_comm_type = "a2a"
