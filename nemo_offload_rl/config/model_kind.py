@@ -17,7 +17,7 @@ NUM_HEADS_KEYS = ("num_attention_heads",)
 # Families that have no experts where their config does not say how many.
 _DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
 # Families whose experts are in every layer; others may begin with dense layers.
-_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")
+_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")  # Qwen3-MoE but for what `expert_layers` tells
 
 
 @dataclass(frozen=True)
@@ -82,7 +82,25 @@ def model_kind(
         return ModelKind(
             name, has_experts=has_expert_layers(moe_layer_freq), has_dense_mlps=has_dense_layers(moe_layer_freq)
         )
+    if family == "qwen3_moe":
+        by_layer = expert_layers(fields)
+        if by_layer is not None:
+            return ModelKind(name, has_experts=any(by_layer), has_dense_mlps=not all(by_layer))
     return ModelKind(name, has_experts=True, has_dense_mlps=False if family in _EXPERTS_IN_EVERY_LAYER else None)
+
+
+def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
+    """For each layer of a Qwen3-MoE whether it has experts; None where the config does not say how many there are.
+
+    Args:
+        fields: of its Hugging Face config, read as transformers reads them.
+    """
+    num_layers = count_of(fields, NUM_LAYERS_KEYS)
+    if num_layers is None:
+        return None
+    dense = fields["mlp_only_layers"] if "mlp_only_layers" in fields else None
+    step = count_of(fields, ("decoder_sparse_step",)) or 1
+    return [layer not in (dense or []) and (layer + 1) % step == 0 for layer in range(num_layers)]
 
 
 def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:

@@ -14,8 +14,6 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
-from nemo_offload_rl.mcore.architectures import bridges, rotary
-from nemo_offload_rl.mcore.export import hf_config_of
 from nemo_offload_rl.mcore.model_config import (
     has_pretrained_weights,
     make_bridge,
@@ -73,9 +71,6 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
     bridge = make_bridge(policy)
     provider = make_provider(policy, bridge)
     hooks: list[Callable[[list[Any]], Any]] = []
-    config = hf_config_of(bridge)
-    if bridges.is_corrected(config):
-        hooks.append(functools.partial(rotary.replace_frequencies, config))
     if has_pretrained_weights(policy):
         hooks.append(bridge.load_hf_weights)
     else:

@@ -94,8 +94,17 @@ class RMSNorm(torch.nn.RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__(hidden_size, eps=eps)
+        self.zero_centered = config.layernorm_zero_centered_gamma
+        if self.zero_centered:
+            torch.nn.init.zeros_(self.weight)
         # Not `self.weight.sequence_parallel = ...`: Parameter declares no such attribute.
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Normalize over the last dimension; a zero-centered weight (Gemma's) is kept less 1."""
+        if not self.zero_centered:
+            return super().forward(x)
+        return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:

@@ -1,6 +1,7 @@
 """From the recipe's policy section to Megatron's own configs; pure apart from reading the Hugging Face config."""
 
 import dataclasses
+import functools
 import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
@@ -13,8 +14,9 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo_offload_rl.config.activation_modules import check_modules_fit_model
 from nemo_offload_rl.config.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.model_kind import has_dense_layers, has_expert_layers
+from nemo_offload_rl.config.unsupported_models import why_unsupported
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.architectures import biases, bridges
+from nemo_offload_rl.mcore.architectures import activations, biases, bridges, dense_layers
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.export import hf_config_of
 from nemo_offload_rl.mcore.parallel import ParallelSizes
@@ -176,11 +178,32 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
                 "run it on a GPU with the extra te, or choose a model of another family."
             )
         needed |= _agreed(cfg, _WITHOUT_TRANSFORMER_ENGINE, "layers without Transformer Engine need")
+        _check_local_layers(provider)
         needed["transformer_layer_spec"] = local_block_spec
     if not torch.cuda.is_available():
         needed |= _agreed(cfg, _WITHOUT_CUDA, "a machine without CUDA needs")
     # RL computes log-probs of what was sampled: dropout is off unless the recipe asks for it.
     return {"attention_dropout": 0.0, "hidden_dropout": 0.0} | recipe | derived | needed
+
+
+def _check_local_layers(provider: Any) -> None:
+    """Refuse a model whose bridge brings layers of its own, which the local ones would silently take the place of."""
+    from megatron.bridge.models.ernie.ernie_45_bridge import _ernie45_decoder_block_spec
+    from megatron.bridge.models.gpt_provider import default_layer_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = provider.transformer_layer_spec
+    usual = (
+        default_layer_spec,
+        get_gpt_decoder_block_spec,
+        _ernie45_decoder_block_spec,
+        dense_layers.transformer_engine_block_spec,
+    )
+    if (spec.func if isinstance(spec, functools.partial) else spec) not in usual or provider.softmax_type != "vanilla":
+        raise ValueError(
+            f"The model has layers of its own kind ({type(provider).__name__}), which need Transformer Engine; run it "
+            "on a GPU with the extra te, or choose a model of another family."
+        )
 
 
 def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
@@ -225,12 +248,18 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
         ValueError: a module is to be offloaded or captured that no layer of the model has, a feature needs Transformer
             Engine, or megatron-core's own checks refuse the combination.
     """
+    config = hf_config_of(bridge)
+    if found := why_unsupported(config.to_dict()):
+        raise ValueError(f"The model {found}.")
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
     _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
+    corrected = bridges.is_corrected(config)
+    if corrected:
+        dense_layers.check_layers(policy["megatron_cfg"], provider)
     provider.apply_overrides_and_finalize(overrides=overrides)
-    config = hf_config_of(bridge)
-    if bridges.is_corrected(config):
+    if corrected:
+        activations.check_activation(config, provider)
         biases.add_biases(config, provider)
     return provider
 

@@ -63,7 +63,9 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
     megatron = {key: value for key, value in run.items() if key not in _ALONE}
     megatron |= {key: value for key, value in _ALONE.items() if value is not None}
     frequency = megatron.get("moe_layer_freq")
-    if isinstance(frequency, list):
+    if "mlp_only_layers" in twin:
+        megatron.pop("moe_layer_freq", None)  # the run's must say of the model what these say of the twin
+    elif isinstance(frequency, list):
         megatron["moe_layer_freq"] = frequency[: twin["num_hidden_layers"]]
     return {
         "model_name": policy["model_name"],

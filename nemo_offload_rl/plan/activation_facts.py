@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.plan.activations import chunks_in_flight
-from nemo_offload_rl.plan.architecture import read_architecture
+from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.model_facts import num_layers_of_stage
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
@@ -30,11 +30,16 @@ def activation_facts(
         One entry a pipeline stage.
 
     Raises:
-        UnknownArchitectureError: the model's shape is not known before it is built.
+        UnknownArchitectureError: the model's shape is not known before it is built, or what its layers save differs.
         ValueError: a field that its family has is missing.
     """
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
+    if model.has_dense_layers and _set(cfg, "fine_grained_activation_offloading", False):
+        raise UnknownArchitectureError(
+            "The model has dense layers among its layers of experts, whose activations are not counted here. The "
+            "worker moves what there is."
+        )
     tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
     num_tokens = _num_tokens(policy)
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens

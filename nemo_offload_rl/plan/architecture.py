@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import has_dense_layers
+from nemo_offload_rl.config.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
 
 MEGATRON = "policy.megatron_cfg"
@@ -20,23 +20,25 @@ class Family:
 
     Attributes:
         qkv_bias: biases of the query, key and value projections.
-        linear_bias: biases of every other linear layer.
+        output_bias: biases of attention's output projection.
+        mlp_bias: biases of dense MLPs.
         qk_norm: norms of queries and keys.
-        experts: whether the MLPs are mixtures of experts.
+        experts: whether MLPs are mixtures of experts.
     """
 
     qkv_bias: bool | None
-    linear_bias: bool | None
+    output_bias: bool | None
+    mlp_bias: bool | None
     qk_norm: bool
     experts: bool = False
 
 
 FAMILIES: Mapping[str, Family] = {
-    "llama": Family(qkv_bias=None, linear_bias=None, qk_norm=False),
-    "mistral": Family(qkv_bias=False, linear_bias=False, qk_norm=False),
-    "qwen2": Family(qkv_bias=True, linear_bias=False, qk_norm=False),
-    "qwen3": Family(qkv_bias=False, linear_bias=False, qk_norm=True),
-    "qwen3_moe": Family(qkv_bias=False, linear_bias=False, qk_norm=True, experts=True),
+    "llama": Family(qkv_bias=None, output_bias=None, mlp_bias=None, qk_norm=False),
+    "mistral": Family(qkv_bias=False, output_bias=False, mlp_bias=False, qk_norm=False),
+    "qwen2": Family(qkv_bias=True, output_bias=False, mlp_bias=False, qk_norm=False),
+    "qwen3": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True),
+    "qwen3_moe": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, experts=True),
 }
 
 # Fields of `policy.megatron_cfg` that change what parameters there are, and the values with which the counts here hold.
@@ -66,17 +68,28 @@ class Architecture:
     hidden_size: int
     ffn_hidden_size: int
     """Of an MLP; of one expert in a mixture of experts."""
+    dense_ffn_hidden_size: int
+    """Of an MLP in a layer without experts."""
     num_heads: int
     num_query_groups: int
     head_dim: int
     vocab_size: int
     tied_embeddings: bool
     qkv_bias: bool
-    linear_bias: bool
+    output_bias: bool
+    mlp_bias: bool
+    router_bias: bool
     qk_norm: bool
+    expert_layers: tuple[bool, ...]
+    """For each layer whether it has experts."""
     num_experts: int | None
     experts_per_token: int | None
     """That a token is routed to."""
+
+    @property
+    def has_dense_layers(self) -> bool:
+        """Whether some layer of a mixture of experts has none."""
+        return self.num_experts is not None and not all(self.expert_layers)
 
 
 def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
@@ -103,12 +116,6 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
                 f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, with which the sizes are not known here; they are "
                 f"with {show_choices(values)}. The worker will know the exact sizes once it has built the model."
             )
-    freq = megatron_cfg["moe_layer_freq"] if "moe_layer_freq" in megatron_cfg else None
-    if freq is not None and has_dense_layers(freq):
-        raise UnknownArchitectureError(
-            f"{MEGATRON}.moe_layer_freq is {show(freq)}, with which the sizes are not known here; they are where every "
-            "layer has experts. The worker will know the exact sizes once it has built the model."
-        )
     return _read(FAMILIES[kind], kind, hf_config, megatron_cfg)
 
 
@@ -144,20 +151,48 @@ def _read(family: Family, kind: str, hf_config: Mapping[str, Any], megatron_cfg:
     if family.experts:
         num_experts = size("num_local_experts" if has("num_local_experts") else "num_experts")
         experts_per_token = overridden("moe_router_topk", size("num_experts_per_tok"))
-    qkv_bias = optional("attention_bias", False) if family.qkv_bias is None else family.qkv_bias
-    linear_bias = optional("mlp_bias", False) if family.linear_bias is None else family.linear_bias
+    num_layers = size("num_hidden_layers")
+    attention_bias = optional("attention_bias", False)
+    all_biased = overridden("add_bias_linear", False)
+    qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
+    output_bias = attention_bias if family.output_bias is None else family.output_bias
+    mlp_bias = optional("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+    by_layer = (expert_layers(hf_config) if family.experts else None) or [False] * num_layers
+    if family.experts:
+        _check_expert_layers(overridden("moe_layer_freq", None), by_layer)
     return Architecture(
-        num_layers=size("num_hidden_layers"),
+        num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=ffn_hidden_size,
+        dense_ffn_hidden_size=size("intermediate_size"),
         num_heads=num_heads,
         num_query_groups=size("num_key_value_heads") if has("num_key_value_heads") else num_heads,
         head_dim=size("head_dim") if has("head_dim") else hidden_size // num_heads,
         vocab_size=size("vocab_size"),
         tied_embeddings=field("tie_word_embeddings"),
-        qkv_bias=overridden("add_qkv_bias", qkv_bias),
-        linear_bias=overridden("add_bias_linear", linear_bias),
+        qkv_bias=overridden("add_qkv_bias", qkv_bias) or all_biased,
+        output_bias=output_bias or all_biased,
+        mlp_bias=mlp_bias or all_biased,
+        router_bias=all_biased,
         qk_norm=overridden("qk_layernorm", family.qk_norm),
+        expert_layers=tuple(by_layer),
         num_experts=num_experts,
         experts_per_token=experts_per_token,
     )
+
+
+def _check_expert_layers(freq: int | list[int] | None, by_layer: list[bool]) -> None:
+    """Refuse a `moe_layer_freq` that is not the model's own, which Megatron reads as every so many from the first.
+
+    Raises:
+        ValueError: they differ.
+    """
+    if freq is None:
+        return
+    asked = freq if isinstance(freq, list) else [layer % freq == 0 for layer in range(len(by_layer))]
+    if [bool(has) for has in asked] != by_layer:
+        raise ValueError(
+            f"{MEGATRON}.moe_layer_freq is {show(freq)}, but by mlp_only_layers and decoder_sparse_step the model has "
+            f"experts in {sum(by_layer)} of its {len(by_layer)} layers, and not in these; leave it out, or "
+            "change the two in policy.hf_config_overrides."
+        )

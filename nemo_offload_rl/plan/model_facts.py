@@ -155,12 +155,12 @@ def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architect
         if verdict is not None:
             raise ValueError(f"{key} {verdict}")
     qkv = architecture.head_dim * (architecture.num_heads + 2 * architecture.num_query_groups)
-    mlp_key = TP if architecture.num_experts is None else ETP
-    mlp_ranks = tensor if architecture.num_experts is None else cfg["expert_tensor_parallel_size"]
-    for key, ranks, name, size in (
-        (TP, tensor, "queries, keys and values", qkv),
-        (mlp_key, mlp_ranks, "MLP", architecture.ffn_hidden_size),
-    ):
+    shared = [(TP, tensor, "queries, keys and values", qkv)]
+    if not all(architecture.expert_layers):
+        shared.append((TP, tensor, "MLP", architecture.dense_ffn_hidden_size))
+    if any(architecture.expert_layers):
+        shared.append((ETP, cfg["expert_tensor_parallel_size"], "MLP", architecture.ffn_hidden_size))
+    for key, ranks, name, size in shared:
         if size % ranks:
             raise ValueError(f"{key} is {ranks}, which does not divide the {size} rows of the model's {name}.")
 
@@ -184,8 +184,8 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, 
     is_first, is_last = stage == 0, stage == sizes.pipeline - 1
     if is_first:
         yield embedding
-    for _ in range(num_layers_of_stage(architecture, cfg, stage)):
-        yield from _layer_weights(architecture, sizes)
+    for layer in layers_of_stage(architecture, cfg, stage):
+        yield from _layer_weights(architecture, sizes, has_experts=architecture.expert_layers[layer])
     if is_last:
         yield _Weight(hidden)  # the last norm
         # A tied output layer shares the embedding's memory only where both are on one stage.
@@ -193,7 +193,16 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, 
             yield embedding
 
 
-def _layer_weights(architecture: Architecture, sizes: _Sizes) -> Iterator[_Weight]:
+def layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> list[int]:
+    """Indices of a pipeline stage's layers, over all its virtual stages, which are dealt out in turn."""
+    counts = [num_layers_of_stage(architecture, cfg, one) for one in range(cfg["pipeline_model_parallel_size"])]
+    virtual = cfg.get("virtual_pipeline_model_parallel_size") or 1
+    in_chunk = [count // virtual for count in counts]
+    starts = (sum(in_chunk) * chunk + sum(in_chunk[:stage]) for chunk in range(virtual))
+    return [layer for start in starts for layer in range(start, start + in_chunk[stage])]
+
+
+def _layer_weights(architecture: Architecture, sizes: _Sizes, *, has_experts: bool) -> Iterator[_Weight]:
     hidden, head_dim = architecture.hidden_size, architecture.head_dim
     query = architecture.num_heads * head_dim
     qkv = query + 2 * architecture.num_query_groups * head_dim
@@ -201,16 +210,16 @@ def _layer_weights(architecture: Architecture, sizes: _Sizes) -> Iterator[_Weigh
     if architecture.qk_norm:
         yield from (_Weight(head_dim), _Weight(head_dim))
     yield _Weight(hidden * qkv // sizes.tensor)
-    if architecture.qkv_bias or architecture.linear_bias:
+    if architecture.qkv_bias:
         yield _Weight(qkv // sizes.tensor)
     yield _Weight(query // sizes.tensor * hidden)
-    if architecture.linear_bias:
+    if architecture.output_bias:
         yield _Weight(hidden)
-    if architecture.num_experts is None:
+    if not has_experts or architecture.num_experts is None:
         yield from _mlp_weights(architecture, sizes.tensor, is_expert=False)
         return
     yield _Weight(hidden * architecture.num_experts, is_router=True)
-    if architecture.linear_bias:
+    if architecture.router_bias:
         yield _Weight(architecture.num_experts, is_router=True)
     for _ in range(architecture.num_experts // sizes.expert):
         yield from _mlp_weights(architecture, sizes.expert_tensor, is_expert=True)
@@ -218,10 +227,11 @@ def _layer_weights(architecture: Architecture, sizes: _Sizes) -> Iterator[_Weigh
 
 def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) -> Iterator[_Weight]:
     """A gated MLP: gate and up projection in one matrix, split by rows; the down projection split by columns."""
-    hidden, ffn = architecture.hidden_size, architecture.ffn_hidden_size // tensor
+    ffn = (architecture.ffn_hidden_size if is_expert else architecture.dense_ffn_hidden_size) // tensor
+    hidden = architecture.hidden_size
     yield _Weight(2 * ffn * hidden, is_expert)
     yield _Weight(ffn * hidden, is_expert)
-    if architecture.linear_bias:
+    if architecture.mlp_bias:
         yield from (_Weight(2 * ffn, is_expert), _Weight(hidden, is_expert))
 
 

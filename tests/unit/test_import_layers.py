@@ -53,7 +53,7 @@ LAYERS = {
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
         "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
-        "config.model_kind", "config.libraries", "hf_config", *LEAVES, never="ray",
+        "config.model_kind", "config.unsupported_models", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
     "model_check": layer("mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),

@@ -1,7 +1,7 @@
 """Megatron-Bridge's classes of the families that tests hold, with the corrections of this package.
 
-Registered in their place by Megatron-Bridge's own way of adding architectures, so that a bridge of such a model, whoever
-makes it, is a corrected one.
+Registered in their place by Megatron-Bridge's own way of adding architectures, so that every bridge of such a model is
+a corrected one.
 """
 
 import functools
@@ -9,18 +9,18 @@ import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_offload_rl.mcore.architectures import biases, dense_layers, rotary, windows
+from nemo_offload_rl.config.unsupported_models import FOLLOWED_FAMILIES
+from nemo_offload_rl.mcore.architectures import activations, biases, dense_layers, rotary, windows
 
 WRITTEN_FOR = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}
 
-FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 
 _LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
 
 
 def is_corrected(config: Any) -> bool:
     """Whether this package knows the family of a Hugging Face config."""
-    return config.model_type in FAMILIES
+    return config.model_type in FOLLOWED_FAMILIES
 
 
 @functools.cache
@@ -61,10 +61,9 @@ class _Corrected:
         """
         config = hf_pretrained.config
         provider = super().provider_bridge(SimpleNamespace(config=rotary.without_scaling(config)))  # type: ignore[misc]
-        assert provider.position_embedding_type == "rope" and not provider.rope_scaling
-        assert provider.softmax_scale is None
-        if rotary.rope_type(config) in rotary.SCALED:
-            provider.softmax_scale = rotary.softmax_scale(config)
+        provider.rotary_percent = 1.0  # these families read `partial_rotary_factor` nowhere
+        rotary.scale(config, provider)
+        activations.set_activation(self, config, provider)
         windows.set_windows(config, provider)
         has = biases.biases_of(config)
         provider.add_qkv_bias, provider.add_bias_linear = has.qkv, False
@@ -88,9 +87,7 @@ def _mappings() -> list[Any]:
     attention, mlp = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"
     hf_attention, hf_mlp = f"{_HF_LAYER}.self_attn", f"{_HF_LAYER}.mlp"
     return [
-        QKVMapping(
-            f"{attention}.linear_qkv.bias", *(f"{hf_attention}.{name}_proj.bias" for name in ("q", "k", "v"))
-        ),
+        QKVMapping(f"{attention}.linear_qkv.bias", *(f"{hf_attention}.{name}_proj.bias" for name in ("q", "k", "v"))),
         AutoMapping(f"{attention}.linear_proj.bias", f"{hf_attention}.o_proj.bias"),
         GatedMLPMapping(f"{mlp}.linear_fc1.weight", f"{hf_mlp}.gate_proj.weight", f"{hf_mlp}.up_proj.weight"),
         GatedMLPMapping(f"{mlp}.linear_fc1.bias", f"{hf_mlp}.gate_proj.bias", f"{hf_mlp}.up_proj.bias"),

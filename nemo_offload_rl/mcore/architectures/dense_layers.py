@@ -3,15 +3,10 @@
 Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no names for the weights of dense ones.
 """
 
+from collections.abc import Mapping
 from typing import Any
 
-
-def expert_layers(config: Any) -> list[int]:
-    """For each layer of a Qwen3-MoE config 1 where it has experts, 0 where its MLP is dense."""
-    return [
-        int(layer not in config.mlp_only_layers and (layer + 1) % config.decoder_sparse_step == 0)
-        for layer in range(config.num_hidden_layers)
-    ]
+from nemo_offload_rl.config.model_kind import expert_layers
 
 
 def set_expert_layers(config: Any, provider: Any) -> None:
@@ -21,12 +16,43 @@ def set_expert_layers(config: Any, provider: Any) -> None:
     """
     from megatron.bridge.models.gpt_provider import default_layer_spec
 
-    layers = expert_layers(config)
-    if all(layers):
+    layers = expert_layers(config.to_dict())
+    if layers is None or all(layers):
         return
     assert provider.moe_layer_freq == 1 and provider.transformer_layer_spec is default_layer_spec
-    provider.moe_layer_freq = layers
+    provider.moe_layer_freq = [int(has) for has in layers]
     provider.transformer_layer_spec = transformer_engine_block_spec
+
+
+def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
+    """Refuse a `moe_layer_freq` of the recipe that is not the model's own, whose weights would lie elsewhere.
+
+    Args:
+        megatron_cfg: the recipe's section.
+        provider: as Megatron-Bridge made it of the model's config.
+
+    Raises:
+        ValueError: they differ.
+    """
+    wanted = megatron_cfg.get("moe_layer_freq")
+    if wanted is None or provider.num_moe_experts is None:
+        return
+    asked, has = (_by_layer(freq, provider.num_layers) for freq in (wanted, provider.moe_layer_freq))
+    if asked != has:
+        raise ValueError(
+            f"policy.megatron_cfg.moe_layer_freq is {wanted}, but by mlp_only_layers and decoder_sparse_step the model "
+            f"has experts in layers {_shown(has)} (1 for experts); leave it out, or change these two in "
+            "policy.hf_config_overrides."
+        )
+
+
+def _by_layer(freq: int | list[int], num_layers: int) -> list[int]:
+    """As `get_gpt_decoder_layer_specs` reads the field."""
+    return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers)]
+
+
+def _shown(layers: list[int]) -> str:
+    return str(layers) if len(layers) <= 64 else f"{str(layers[:64])[:-1]}, ...]"
 
 
 def transformer_engine_block_spec(config: Any, vp_stage: int | None = None) -> Any:

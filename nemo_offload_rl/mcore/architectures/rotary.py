@@ -10,6 +10,7 @@ Transformer Engine's fused kernels take no factor.
 """
 
 import copy
+import functools
 import math
 from typing import Any
 
@@ -45,29 +46,43 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
     return inverse, float(factor)
 
 
-def softmax_scale(config: Any) -> float | None:
-    """What scores are multiplied by; None for the usual one over the root of the head's size."""
-    inverse, factor = frequencies(config)
-    return None if factor == 1.0 else factor**2 / math.sqrt(2 * len(inverse))
-
-
-def replace_frequencies(config: Any, chunks: list[Any]) -> list[Any]:
-    """Give a built model the frequencies of its Hugging Face config; one without scaling keeps its own.
+def scale(config: Any, provider: Any) -> None:
+    """Have a provider's models turn heads as a Hugging Face config says; one without scaling stays as it is.
 
     Args:
-        config: a Hugging Face config of a family that `bridges` corrects.
-        chunks: this rank's model chunks (`GPTModel`), of which every one has rotary embeddings, and none has used them.
+        config: of a family that `bridges` corrects.
+        provider: made of the config's copy `without_scaling`.
     """
+    if rope_type(config) == PLAIN:
+        return
+    assert rope_type(config) in SCALED, "others are refused before"
+    inverse, factor = frequencies(config)
+    assert provider.position_embedding_type == "rope" and not provider.rope_scaling
+    assert provider.seq_len_interpolation_factor is None and provider.softmax_scale is None
+    if factor != 1.0:
+        provider.softmax_scale = factor**2 / math.sqrt(2 * len(inverse))
+    provider.hf_inverse_frequencies = inverse
+    kind: Any = type(provider)
+    provider.__class__ = _with_frequencies(kind)
+
+
+@functools.cache
+def _with_frequencies(provider_class: Any) -> type:
+    """A class of providers whose models get the frequencies that are at hand."""
+
+    def provide(self: Any, *args: Any, **kwargs: Any) -> Any:
+        model = provider_class.provide(self, *args, **kwargs)
+        _replace_frequencies(model, self.hf_inverse_frequencies)
+        return model
+
+    return type(provider_class.__name__, (provider_class,), {"provide": provide, "__module__": __name__})
+
+
+def _replace_frequencies(model: Any, inverse: Tensor) -> None:
+    """Give a model that was just built, of any pipeline stage, other frequencies; it has not used its own yet."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
-    if rope_type(config) not in SCALED:
-        return chunks
-    inverse, _ = frequencies(config)
-    for chunk in chunks:
-        rotary = chunk.rotary_pos_emb
-        assert type(rotary) is RotaryEmbedding and rotary.seq_len_interpolation_factor is None, "built without scaling"
-        assert rotary.inv_freq.shape == inverse.shape and rotary.inv_freq.dtype == inverse.dtype
-        rotary.inv_freq = inverse.to(rotary.inv_freq.device)
-    # Of the class, by instance: models that are gone, and this one if it was asked for anything.
-    RotaryEmbedding.forward.cache_clear()
-    return chunks
+    rotary = model.rotary_pos_emb
+    assert type(rotary) is RotaryEmbedding, f"{type(rotary)} is not what this was written for"
+    assert rotary.inv_freq.shape == inverse.shape and rotary.inv_freq.dtype == inverse.dtype
+    rotary.inv_freq = inverse.to(rotary.inv_freq.device)

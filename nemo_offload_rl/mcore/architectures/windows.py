@@ -21,7 +21,7 @@ def windowed_layers(config: Any) -> list[bool]:
 
 
 def set_windows(config: Any, provider: Any) -> None:
-    """Set Megatron's fields of a provider: `window_size` counts the tokens before a token, Hugging Face the token too."""
+    """Set Megatron's fields of a provider; they count the tokens before a token, Hugging Face's the token, too."""
     windowed = windowed_layers(config)
     if not any(windowed):
         provider.window_size = provider.window_attn_skip_freq = None

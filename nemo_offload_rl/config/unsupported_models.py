@@ -1,0 +1,66 @@
+"""Models that Megatron would compute otherwise than transformers does, told by their Hugging Face config alone."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_offload_rl.config.model_kind import NUM_EXPERTS_KEYS, count_of
+from nemo_offload_rl.config.problems import show, show_choices
+
+# Families whose flags are followed one by one (mcore/architectures). Of others the check by a small twin tells.
+FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def why_unsupported(fields: Mapping[str, Any]) -> str | None:
+    """What of a model cannot be computed right, the rule and the remedy; None where nothing is known against it.
+
+    Args:
+        fields: of its Hugging Face config, as far as they are known.
+    """
+    family = fields["model_type"] if "model_type" in fields else None
+    if family == "gemma2":
+        return (
+            "is of the family gemma2, whose capped scores, norms behind layers and alternating windows Megatron-Bridge "
+            "0.6.2 does not compute as transformers does; choose a model of another family, such as qwen3 or llama"
+        )
+    if family not in FOLLOWED_FAMILIES:
+        return None
+    return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+
+
+def _ropes(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary embeddings, by transformers' present name and its former one."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in fields and isinstance(fields[key], Mapping):
+            yield fields[key]
+
+
+def _rope(rope: Mapping[str, Any]) -> str | None:
+    kind = next((rope[key] for key in ("rope_type", "type") if key in rope), "default")
+    if kind not in ROPE_TYPES:
+        return (
+            f"has rotary embeddings of rope_type {show(kind)}, which Megatron cannot follow; it can with "
+            f"{show_choices(ROPE_TYPES)}: give one of these as rope_parameters in policy.hf_config_overrides"
+        )
+    part = rope["partial_rotary_factor"] if "partial_rotary_factor" in rope else None
+    if kind != "default" and part not in (None, 1, 1.0):
+        return (
+            f"has rope_parameters with rope_type {kind} and partial_rotary_factor {show(part)}, but its attention "
+            "turns whole heads; take partial_rotary_factor out"
+        )
+    return None
+
+
+def _experts(family: str, fields: Mapping[str, Any]) -> str | None:
+    if family != "qwen3_moe":
+        return None
+    if count_of(fields, NUM_EXPERTS_KEYS) == 0:
+        return "is of the family qwen3_moe and has num_experts 0; give experts, or a dense model of the family qwen3"
+    top_k = count_of(fields, ("num_experts_per_tok",))
+    if top_k == 1 and "norm_topk_prob" in fields and fields["norm_topk_prob"] is True:
+        return (
+            "has num_experts_per_tok 1 with norm_topk_prob true, with which a router has no gradient and megatron-core "
+            "refuses to train; set norm_topk_prob to false in policy.hf_config_overrides, or num_experts_per_tok to 2 "
+            "or more"
+        )
+    return None

@@ -1,0 +1,197 @@
+"""Families and flags that Megatron-Bridge alone computes otherwise than transformers does, or cannot build."""
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from support.tiny import tiny_policy
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import cpu_device, parallel
+from nemo_offload_rl.mcore.architectures import bridges, rotary
+from nemo_offload_rl.mcore.build import as_in_files, load_weights
+from nemo_offload_rl.mcore.model_config import make_bridge, make_provider
+from nemo_offload_rl.model_check.compare import _one_rank, compare
+
+LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 5e5,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096, "rope_theta": 1e6}
+YARN_IN_FULL = YARN | {"attention_factor": 1.7, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False}
+YARN_WITH_MSCALES = YARN | {"mscale": 0.7, "mscale_all_dim": 1.2}
+WINDOW = {"use_sliding_window": True, "sliding_window": 4096}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 48, "norm_topk_prob": True}
+BIASED = {"attention_bias": True}
+
+FLAGS: dict[str, dict[str, dict[str, Any]]] = {
+    "llama": {
+        "plain": {},
+        "linear": {"rope_parameters": LINEAR},
+        "llama3": {"rope_parameters": LLAMA3},
+        "llama3, other factors": {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 6.0}},
+        "yarn": {"rope_parameters": YARN},
+        "yarn in full": {"rope_parameters": YARN_IN_FULL},
+        "yarn with mscales": {"rope_parameters": YARN_WITH_MSCALES},
+        "rope by its former name": {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e5},
+        "attention biases": BIASED,
+        "MLP biases": {"mlp_bias": True},
+        "all biases": BIASED | {"mlp_bias": True},
+        "gelu": {"hidden_act": "gelu"},
+        "head size": {"head_dim": 32},
+    },
+    "mistral": {
+        "plain": {"sliding_window": None},
+        "window": {"sliding_window": 4096},
+        "yarn": {"sliding_window": None, "rope_parameters": YARN},
+        "llama3 and window": {"sliding_window": 4096, "rope_parameters": LLAMA3},
+        "gelu": {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
+    },
+    "qwen2": {
+        "plain": {},
+        "window": WINDOW | {"max_window_layers": 4},
+        "window in layers by name": WINDOW
+        | {"layer_types": [*["sliding_attention", "full_attention"] * 2, *["sliding_attention"] * 2]},
+        "yarn": {"rope_parameters": YARN},
+        "linear and window": WINDOW | {"max_window_layers": 0, "rope_parameters": LINEAR},
+    },
+    "qwen3": {
+        "plain": {},
+        "window": WINDOW | {"max_window_layers": 2},
+        "yarn": {"rope_parameters": YARN},
+        "biases": BIASED,
+        "all at once": BIASED | WINDOW | {"max_window_layers": 2, "rope_parameters": YARN_IN_FULL},
+        "a key that is not read": {"partial_rotary_factor": 0.5},
+    },
+    "qwen3_moe": {
+        "plain": EXPERTS,
+        "first layer dense": EXPERTS | {"mlp_only_layers": [0]},
+        "every second layer dense": EXPERTS | {"decoder_sparse_step": 2},
+        "every layer dense": EXPERTS | {"mlp_only_layers": [0, 1, 2, 3, 4, 5]},
+        "window": EXPERTS | WINDOW,
+        "biases": EXPERTS | BIASED,
+        "all at once": EXPERTS | WINDOW | BIASED | {"mlp_only_layers": [1], "rope_parameters": YARN},
+    },
+    "gemma": {"plain": {"head_dim": 32}},
+}
+TIED = {family: name for family, flags in FLAGS.items() for name in list(flags)[-1:] if family != "gemma"}
+CASES = [(family, name, False) for family, flags in FLAGS.items() for name in flags]
+CASES += [(family, name, True) for family, name in TIED.items()]
+
+
+def policy_of(family: str, name: str, tied: bool) -> dict[str, Any]:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "num_hidden_layers": 6}
+    small = {"intermediate_size": 96, "vocab_size": 30, "max_position_embeddings": 16384, "pad_token_id": None}
+    ties = {} if family == "gemma" else {"tie_word_embeddings": tied}
+    return tiny_policy({"model_type": family} | sizes | small | FLAGS[family][name] | ties)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    cpu_device.install()
+    torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize(("family", "name", "tied"), CASES)
+def test_megatron_computes_what_transformers_does(family, name, tied):
+    (difference,) = compare(policy_of(family, name, tied))
+    assert difference.logprob < 2e-5, difference
+    assert difference.gradient < 2e-5, difference
+
+
+def with_other_norms_and_biases(config: Any) -> dict[str, torch.Tensor]:
+    """Weights of a model by the names of files: those of one dimension are otherwise all 0 or 1."""
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(copy.deepcopy(config))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() == 1:
+                parameter.normal_()
+    return as_in_files(model, model.state_dict())
+
+
+@pytest.mark.parametrize(
+    ("family", "name", "tied"),
+    [
+        ("llama", "all biases", False),
+        ("llama", "attention biases", True),
+        ("llama", "MLP biases", False),
+        ("mistral", "window", False),
+        ("qwen2", "yarn", True),
+        ("qwen3", "biases", False),
+        ("qwen3_moe", "all at once", False),
+        ("qwen3_moe", "every second layer dense", True),
+    ],
+)
+def test_weights_come_back_bit_for_bit_under_their_names(family, name, tied):
+    policy = policy_of(family, name, tied)
+    config = hf_config(policy)
+    want = with_other_norms_and_biases(config)
+    with _one_rank():
+        bridge = make_bridge(policy)
+        chunks = make_provider(policy, bridge).provide_distributed_model(
+            wrap_with_ddp=False, use_cpu_initialization=True
+        )
+        load_weights(bridge, chunks, want)
+        got = dict(bridge.export_hf_weights(chunks, show_progress=False))
+    if tied:  # an export of a config alone writes them twice
+        want["lm_head.weight"] = want["model.embed_tokens.weight"]
+    assert set(got) == set(want)
+    assert [key for key in want if not torch.equal(got[key], want[key])] == []
+
+
+REFUSED = [
+    ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0}}, r"rope_type 'dynamic', which Megatron can"),
+    (
+        "qwen3",
+        {"rope_parameters": YARN | {"partial_rotary_factor": 0.5}},
+        "rope_type yarn and partial_rotary_factor 0.5, but its attention turns whole heads",
+    ),
+    ("gemma2", {}, "is of the family gemma2, whose capped scores"),
+    ("qwen3_moe", EXPERTS | {"num_experts_per_tok": 1}, "num_experts_per_tok 1 with norm_topk_prob true"),
+    ("gpt_oss", {}, r"has layers of its own kind .*, which need Transformer Engine"),
+    ("gemma3_text", {}, r"has layers of its own kind \(Gemma3ModelProvider\), which need Transformer Engine"),
+]
+
+
+@pytest.mark.parametrize(("family", "fields", "message"), REFUSED, ids=[case[0] for case in REFUSED])
+def test_what_cannot_be_computed_right_is_refused(family, fields, message):
+    policy = tiny_policy({"model_type": family} | fields)
+    with _one_rank(), pytest.raises(ValueError, match=rf"^The model {message}"):
+        make_provider(policy, make_bridge(policy))
+
+
+def test_layers_of_experts_that_are_not_the_models_own_are_refused():
+    policy = policy_of("qwen3_moe", "first layer dense", False)
+    policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1, 1, 1]
+    assert make_provider(policy, make_bridge(policy)).moe_layer_freq == [0, 1, 1, 1, 1, 1]
+    policy["megatron_cfg"]["moe_layer_freq"] = [1, 0, 1, 1, 1, 1]
+    with pytest.raises(ValueError, match=r"moe_layer_freq is \[1, 0, 1, 1, 1, 1\], but by mlp_only_layers and"):
+        make_provider(policy, make_bridge(policy))
+
+
+def test_a_fused_kernel_of_another_activation_is_refused():
+    policy = policy_of("llama", "gelu", False)
+    policy["megatron_cfg"]["bias_activation_fusion"] = True
+    with pytest.raises(ValueError, match=r"bias_activation_fusion is true, but the model's hidden_act is 'gelu'"):
+        make_provider(policy, make_bridge(policy))
+
+
+def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch):
+    monkeypatch.setitem(bridges.WRITTEN_FOR, "megatron-core", "0.18.0")
+    with pytest.raises(AssertionError, match=r"was written for megatron-core 0\.18\.0, and this is 0\.19\.2"):
+        bridges.register.__wrapped__()
+
+
+def test_frequencies_are_not_put_where_others_belong():
+    with pytest.raises(AssertionError, match="is not what this was written for"):
+        rotary._replace_frequencies(torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4))
+    assert not parallel.mpu.is_initialized()
