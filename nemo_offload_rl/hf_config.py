@@ -4,6 +4,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
+
 
 @contextmanager
 def _told(where: str) -> Iterator[None]:
@@ -59,7 +61,8 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         if not hasattr(config, key):
             raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
         with _told(f"policy.hf_config_overrides.{key}"):
-            setattr(config, key, value)
+            setattr(config, key, _rope_with_its_base(config, value) if key in _ROPE_KEYS else value)
+    _check_windows(config, overrides)
     if not config.architectures:
         from transformers import AutoModelForCausalLM
 
@@ -70,3 +73,36 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             )
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return config
+
+
+def _rope_with_its_base(config: Any, value: Mapping[str, Any] | None) -> Any:
+    """Settings of rotary embeddings for a config, with its base `rope_theta` where they name none.
+
+    transformers 5 keeps the base among these settings and would take the family's default one. Null is no scaling.
+    """
+    before = config.rope_parameters
+    if not isinstance(before, Mapping) or "rope_theta" not in before:
+        return value
+    if value is not None and not isinstance(value, Mapping):
+        return value
+    settings = {"rope_theta": before["rope_theta"], **(value or {"rope_type": "default"})}
+    if "rope_type" not in settings:
+        settings["rope_type"] = settings["type"] if "type" in settings else "default"
+    return settings
+
+
+def _check_windows(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Refuse a switch that transformers reads only while it makes a config.
+
+    Raises:
+        ValueError: windows are switched on, and no layer has one.
+    """
+    if "use_sliding_window" not in overrides or not overrides["use_sliding_window"]:
+        return
+    layers = getattr(config, "layer_types", None) or ["sliding_attention"]
+    if config.sliding_window is None or "sliding_attention" not in layers:
+        raise ValueError(
+            "policy.hf_config_overrides.use_sliding_window is true, but the model was read without windows, and no "
+            "layer has one; give sliding_window there, too, and layer_types with sliding_attention where the family "
+            "has them."
+        )

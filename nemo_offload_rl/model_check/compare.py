@@ -97,7 +97,7 @@ def compare_configs(section: Mapping[str, Any], *, reference: Any, built: Any) -
 
 def _compare_once(section: Mapping[str, Any], reference: Any, built: Any, *, seed: int) -> list[Difference]:
     data = rows(reference.vocab_size, seed)
-    with _one_rank() as device:
+    with one_rank() as device:
         with _refusals("transformers cannot build a small model with the flags of this config"):
             wanted = reference_of(copy.deepcopy(reference), data, seed=seed, device=device)
         with _refusals("Megatron cannot build this model"):
@@ -189,7 +189,7 @@ def _largest(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[f
 
 
 @contextlib.contextmanager
-def _one_rank() -> Iterator[torch.device]:
+def one_rank() -> Iterator[torch.device]:
     """A process group of this process alone, without a port; the environment is left as it was.
 
     megatron-core sets Transformer Engine's choice of attention there for the first model, and refuses another's.

@@ -71,7 +71,7 @@ def reference_of(config: Any, data: BatchedData, *, seed: int, device: torch.dev
     loss_of(logprobs).backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters(remove_duplicate=False)
+        for name, parameter in model.named_parameters()  # a tied output layer's is the embedding's
     }
     named = {name: gradient.cpu() for name, gradient in as_in_files(model, gradients).items()}
     return Reference(weights, logprobs.detach().cpu(), named)

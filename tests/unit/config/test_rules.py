@@ -11,7 +11,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES, activations, experts, graphs
+from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, experts, graphs
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.config.schema import ALGORITHMS
 from tests.unit.config.conftest import CONFIGS
@@ -249,7 +249,7 @@ BROKEN = {
 
 
 # Those of activations, of experts and of graphs have test files of their own.
-ELSEWHERE = (activations.__name__, experts.__name__, graphs.__name__)
+ELSEWHERE = (activations.__name__, architectures.__name__, experts.__name__, graphs.__name__)
 
 
 @pytest.mark.parametrize(

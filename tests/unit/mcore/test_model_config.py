@@ -1,5 +1,5 @@
 import pytest
-from support.tiny import tiny_policy
+from support.tiny import TINY_QWEN3, tiny_policy
 
 from nemo_offload_rl.mcore import model_config
 
@@ -59,6 +59,26 @@ def test_an_override_of_a_field_that_the_model_lacks_is_refused():
     policy = tiny_policy() | {"hf_config_overrides": {"num_layerz": 3}}
     with pytest.raises(ValueError, match=r"policy\.hf_config_overrides\.num_layerz: Qwen3Config has no such field"):
         model_config.hf_config(policy)
+
+
+@pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
+def test_rotary_embeddings_that_are_overridden_keep_their_base(key):
+    hf_config = TINY_QWEN3 | {"rope_parameters": {"rope_type": "default", "rope_theta": 5e5}}
+    yarn = {"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 8}
+    policy = tiny_policy(hf_config) | {"hf_config_overrides": {key: yarn}}
+    assert model_config.hf_config(policy).rope_parameters == yarn | {"rope_type": "yarn", "rope_theta": 5e5}
+    policy["hf_config_overrides"] = {key: yarn | {"rope_theta": 1e4}}
+    assert model_config.hf_config(policy).rope_parameters["rope_theta"] == 1e4
+    policy["hf_config_overrides"] = {key: None}
+    assert model_config.hf_config(policy).rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_windows_that_are_switched_on_too_late_are_refused():
+    policy = tiny_policy() | {"hf_config_overrides": {"use_sliding_window": True, "sliding_window": 8}}
+    with pytest.raises(ValueError, match=r"use_sliding_window is true, but the model was read without windows, and no"):
+        model_config.hf_config(policy)
+    policy["hf_config_overrides"]["layer_types"] = ["sliding_attention"] * 4
+    assert model_config.hf_config(policy).sliding_window == 8
 
 
 @pytest.mark.parametrize("fields", [{"model_type": "qwen99"}, {"hidden_size": 64}])

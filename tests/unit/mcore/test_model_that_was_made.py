@@ -55,9 +55,10 @@ def test_graphs_of_layers_that_the_model_lacks_are_refused(policy, message):
     [
         capturing(EXPERTS, "moe_router"),
         capturing(DENSE, "mlp"),
-        capturing(EXPERTS, "mlp", "moe_router", moe_layer_freq=[0, 1, 1, 1]),
+        capturing(EXPERTS | {"mlp_only_layers": [0]}, "mlp", "moe_router", moe_layer_freq=[0, 1, 1, 1]),
+        capturing(EXPERTS | {"mlp_only_layers": [0]}, "mlp", "moe_router"),
     ],
-    ids=["moe_router", "mlp", "both"],
+    ids=["moe_router", "mlp", "both", "both by the model"],
 )
 def test_graphs_of_layers_that_the_model_has_are_accepted(policy):
     provider = provider_of(policy)

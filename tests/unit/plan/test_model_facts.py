@@ -20,11 +20,23 @@ HF_CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3": TINY_QWEN3,
     "qwen3_moe": TINY_QWEN3_MOE,
 }
-LLAMA_WITH_BIASES = HF_CONFIGS["llama"] | {"attention_bias": True, "mlp_bias": True}
+# Of a family, with flags that change what parameters there are.
+FLAGS: dict[str, dict[str, Any]] = {
+    "attention_biases": {"attention_bias": True},
+    "mlp_biases": {"mlp_bias": True},
+    "all_biases": {"attention_bias": True, "mlp_bias": True},
+    "first_dense": {"mlp_only_layers": [0]},
+    "odd_vocabulary": {"vocab_size": 15},
+}
 ALONE: dict[str, tuple[str, dict[str, Any]]] = {
     **{family: (family, {}) for family in HF_CONFIGS},
     "qwen3_moe_frozen_router": ("qwen3_moe", {"freeze_moe_router": True}),
     "qwen3_bf16": ("qwen3", {}),
+    "llama_attention_biases": ("llama", {}),
+    "llama_mlp_biases": ("llama", {}),
+    "llama_all_biases": ("llama", {}),
+    "qwen3_attention_biases": ("qwen3", {}),
+    "qwen3_moe_first_dense": ("qwen3_moe", {"freeze_moe_router": True}),
 }
 TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
     "dp2": ("qwen2", {}),
@@ -36,6 +48,11 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
         {"pipeline_model_parallel_size": 2, "num_layers_in_first_pipeline_stage": 1},
     ),
     "pp2_vpp2": ("qwen3", {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2}),
+    "moe_pp2_first_dense": ("qwen3_moe", {"pipeline_model_parallel_size": 2}),
+    "moe_pp2_vpp2_first_dense": (
+        "qwen3_moe",
+        {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
+    ),
     "moe_dp2": ("qwen3_moe", {}),
     "moe_ep2": ("qwen3_moe", {"expert_model_parallel_size": 2, "freeze_moe_router": True}),
     "moe_tp2_etp2": ("qwen3_moe", {"tensor_model_parallel_size": 2, "expert_tensor_parallel_size": 2}),
@@ -45,8 +62,9 @@ TOGETHER: dict[str, tuple[str, dict[str, Any]]] = {
 def policy_of(layout: str) -> dict[str, Any]:
     family, megatron = (ALONE | TOGETHER)[layout]
     hf_config = HF_CONFIGS[family]
-    if "odd_vocabulary" in layout:
-        hf_config = hf_config | {"vocab_size": 15}
+    for name, flags in FLAGS.items():
+        if layout.endswith(name):
+            hf_config = hf_config | flags
     even: dict[str, Any] = {"num_layers_in_first_pipeline_stage": None, "num_layers_in_last_pipeline_stage": None}
     return tiny_policy(hf_config, "bfloat16" if layout.endswith("bf16") else "float32", **(even | megatron))
 
@@ -81,21 +99,6 @@ def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
     )
 
 
-def count_with_biases(rank: int, world_size: int, port: int) -> int:
-    """Parameters of a Llama with all biases, which Megatron-Bridge can build, though not load."""
-    from nemo_offload_rl.mcore import parallel
-    from nemo_offload_rl.mcore.model_config import make_bridge, make_ddp_config, make_provider
-
-    policy = tiny_policy(LLAMA_WITH_BIASES)
-    join(policy, rank, world_size, port)
-    provider = make_provider(policy, make_bridge(policy))
-    [model] = provider.provide_distributed_model(
-        ddp_config=make_ddp_config(policy), wrap_with_ddp=False, use_cpu_initialization=True
-    )
-    parallel.destroy()
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[str, Any]:
     """What a worker really holds, and the config that transformers makes of the recipe's mapping."""
     from megatron.core import parallel_state
@@ -124,8 +127,7 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
 
 
 def build_all_alone(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
-    built = {name: build_and_count(name, rank, world_size, port) for name, port in zip(ALONE, ports[1:], strict=True)}
-    return built | {"biases": {"num_params": count_with_biases(rank, world_size, ports[0])}}
+    return {name: build_and_count(name, rank, world_size, port) for name, port in zip(ALONE, ports, strict=True)}
 
 
 def build_all_together(rank: int, world_size: int, ports: list[int]) -> dict[str, dict[str, Any]]:
@@ -134,7 +136,7 @@ def build_all_together(rank: int, world_size: int, ports: list[int]) -> dict[str
 
 @pytest.fixture(scope="module")
 def alone() -> dict[str, dict[str, Any]]:
-    return run_ranks(build_all_alone, 1, num_ports=len(ALONE) + 1)[0]
+    return run_ranks(build_all_alone, 1, num_ports=len(ALONE))[0]
 
 
 @pytest.fixture(scope="module")
@@ -247,12 +249,13 @@ def test_without_the_distributed_optimizer_every_rank_keeps_all():
     assert facts.num_optimizer_params == facts.num_params
 
 
-def test_biases_are_counted_exactly(alone):
-    policy = policy_of("llama")
-    [facts] = shard_facts(LLAMA_WITH_BIASES, policy, world_size=1, keeps_reference=False)
-    assert facts.num_params == alone["biases"]["num_params"]
-    [without] = shard_facts(HF_CONFIGS["llama"], policy, world_size=1, keeps_reference=False)
-    assert without.num_params < facts.num_params
+def test_layers_of_experts_that_are_not_the_models_own_are_refused():
+    policy = policy_of("qwen3_moe_first_dense")
+    policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1]
+    shard_facts(policy["hf_config"] | {"tie_word_embeddings": True}, policy, world_size=1, keeps_reference=False)
+    policy["megatron_cfg"]["moe_layer_freq"] = 2
+    with pytest.raises(ValueError, match=r"moe_layer_freq is 2, but by mlp_only_layers and .* in 3 of its 4 layers"):
+        shard_facts(policy["hf_config"], policy, world_size=1, keeps_reference=False)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,73 @@
+"""Models that Megatron would compute otherwise than transformers does are refused in recipes."""
+
+import json
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.rules import RULES, architectures
+from tests.unit.config.conftest import CONFIGS, each_of
+from tests.unit.config.test_activation_rules import EXPERTS
+
+HF, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
+ALONE = "~warm_start"
+ONE_EXPERT = f"+{HF}.num_experts_per_tok=1"
+
+BROKEN = {
+    "models_are_computed_as_transformers_does": [
+        (
+            [ALONE, f"{HF}.model_type=gemma2"],
+            f"{HF}: is of the family gemma2, whose capped scores, norms behind layers and alternating windows Megatron",
+        ),
+        (
+            [f"+{HF}.rope_parameters={{rope_type: dynamic, factor: 2.0}}"],
+            f"{HF}: has rotary embeddings of rope_type 'dynamic', which Megatron cannot follow; it can with 'default', "
+            "'linear', 'llama3' or 'yarn': give one of these as rope_parameters in policy.hf_config_overrides",
+        ),
+        (
+            [f"+{OVERRIDES}={{rope_scaling: {{type: longrope, factor: 2.0}}}}"],
+            "has rotary embeddings of rope_type 'longrope', which",
+        ),
+        (
+            [f"+{HF}.rope_parameters={{rope_type: linear, factor: 2.0, partial_rotary_factor: 0.5}}"],
+            "has rope_parameters with rope_type linear and partial_rotary_factor 0.5, but its attention turns whole",
+        ),
+        (
+            [*EXPERTS, ONE_EXPERT, f"+{HF}.norm_topk_prob=true"],
+            "has num_experts_per_tok 1 with norm_topk_prob true, with which a router has no gradient",
+        ),
+        (
+            [ALONE, f"{HF}.model_type=qwen3_moe", f"+{HF}.num_experts=0"],
+            "is of the family qwen3_moe and has num_experts 0; give experts, or a dense model of the family qwen3",
+        ),
+    ],
+}
+
+
+def test_each_rule_of_architectures_has_a_recipe_that_breaks_it():
+    assert set(BROKEN) == {rule.check.__name__ for rule in RULES if rule.check.__module__ == architectures.__name__}
+
+
+@each_of(BROKEN)
+def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message, one_problem_of):
+    assert message in one_problem_of(*overrides)
+
+
+def test_the_config_of_a_folder_is_read(tmp_path, error_of):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gemma2"}))
+    folder = [f"policy.model_name={tmp_path}", "policy.hf_config=null", "policy.tokenizer.name=x"]
+    assert "policy.model_name: is of the family gemma2, whose" in error_of(ALONE, *folder)
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        [ALONE, f"+{HF}.rope_parameters={{rope_type: yarn, factor: 2.0, original_max_position_embeddings: 8}}"],
+        [f"+{OVERRIDES}={{rope_scaling: null}}"],
+        [ALONE, f"{HF}.model_type=gemma"],
+        [*EXPERTS, ONE_EXPERT, f"+{HF}.norm_topk_prob=false"],
+    ],
+    ids=str,
+)
+def test_what_is_computed_right_is_accepted(overrides):
+    load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
