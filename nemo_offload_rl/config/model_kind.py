@@ -128,6 +128,6 @@ def _config_of(folder: Path) -> dict[str, Any] | None:
         return None
     try:
         fields = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, RecursionError, ValueError):
         return None
     return fields if isinstance(fields, dict) else None

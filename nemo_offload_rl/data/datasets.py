@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-import json
+import math
+import stat
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, overload
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.jsonl import read_rows
 from nemo_offload_rl.data.problem import Problem, ProblemSet
 
 
@@ -22,23 +24,10 @@ def load_jsonl(path: Path, input_key: str, output_key: str) -> list[Problem]:
     Raises:
         DataError: the file cannot be read or is empty, or a line is not an object with both fields; names the line.
     """
-    try:
-        # Of the characters that end a line elsewhere, some stand in JSON's strings.
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"The dataset {path} cannot be read: {error}") from error
-    problems = []
-    for number, line in enumerate(lines, start=1):
-        if line.strip():
-            try:
-                row = json.loads(line)
-            except json.JSONDecodeError as error:
-                raise DataError(f"{path}:{number} is not JSON: {error}") from error
-            except ValueError as error:  # of Python
-                raise DataError(
-                    f"{path}:{number} has an integer of more than 4,300 digits, which cannot be read; write it as text."
-                ) from error
-            problems.append(_problem_of(row, input_key, output_key, where=f"{path}:{number}"))
+    problems = [
+        _problem_of(row, input_key, output_key, where=f"{path}:{number}")
+        for number, row in read_rows(path, (input_key, output_key))
+    ]
     if not problems:
         raise DataError(f"The dataset {path} is empty: it needs one JSON object a line.")
     return problems
@@ -92,6 +81,9 @@ class HFProblems(Sequence[Problem]):
 def _open_folder(path: Path, split: str | None) -> Any:
     if not path.is_dir():
         raise DataError(f"The dataset folder {path} does not exist or is not a folder.")
+    for file in path.rglob("*"):
+        if not (stat.S_ISREG(file.stat().st_mode) or stat.S_ISDIR(file.stat().st_mode)):
+            raise DataError(f"{file}, in the folder of a dataset, is neither a file nor a folder; delete it.")
     if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
         return _saved_dataset(path, split)
     files = sorted(path.rglob(f"{split}*.parquet" if split is not None else "*.parquet"))
@@ -134,10 +126,25 @@ def _problem_of(row: Any, input_key: str, output_key: str, where: str) -> Proble
 
 def _text(row: dict[str, Any], key: str, where: str) -> str:
     if key not in row:
-        raise DataError(f"{where} has no field {key!r}; it has {', '.join(map(repr, row)) or 'none'}.")
+        names = ", ".join(map(repr, row)) or "none"
+        raise DataError(f"{where} has no field {key!r}; it has {names if len(names) <= 200 else names[:197] + '...'}.")
     value = row[key]
     if isinstance(value, str):
+        if _has_surrogate(value):
+            raise DataError(
+                f"{where}: the field {key!r} has half of a character (a lone surrogate, \\ud800 to \\udfff)."
+            )
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool):
+    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    raise DataError(f"{where}: the field {key!r} must be a text or a number, found {value!r}.")
+    kind = {list: "a list", dict: "an object"}
+    found = kind[type(value)] if type(value) in kind else repr(value)
+    raise DataError(f"{where}: the field {key!r} must be a text or a number, found {found}.")
+
+
+def _has_surrogate(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return True
+    return False

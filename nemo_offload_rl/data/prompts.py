@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.limits import MAX_TEXT_FILE_BYTES
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.vocabulary import ClosedVocabulary
+from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -165,15 +168,21 @@ def read_prompt_file(path: str | None, key: str) -> str:
         return "{}"
     template = read_text_file(path, key)
     try:
-        rendered = [template.format(prompt) for prompt in ("first", "second")]
-    except (IndexError, KeyError, ValueError) as error:
-        raise DataError(
-            f"{key}: {path} is not a prompt template ({error}): write {{}} where the prompt goes, and {{{{ or }}}} for "
-            "a brace."
-        ) from error
-    if rendered[0] == rendered[1]:
+        fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
+    except ValueError as error:
+        raise DataError(f"{key}: {path} is not a prompt template ({error}): {_TEMPLATE_RULE}") from error
+    for name, specification, conversion in fields:
+        if name not in ("", "0") or specification or conversion:
+            written = f"{name}{'!' + conversion if conversion else ''}{':' + specification if specification else ''}"
+            raise DataError(f"{key}: {path} is not a prompt template (it has {{{written}}}): {_TEMPLATE_RULE}")
+    if not fields:
         raise DataError(f"{key}: {path} has no {{}}, so every prompt would be the same: write {{}} where it goes.")
+    if {name for name, _, _ in fields} == {"", "0"} or [name for name, _, _ in fields].count("") > 1:
+        raise DataError(f"{key}: {path} is not a prompt template (it has {{}} more than once): write {{0}} for each.")
     return template
+
+
+_TEMPLATE_RULE = "write {} where the prompt goes, and {{ or }} for a brace."
 
 
 def read_text_file(path: str, key: str) -> str:
@@ -183,6 +192,9 @@ def read_text_file(path: str, key: str) -> str:
         DataError: the file cannot be read.
     """
     try:
-        return Path(path).read_text(encoding="utf-8-sig")  # a byte order mark is no part of the text
-    except (OSError, UnicodeDecodeError) as error:
-        raise DataError(f"{key}: {path} cannot be read: {error}") from error
+        # A byte order mark is no part of the text.
+        text = read_regular_file(Path(path), MAX_TEXT_FILE_BYTES).decode("utf-8-sig")
+    except (UnreadableFileError, UnicodeDecodeError) as error:
+        reason = error.reason if isinstance(error, UnreadableFileError) else error
+        raise DataError(f"{key}: {path} cannot be read: {reason}") from error
+    return text.replace("\r\n", "\n").replace("\r", "\n")

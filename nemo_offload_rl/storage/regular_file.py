@@ -18,11 +18,14 @@ class UnreadableFileError(ValueError):
     """A path that cannot be read as a file; the message goes on after its name, as in "is a folder, no file".
 
     Attributes:
+        reason: what goes on after "cannot be read:".
         is_absent: whether nothing is there.
     """
 
     def __init__(self, reason: str, *, is_absent: bool = False) -> None:
-        super().__init__(reason)
+        is_of_file = reason.startswith("it ")
+        super().__init__(reason.removeprefix("it ") if is_of_file else f"cannot be read: {reason}")
+        self.reason = reason
         self.is_absent = is_absent
 
 
@@ -35,15 +38,15 @@ def open_regular_file(path: Path) -> BinaryIO:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     except (FileNotFoundError, NotADirectoryError) as error:
-        raise UnreadableFileError("does not exist", is_absent=True) from error
+        raise UnreadableFileError("it does not exist", is_absent=True) from error
     except OSError as error:
-        raise UnreadableFileError(f"cannot be read: {(error.strerror or str(error)).lower()}") from error
+        raise UnreadableFileError(f"{(error.strerror or str(error)).lower()}") from error
     except ValueError as error:  # a null character in the path
-        raise UnreadableFileError(f"cannot be read: {error}") from error
+        raise UnreadableFileError(str(error)) from error
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
-        raise UnreadableFileError(f"is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, no file")
+        raise UnreadableFileError(f"it is {_KINDS.get(stat.S_IFMT(mode), 'something else')}, no file")
     return os.fdopen(descriptor, "rb")
 
 
@@ -60,5 +63,5 @@ def read_regular_file(path: Path, max_bytes: int) -> bytes:
     with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
     if len(content) > max_bytes:
-        raise UnreadableFileError(f"has more than {max_bytes:,} bytes, the most that is read of it")
+        raise UnreadableFileError(f"it has more than {max_bytes:,} bytes, the most that is read of it")
     return content

@@ -1,0 +1,101 @@
+"""Files that are no data: each is refused at once, with its line."""
+
+import os
+
+import pytest
+
+from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.limits import MAX_LINE_CHARS
+from nemo_offload_rl.data.prompts import read_prompt_file, read_text_file
+
+GOOD = b'{"question": "1+1", "answer": "2"}\n'
+
+
+def error_of(tmp_path, *lines: bytes) -> str:
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"".join([GOOD, *lines]))
+    with pytest.raises(DataError) as caught:
+        load_jsonl(path, "question", "answer")
+    assert len(str(caught.value)) < 600
+    return str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        (b"[" * 100_000, "a.jsonl:2 has lists or objects too deep in one another to read"),
+        (b'{"a":' * 100_000, "a.jsonl:2 has lists or objects too deep in one another to read"),
+        (b'{"question": "1", "answer": NaN}', "the field 'answer' must be a text or a number, found nan"),
+        (b'{"question": "1", "answer": -Infinity}', "the field 'answer' must be a text or a number, found -inf"),
+        (b'{"question": "1", "answer": 1e400}', "the field 'answer' must be a text or a number, found inf"),
+        (b'{"question": "1", "answer": "\\ud800"}', "a.jsonl:2: the field 'answer' has half of a character"),
+        (b'{"question": "1", "answer": "2", "answer": "3"}', "a.jsonl:2 has the field 'answer' twice; delete one"),
+        (b'{"question": "1", "answer": ' + b"[" * 900 + b"]" * 900 + b"}", "found a list"),
+        (b"\xff", "cannot be read: 'utf-8' codec can't decode byte 0xff"),
+        (b"\x00" * 100, "a.jsonl:2 is not JSON"),
+        (b'{"a": "' + b"x" * MAX_LINE_CHARS + b'"}', "a.jsonl:2 has more than 16,777,216 characters"),
+        (b"{" + b", ".join(b'"k%d": 1' % n for n in range(10_000)) + b"}", "has no field 'question'; it has 'k0'"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_a_line_that_cannot_be_used_is_named(tmp_path, line, message):
+    assert message in error_of(tmp_path, line)
+
+
+def test_what_is_odd_and_right_is_read(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(
+        b'{"question": "1", "answer": "' + b"x" * 10**7 + b'"}\r'
+        b'{"question": "\\u0000", "answer": 2.50, "score": NaN}\r'
+        b'{"id": 1, "question": "a\xe2\x80\xa8b", "answer": "\\ud83d\\ude00", "id": 2}'
+    )
+    problems = load_jsonl(path, "question", "answer")
+    assert [problem.prompt for problem in problems] == ["1", "\0", "a\u2028b"]
+    assert [problem.answer[:3] for problem in problems] == ["xxx", "2.5", "\U0001f600"]
+    assert problems[2].where == f"{path}:3"
+
+
+NO_FILES = {
+    "a FIFO": (os.mkfifo, "it is a FIFO, no file"),
+    "a device": (lambda path: path.symlink_to("/dev/zero"), "it is a device, no file"),
+    "a link to itself": (lambda path: path.symlink_to(path), "too many levels of symbolic links"),
+    "a folder": (lambda path: path.mkdir(), "it is a folder, no file"),
+}
+
+
+@pytest.mark.parametrize(("make", "message"), NO_FILES.values(), ids=NO_FILES)
+def test_what_is_no_file_is_not_waited_for(tmp_path, make, message):
+    path = tmp_path / "odd"
+    make(path)
+    with pytest.raises(DataError, match=f"The dataset .*odd cannot be read: {message}"):
+        load_jsonl(path, "question", "answer")
+    with pytest.raises(DataError, match=f"data.default.prompt_file: .*odd cannot be read: {message}"):
+        read_text_file(str(path), "data.default.prompt_file")
+
+
+def test_a_fifo_in_the_folder_of_a_dataset_is_not_waited_for(tmp_path):
+    os.mkfifo(tmp_path / "state.json")
+    with pytest.raises(DataError, match=r"state\.json, in the folder of a dataset, is neither a file nor a folder"):
+        load_hf_folder(tmp_path, None, "question", "answer")
+
+
+def test_a_prompt_file_is_limited(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_bytes(b"{}" + b"x" * 2**20)
+    with pytest.raises(DataError, match="cannot be read: it has more than 1,048,576 bytes"):
+        read_prompt_file(str(path), "data.default.prompt_file")
+
+
+@pytest.mark.parametrize("field", ["{:>99999999999}", "{0.upper}", "{.upper}", "{0[0]}", "{!r}", "{prompt}", "{1}"])
+def test_a_template_has_no_place_but_that_of_the_prompt(tmp_path, field):
+    path = tmp_path / "prompt.txt"
+    path.write_text(f"Solve {field}.")
+    with pytest.raises(DataError, match="is not a prompt template"):
+        read_prompt_file(str(path), "data.default.prompt_file")
+
+
+def test_a_template_may_name_the_prompt_twice(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("{0}? Again: {0} {{}}")
+    assert read_prompt_file(str(path), "data.default.prompt_file").format("1+1") == "1+1? Again: 1+1 {}"
