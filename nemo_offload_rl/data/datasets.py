@@ -137,8 +137,7 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
         return value
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
         return str(value)
-    kind = {list: "a list", dict: "an object"}
-    found = kind[type(value)] if type(value) in kind else repr(value)
+    found = "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else repr(value)
     raise DataError(f"{where}: the field {key!r} must be a text or a number, found {found}.")
 
 
