@@ -7,6 +7,10 @@ from typing import Any
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
 
 
+class UnreachableModelError(ValueError):
+    """A model that is neither in a folder nor on a hub that can be reached."""
+
+
 @contextmanager
 def _told(where: str) -> Iterator[None]:
     """What transformers does with values that a model cannot have: it checks some of them, and fails in others.
@@ -30,9 +34,9 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         `hf_config_overrides` applied.
 
     Raises:
-        ValueError: if `model_name` is neither a folder nor a name that can be resolved, if transformers does not know
-            the mapping's `model_type` or has no causal language model of it, if a field has a value that it cannot
-            have, or an override names no field.
+        UnreachableModelError: `model_name` is neither a folder nor a name that can be resolved.
+        ValueError: if transformers does not know the mapping's `model_type` or has no causal language model of it, if a
+            field has a value that it cannot have, or an override names no field.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -52,7 +56,7 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             with _told(f"The config of policy.model_name {policy['model_name']!r}"):
                 config = AutoConfig.from_pretrained(policy["model_name"])
         except OSError as error:
-            raise ValueError(
+            raise UnreachableModelError(
                 f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
                 f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"
             ) from error

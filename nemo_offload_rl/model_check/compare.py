@@ -4,27 +4,27 @@ import contextlib
 import copy
 import io
 import os
+import textwrap
+import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
 from nemo_offload_rl.mcore.build import load_weights
-from nemo_offload_rl.mcore.microbatches import MicroBatch, padded_microbatches
+from nemo_offload_rl.mcore.microbatches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.model_config import bridge_of_config, make_provider
 from nemo_offload_rl.mcore.step import model_logprobs
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.reference import Reference, loss_of, reference_of, rows
-from nemo_offload_rl.model_check.twin import twin_of
+from nemo_offload_rl.model_check.result import CheckResult, Difference
+from nemo_offload_rl.model_check.twin import twin_config
 
-LOGPROB_LIMIT = 1e-4
-"""Rounding in float32 makes 5e-6 of it; the smallest mistake known, of rope with scaled wavelengths, 4e-3."""
-GRADIENT_LIMIT = 1e-3
-"""Relative. Rounding makes 3e-6 of it; a term that is forgotten or counted twice makes 1e-2 and more."""
 _SMALL_GRADIENT = 1e-3
 """A parameter's gradient counts as at least this share of what the whole gradient's mean square would make it.
 
@@ -36,28 +36,13 @@ class UnbuildableError(ValueError):
     """The model cannot be built with Megatron, or its twin with transformers."""
 
 
-@dataclass(frozen=True)
-class Difference:
-    """How far apart the two models are.
-
-    Attributes:
-        batches: padded or packed.
-        precision: float32 or bfloat16.
-        logprob: the largest difference of a token's log-prob.
-        gradient: the largest relative difference of a parameter's gradient.
-        parameter: its name, as in files.
-    """
-
-    batches: str
-    precision: str
-    logprob: float
-    gradient: float
-    parameter: str
-
-    @property
-    def is_rounding(self) -> bool:
-        """Whether rounding explains it."""
-        return self.logprob <= LOGPROB_LIMIT and self.gradient <= GRADIENT_LIMIT  # False for NaN
+def check(policy: Mapping[str, Any]) -> CheckResult:
+    """`compare`, with what it was done on."""
+    start = time.perf_counter()
+    differences = compare(policy)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    layers = "Transformer Engine" if have_transformer_engine() else "local"
+    return CheckResult(tuple(differences), device, layers, time.perf_counter() - start)
 
 
 def compare(policy: Mapping[str, Any]) -> list[Difference]:
@@ -97,14 +82,21 @@ def compare_configs(section: Mapping[str, Any], *, reference: Any, built: Any) -
 
 def _compare_once(section: Mapping[str, Any], reference: Any, built: Any, *, seed: int) -> list[Difference]:
     data = rows(reference.vocab_size, seed)
+    batches = {"padded": padded_microbatches(data, data.size)[0]}
+    if have_transformer_engine():
+        every_row = [list(range(data.size))]
+        batches["packed"] = packed_microbatches(data, every_row, divisible_by=1, row_divisible_by=1)[0]
     with one_rank() as device:
         with _refusals("transformers cannot build a small model with the flags of this config"):
             wanted = reference_of(copy.deepcopy(reference), data, seed=seed, device=device)
-        with _refusals("Megatron cannot build this model"):
+        with _refusals("Megatron cannot compute this model"):
             bridge, provider, model = _megatron_model(section, copy.deepcopy(built))
             load_weights(bridge, [model], wanted.weights)
-            batch = padded_microbatches(data, data.size)[0]
-            return [_difference("padded", wanted, bridge, model, batch, provider.vocab_size, device)]
+            passes = {name: _backward(model, batch, provider.vocab_size, device) for name, batch in batches.items()}
+            return [
+                _difference(name, wanted, logprobs, _exported(bridge, model, gradients))
+                for name, (logprobs, gradients) in passes.items()
+            ]
 
 
 @contextlib.contextmanager
@@ -114,22 +106,15 @@ def _refusals(sentence: str) -> Iterator[None]:
     try:
         yield
     except kinds as error:
-        raise UnbuildableError(f"{sentence}: {type(error).__name__}: {' '.join(str(error).split())}") from error
-
-
-def twin_config(whole: Any) -> Any:
-    """The twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
-    config = copy.deepcopy(whole)
-    before = config.to_dict()
-    for key, value in twin_of(before).items():
-        if value != before[key]:
-            setattr(config, key, value)
-    return config
+        said = textwrap.shorten(str(error), width=400, placeholder=" ...")
+        raise UnbuildableError(f"{sentence}: {type(error).__name__}: {said}") from error
 
 
 def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, torch.nn.Module]:
     bridge = bridge_of_config(twin)
     provider = make_provider(section, bridge)
+    # Of Transformer Engine's ways of attention the one that computes in float32, padded and packed.
+    provider.attention_backend = AttnBackend.unfused
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
         chunks = provider.provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=provider.use_cpu_initialization
@@ -137,30 +122,24 @@ def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, to
     return bridge, provider, chunks[0]
 
 
-def _difference(
-    name: str,
-    reference: Reference,
-    bridge: Any,
-    model: torch.nn.Module,
-    batch: MicroBatch,
-    vocab_size: int,
-    device: torch.device,
-) -> Difference:
+def _backward(
+    model: torch.nn.Module, batch: MicroBatch, vocab_size: int, device: torch.device
+) -> tuple[Tensor, dict[str, Tensor | None]]:
+    """Log-probs [n, S] of a micro-batch on the CPU, and the gradients of their loss by the model's own names."""
+    for parameter in model.parameters():
+        parameter.grad = None
     logprobs = model_logprobs(model, batch, vocab_size=vocab_size, device=device)
     loss_of(logprobs).backward()
-    worst = float((logprobs.detach().cpu() - reference.logprobs).abs().max())
-    gradient, parameter = _largest(reference.gradients, _exported_gradients(bridge, model))
-    return Difference(name, "float32", worst, gradient, parameter)
+    return logprobs.detach().cpu(), {name: parameter.grad for name, parameter in model.named_parameters()}
 
 
 @torch.no_grad()
-def _exported_gradients(bridge: Any, model: torch.nn.Module) -> dict[str, Tensor]:
+def _exported(bridge: Any, model: torch.nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
     """The model's gradients, named and shaped as weights in files; its weights are gone afterwards.
 
     The bridge exports weights by maps that are linear but for a constant, such as the 1 of norms that hold their weight
     less 1: the gradients are put in the place of the weights, and what is exported of zeros is taken off.
     """
-    gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
     for parameter in model.parameters():
         parameter.zero_()
     constant = {name: tensor.clone().cpu() for name, tensor in bridge.export_hf_weights([model], show_progress=False)}
@@ -169,6 +148,11 @@ def _exported_gradients(bridge: Any, model: torch.nn.Module) -> dict[str, Tensor
             parameter.copy_(gradient)
     exported = {name: tensor.clone().cpu() for name, tensor in bridge.export_hf_weights([model], show_progress=False)}
     return {name: tensor - constant[name] for name, tensor in exported.items()}
+
+
+def _difference(name: str, wanted: Reference, logprobs: Tensor, gradients: Mapping[str, Tensor]) -> Difference:
+    worst = float((logprobs - wanted.logprobs).abs().max())
+    return Difference(name, worst, *_largest(wanted.gradients, gradients))
 
 
 def _largest(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[float, str]:
@@ -195,6 +179,8 @@ def one_rank() -> Iterator[torch.device]:
     megatron-core sets Transformer Engine's choice of attention there for the first model, and refuses another's.
     """
     environment = dict(os.environ)
+    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
+        os.environ.pop(name, None)
     on_gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if on_gpu else torch.device("cpu")
     torch.distributed.init_process_group(

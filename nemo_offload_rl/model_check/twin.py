@@ -5,6 +5,7 @@ base. What is a size becomes small, in the same relations (query heads for each 
 is a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: windows that no row exceeds change nothing.
 """
 
+import copy
 import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -58,6 +59,16 @@ SIZE_KEYS = frozenset(
     | {*_SIZES, *_LATENT_SIZES, *_NUM_EXPERTS_KEYS, *_TOPK_KEYS, *_TOKEN_KEYS}
 )
 """Keys that say how large a model is, and nothing of how it computes."""
+
+
+def twin_config(whole: Any) -> Any:
+    """The twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
+    config = copy.deepcopy(whole)
+    before = config.to_dict()
+    for key, value in twin_of(before).items():
+        if value != before[key]:
+            setattr(config, key, value)
+    return config
 
 
 def twin_of(config: Mapping[str, Any]) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from nemo_offload_rl.worker.wire import WireBatch
 
 logger = logging.getLogger(__name__)
 
-MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.worker:MegatronPolicyWorker"
+MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.checked:CheckedPolicyWorker"
 
 # After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
 FAILURE_GRACE_S = 5.0

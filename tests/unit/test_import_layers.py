@@ -55,14 +55,13 @@ LAYERS = {
         "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
         "config.model_kind", "config.unsupported_models", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
-    "model_check": layer("mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
+    "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
-    "model_check.alone": layer("model_check.twin", never="torch ray megatron transformer_engine transformers"),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
     "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
     "worker": layer(
-        "plan", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract", "hf_config",
-        *LEAVES
+        "plan", "model_check", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract",
+        "hf_config", *LEAVES
     ),
     "algorithms": layer(
         "worker.group", "worker.environment", "generation", "refit", "data", "environments", "placement.cluster",
@@ -70,7 +69,7 @@ LAYERS = {
     ),
     "cli": layer(
         "config", "plan", "offload", "placement", "data", "environments", "mcore", "refit", "generation", "worker",
-        "algorithms", "hf_config", *LEAVES,
+        "model_check", "algorithms", "hf_config", *LEAVES,
     ),
 }  # fmt: skip
 

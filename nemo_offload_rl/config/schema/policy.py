@@ -63,6 +63,9 @@ class PolicyConfig(TypedDict):
     # A Hugging Face config as a mapping (model_type, hidden_size ...), from which a model with random weights is built.
     # Null or absent: the model's own config and weights, from model_name.
     hf_config: NotRequired[HfConfigFields | None]
+    # Train a model that the check against transformers refuses, or that it cannot compute: the check compares a small
+    # twin of it with the same flags, and is not done. Recommended: false. Absent: false.
+    skip_model_check: NotRequired[bool]
     # Fields of the Hugging Face config that are set anew, such as {rope_theta: 1000000}. Absent: none.
     hf_config_overrides: NotRequired[HfConfigFields]
     # The tokenizer.

@@ -1,0 +1,85 @@
+"""Keeps results of checks on disk, so that a model is checked once by each version of what computes it."""
+
+import hashlib
+import importlib.metadata
+import json
+import os
+import tempfile
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import nemo_offload_rl
+from nemo_offload_rl.model_check.result import CheckResult
+
+_LIBRARIES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine")
+# What of this package decides how a model and its twin are built and compared.
+_SOURCES = ("hf_config.py", "mcore", "model_check")
+
+
+def folder() -> Path:
+    """Where results are kept: below XDG_CACHE_HOME, or ~/.cache where that is not set."""
+    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(home) / nemo_offload_rl.__name__ / "model_check"
+
+
+def key_of(section: Mapping[str, Any], *, device: str) -> str:
+    """The name under which the result for a twin is kept.
+
+    Args:
+        section: the twin's policy section, with its Hugging Face config.
+        device: the name of the GPU, or cpu.
+    """
+    parts = {"section": section, "device": device, "versions": _versions(), "source": _source_hash()}
+    return hashlib.sha256(json.dumps(parts, sort_keys=True, default=repr).encode()).hexdigest()
+
+
+def read(key: str) -> CheckResult | None:
+    """The result that is kept under a name; None where there is none that can be read."""
+    try:
+        return CheckResult.from_json(json.loads((folder() / f"{key}.json").read_text(encoding="utf-8")))
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the check is done again
+        return None
+
+
+def write(key: str, result: CheckResult) -> None:
+    """Keep a result; where the folder cannot be written, it is not kept."""
+    path = folder() / f"{key}.json"
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".partial", delete=False) as file:
+            try:
+                json.dump(result.to_json(), file, allow_nan=False)
+                file.flush()
+                os.fsync(file.fileno())
+                os.replace(file.name, path)
+            except BaseException:
+                os.unlink(file.name)
+                raise
+    except OSError:  # a home that cannot be written is no reason against training
+        return
+
+
+@cache
+def _versions() -> dict[str, str | None]:
+    return {name: _version(name) for name in _LIBRARIES}
+
+
+def _version(name: str) -> str | None:
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+@cache
+def _source_hash() -> str:
+    """A hash of this package's own files that decide the result; its version does not change with every commit."""
+    root = Path(nemo_offload_rl.__file__).parent
+    digest = hashlib.sha256()
+    for name in _SOURCES:
+        path = root / name
+        for file in sorted(path.rglob("*.py")) if path.is_dir() else [path]:
+            digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())
+    return digest.hexdigest()

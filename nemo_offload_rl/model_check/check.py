@@ -1,0 +1,90 @@
+"""The check of a run's model: from the kept result, or by a process beside whatever else is done meanwhile."""
+
+import logging
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Self
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.model_check import cache
+from nemo_offload_rl.model_check.alone import alone
+from nemo_offload_rl.model_check.flags import changed_flags, show_flags
+from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
+from nemo_offload_rl.model_check.result import CheckResult, describe, refusal
+from nemo_offload_rl.model_check.twin import twin_config
+
+logger = logging.getLogger(__name__)
+
+
+class ModelCheck:
+    """The check of one model; a context manager around what is done beside it.
+
+    Leaving it with an error that says nothing to users asks the check first, which may know what is wrong.
+    """
+
+    def __init__(self, policy: Mapping[str, Any], *, device: str) -> None:
+        """Start the check, unless its result is known or the recipe skips it.
+
+        Args:
+            policy: a recipe's policy section, validated.
+            device: the name of the GPU that the model runs on, or cpu.
+
+        Raises:
+            ModelCheckError: a kept result says that the model is computed wrongly.
+            ValueError: the model's Hugging Face config cannot be.
+        """
+        self._config = hf_config(policy)
+        self._skips = "skip_model_check" in policy and policy["skip_model_check"]
+        self._key = cache.key_of(alone(policy, twin_config(self._config).to_dict()), device=device)
+        self._known = cache.read(self._key)
+        self._process = None if self._known or self._skips else CheckProcess(policy)
+        if self._known is not None and not self._skips:
+            self._refuse_wrong(self._known)
+
+    def finish(self) -> str:
+        """Wait for the result.
+
+        Returns:
+            What the user is told.
+
+        Raises:
+            ModelCheckError: the model is computed wrongly, or cannot be computed.
+        """
+        result = self._known
+        if self._process is not None:
+            try:
+                result = self._process.result()
+            except CheckTimeoutError as error:
+                return f"The model was not checked against transformers: {error}."
+            except ModelCheckError as error:
+                raise ModelCheckError(f"{error}; policy.skip_model_check: true trains without the check") from error
+            cache.write(self._key, result)
+        if result is None:
+            return "The model was not checked against transformers: policy.skip_model_check is true."
+        if self._skips and not result.is_right:
+            return f"The model is trained though Megatron computes it otherwise than transformers: {describe(result)}."
+        self._refuse_wrong(result)
+        return f"Megatron computes the model as transformers does: {describe(result)}."
+
+    def close(self) -> None:
+        """End the process if it still runs."""
+        if self._process is not None:
+            self._process.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        try:
+            if isinstance(error, Exception) and not isinstance(error, ValueError) and self._process is not None:
+                self.finish()
+        finally:
+            self.close()
+
+    def _refuse_wrong(self, result: CheckResult) -> None:
+        if not result.is_right:
+            defaults = type(self._config)().to_dict()
+            flags = changed_flags(self._config.to_dict(), defaults)
+            raise ModelCheckError(refusal(result, self._config.model_type, show_flags(flags)))

@@ -1,0 +1,105 @@
+"""Runs the comparison in a process of its own, which ends with the one that started it."""
+
+import json
+import os
+import subprocess
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import nemo_offload_rl
+from nemo_offload_rl.model_check.result import CheckResult
+
+REQUEST_ON_STDIN = "--request-on-stdin"
+TIMEOUT_S = 600.0
+ENVIRONMENT = {
+    "NVIDIA_TF32_OVERRIDE": "0",  # Transformer Engine multiplies float32 matrices in TF32 otherwise
+    "TORCHDYNAMO_DISABLE": "1",  # compiling megatron-core's small fusions takes longer than everything else
+}
+
+
+class ModelCheckError(ValueError):
+    """A model that Megatron computes wrongly, or that it or the check cannot compute at all."""
+
+
+class CheckTimeoutError(Exception):
+    """A check that was not done in time; its process has been killed."""
+
+
+class CheckProcess:
+    """A comparison under way.
+
+    The process reads the policy from its standard input, which stays open: it ends where that is closed, so also where
+    this process is killed.
+    """
+
+    def __init__(self, policy: Mapping[str, Any]) -> None:
+        """Start the process.
+
+        Args:
+            policy: a recipe's policy section; what JSON has no word for must not be in it.
+        """
+        # A file, since a pipe that is not read meanwhile may fill up; `close` closes it.
+        self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __package__, REQUEST_ON_STDIN],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            env=_environment(),
+            text=True,
+            encoding="utf-8",
+        )
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(json.dumps(policy) + "\n")
+            self._process.stdin.flush()
+        except BrokenPipeError:  # it has ended already: `result` says why
+            return
+
+    def result(self, timeout_s: float = TIMEOUT_S) -> CheckResult:
+        """Wait for the result.
+
+        Raises:
+            ModelCheckError: one of the libraries refuses the model, or the process failed.
+            CheckTimeoutError: it took longer; the process has been killed.
+        """
+        try:
+            self._process.wait(timeout_s)
+        except subprocess.TimeoutExpired as error:
+            self.close()
+            raise CheckTimeoutError(f"it was not done in {timeout_s:.0f} s") from error
+        assert self._process.stdout is not None
+        answer, status = self._process.stdout.read(), self._process.returncode
+        self._errors.seek(0)
+        said = self._errors.read().strip().splitlines()
+        self.close()
+        if status:
+            last = said[-1] if said else "it said nothing"
+            raise ModelCheckError(f"The check of the model failed with status {status}: {last}")
+        found = json.loads(answer)
+        if "error" in found:
+            raise ModelCheckError(found["error"])
+        return CheckResult.from_json(found)
+
+    def close(self) -> None:
+        """End the process if it still runs; safe to call twice."""
+        self._process.kill()
+        self._process.wait()
+        for stream in (self._process.stdin, self._process.stdout, self._errors):
+            if stream is not None:
+                try:
+                    stream.close()
+                except BrokenPipeError:  # what it never read
+                    continue
+
+
+def _environment() -> dict[str, str]:
+    environment = os.environ | ENVIRONMENT
+    root = str(Path(nemo_offload_rl.__file__).parents[1])
+    if root not in sysconfig.get_paths().values():  # run from a folder of sources
+        environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
+    return environment

@@ -1,0 +1,119 @@
+"""What a check of a model found, as it is kept in files and said to users; imports nothing of a library's."""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any, Self
+
+LOGPROB_LIMIT = 1e-4
+"""Rounding in float32 makes 5e-6 of it; the smallest mistake known, of rope with scaled wavelengths, 4e-3."""
+GRADIENT_LIMIT = 1e-3
+"""Relative. Rounding makes 3e-6 of it; a term that is forgotten or counted twice makes 1e-2 and more."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far apart the two models are.
+
+    Attributes:
+        batches: padded or packed.
+        logprob: the largest difference of a token's log-prob.
+        gradient: the largest relative difference of a parameter's gradient.
+        parameter: its name, as in files.
+    """
+
+    batches: str
+    logprob: float
+    gradient: float
+    parameter: str
+
+    @property
+    def is_rounding(self) -> bool:
+        """Whether rounding explains it."""
+        return self.logprob <= LOGPROB_LIMIT and self.gradient <= GRADIENT_LIMIT  # False for NaN
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """What one check found.
+
+    Attributes:
+        differences: one entry for each kind of batches.
+        device: the name of the GPU, or cpu.
+        layers: whose layer specification it was: Transformer Engine or local.
+        seconds: what the comparison took, without imports.
+    """
+
+    differences: tuple[Difference, ...]
+    device: str
+    layers: str
+    seconds: float
+
+    @property
+    def is_right(self) -> bool:
+        """Whether rounding explains every difference."""
+        return all(difference.is_rounding for difference in self.differences)
+
+    @property
+    def worst(self) -> Difference:
+        """The difference that is farthest from what rounding makes."""
+        return max(self.differences, key=_excess)
+
+    def to_json(self) -> dict[str, Any]:
+        """As `from_json` reads it; a number that is not finite becomes null."""
+        fields = asdict(self)
+        for entry in fields["differences"]:
+            entry |= {key: None for key in ("logprob", "gradient") if not math.isfinite(entry[key])}
+        return fields
+
+    @classmethod
+    def from_json(cls, fields: Mapping[str, Any]) -> Self:
+        """The result that `to_json` wrote.
+
+        Raises:
+            KeyError: a field is missing.
+            TypeError: a field is of another type.
+        """
+        differences = tuple(
+            Difference(str(entry["batches"]), _number(entry["logprob"]), _number(entry["gradient"]), entry["parameter"])
+            for entry in fields["differences"]
+        )
+        return cls(differences, str(fields["device"]), str(fields["layers"]), _number(fields["seconds"]))
+
+
+def _number(value: Any) -> float:
+    return math.nan if value is None else float(value)
+
+
+def _excess(difference: Difference) -> float:
+    values = (difference.logprob / LOGPROB_LIMIT, difference.gradient / GRADIENT_LIMIT)
+    return math.inf if any(math.isnan(value) for value in values) else max(values)
+
+
+def describe(result: CheckResult) -> str:
+    """The result as half a sentence: what differs by how much, and where that was found."""
+    worst = result.worst
+    batches = " and ".join(difference.batches for difference in result.differences)
+    gradient = f"gradients by {worst.gradient:.2g}" + (f" ({worst.parameter})" if not worst.is_rounding else "")
+    where = (
+        "with Transformer Engine's layers"
+        if result.layers == "Transformer Engine"
+        else "with the local layer specification, so that Transformer Engine's was not checked"
+    )
+    return f"log-probs of a small twin differ by {worst.logprob:.2g}, its {gradient}, {batches}, {where}"
+
+
+def refusal(result: CheckResult, model_type: str, flags: Sequence[str]) -> str:
+    """The sentence that refuses a model.
+
+    Args:
+        result: of its check.
+        model_type: the family.
+        flags: the config's keys that are not the family's defaults, each with its value.
+    """
+    named = ", ".join(flags) if flags else "none that is not the family's default"
+    return (
+        f"Megatron computes this {model_type} model otherwise than transformers: {describe(result)}; rounding makes at "
+        f"most {LOGPROB_LIMIT:g} of the first and {GRADIENT_LIMIT:g} of the second. Its flags: {named}. Take another "
+        "model or other flags, or set policy.skip_model_check to true to train it as it is."
+    )

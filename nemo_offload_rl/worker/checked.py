@@ -1,0 +1,32 @@
+"""The policy worker of runs: on rank 0 its model is checked against transformers while it is built."""
+
+import logging
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.model_check.check import ModelCheck
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+logger = logging.getLogger(__name__)
+
+
+class CheckedPolicyWorker(MegatronPolicyWorker):
+    """A `MegatronPolicyWorker` that refuses a model that Megatron computes otherwise than transformers.
+
+    Raises:
+        ValueError: the model is refused, or as `MegatronPolicyWorker`.
+    """
+
+    def __init__(self, config: PolicyConfig, *, rank: int, local_rank: int, **arguments: Any) -> None:
+        if rank != 0:  # one rank speaks for all: they have the same layers
+            super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
+            return
+        device = torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu"
+        with ModelCheck(config, device=device) as check, ExitStack() as undo:
+            super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
+            undo.callback(self.shutdown)
+            logger.info(check.finish())
+            undo.pop_all()

@@ -1,0 +1,153 @@
+"""The check as a run and `validate --deep` start it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import psutil
+import pytest
+import torch
+from support.ranks import free_port
+from support.tiny import tiny_policy
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore import cpu_device
+from nemo_offload_rl.model_check import cache
+from nemo_offload_rl.model_check.alone import alone
+from nemo_offload_rl.model_check.check import ModelCheck
+from nemo_offload_rl.model_check.process import CheckProcess, CheckTimeoutError, ModelCheckError
+from nemo_offload_rl.model_check.result import CheckResult, Difference
+from nemo_offload_rl.model_check.twin import twin_config
+from nemo_offload_rl.worker.checked import CheckedPolicyWorker
+
+RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", 0.5)
+WRONG = CheckResult((Difference("padded", 0.25, 2e-6, "model.norm.weight"),), "cpu", "local", 0.5)
+
+
+@pytest.fixture(autouse=True)
+def empty_cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+
+
+@pytest.fixture
+def no_process(monkeypatch):
+    """Starting one is an error."""
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+
+
+def keep(policy, result):
+    cache.write(cache.key_of(alone(policy, twin_config(hf_config(policy)).to_dict()), device="cpu"), result)
+
+
+def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch):
+    policy = tiny_policy()
+    with ModelCheck(policy, device="cpu") as check:
+        assert check.finish().startswith("Megatron computes the model as transformers does: log-probs of a small twin")
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    with ModelCheck(policy, device="cpu") as check:
+        assert check.finish().startswith("Megatron computes the model as transformers does")
+
+
+def test_what_is_known_starts_nothing(no_process):
+    policy = tiny_policy()
+    with pytest.raises(FileNotFoundError):  # so that the rest of this test says something
+        ModelCheck(policy, device="cpu")
+    keep(policy, RIGHT)
+    with ModelCheck(policy, device="cpu") as check:
+        assert "differ by 3e-06" in check.finish()
+
+
+def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_process):
+    policy = tiny_policy()
+    keep(policy, WRONG)
+    with pytest.raises(
+        ModelCheckError, match=r"this qwen3 model otherwise .* differ by 0\.25.*tie_word_embeddings true"
+    ):
+        ModelCheck(policy, device="cpu")
+
+
+def test_a_skipped_check_says_what_is_known(no_process):
+    policy = tiny_policy() | {"skip_model_check": True}
+    assert "was not checked" in ModelCheck(policy, device="cpu").finish()
+    keep(policy, WRONG)
+    assert "is trained though" in ModelCheck(policy, device="cpu").finish()
+    keep(policy, RIGHT)
+    assert "as transformers does" in ModelCheck(policy, device="cpu").finish()
+
+
+def test_a_process_that_takes_too_long_is_ended():
+    process = CheckProcess(tiny_policy())
+    with pytest.raises(CheckTimeoutError, match="was not done in 0 s"):
+        process.result(timeout_s=0.01)
+    assert not [child for child in psutil.Process().children() if "model_check" in " ".join(child.cmdline())]
+
+
+@pytest.fixture
+def failing_process(tmp_path, monkeypatch):
+    """What is started instead of Python says two things and fails."""
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\necho something >&2\necho MemoryError >&2\nexit 3\n")
+    python.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(python))
+
+
+def test_a_process_that_fails_is_one_sentence(failing_process):
+    with pytest.raises(ModelCheckError, match=r"^The check of the model failed with status 3: MemoryError$"):
+        CheckProcess(tiny_policy()).result()
+    with pytest.raises(ModelCheckError, match=r"MemoryError; policy\.skip_model_check: true trains without the check$"):
+        ModelCheck(tiny_policy(), device="cpu").finish()
+
+
+def test_the_process_ends_with_the_one_that_started_it():
+    script = (
+        "import json, sys, time\nfrom nemo_offload_rl.model_check.process import CheckProcess\n"
+        "process = CheckProcess(json.loads(sys.argv[1]))\nprint(process._process.pid, flush=True)\ntime.sleep(600)\n"
+    )
+    with subprocess.Popen(
+        [sys.executable, "-c", script, json.dumps(tiny_policy())], stdout=subprocess.PIPE, text=True
+    ) as starter:
+        assert starter.stdout is not None
+        checking = psutil.Process(int(starter.stdout.readline()))
+        os.kill(starter.pid, signal.SIGKILL)
+        checking.wait(timeout=120)  # it looks once it has started
+
+
+def checked_worker(policy):
+    cpu_device.install()
+    return CheckedPolicyWorker(
+        policy,
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=free_port(),
+        seed=0,
+        init_reference_model=False,
+    )
+
+
+def test_a_worker_whose_model_is_refused_once_it_is_built_leaves_nothing(failing_process):
+    with pytest.raises(ModelCheckError, match="failed with status 3"):
+        checked_worker(tiny_policy())
+    assert not torch.distributed.is_initialized()
+
+
+def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(failing_process):
+    with pytest.raises(ModelCheckError, match="failed with status 3"), ModelCheck(tiny_policy(), device="cpu"):
+        raise KeyError("obscure")
+    with pytest.raises(ValueError, match="clear"), ModelCheck(tiny_policy(), device="cpu"):
+        raise ValueError("clear")
+
+
+def test_a_worker_whose_model_is_right_is_built(no_process, caplog):
+    policy = tiny_policy()
+    keep(policy, RIGHT)
+    with caplog.at_level("INFO"):
+        worker = checked_worker(policy)
+    try:
+        assert "Megatron computes the model as transformers does" in caplog.text
+        assert worker.parallel_ranks()["dp_size"] == 1
+    finally:
+        worker.shutdown()
