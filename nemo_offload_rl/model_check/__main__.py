@@ -11,7 +11,9 @@ import json
 import os
 import sys
 import threading
+import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,16 +47,19 @@ def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
+    start = time.perf_counter()
     from nemo_offload_rl.mcore import cpu_device, quiet
 
     quiet.install()
     cpu_device.install()
     from nemo_offload_rl.model_check.compare import check
 
+    imports = {"imports": time.perf_counter() - start}
     try:
         result = check(policy)
     except ValueError as error:
         return {"error": str(error)}, False
+    result = replace(result, seconds={**imports, **result.seconds})
     return result.to_json() | {"is_right": result.is_right}, result.is_right
 
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import parallel
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.build import load_weights
 from nemo_offload_rl.mcore.microbatches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.model_config import bridge_of_config, make_provider
@@ -37,21 +37,31 @@ class UnbuildableError(ValueError):
 
 
 def check(policy: Mapping[str, Any]) -> CheckResult:
-    """`compare`, with what it was done on."""
-    start = time.perf_counter()
-    differences = compare(policy)
+    """`compare`, with what it was done on and how long its parts took."""
+    stages: dict[str, float] = {}
+    differences = compare(policy, stages)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     layers = "Transformer Engine" if have_transformer_engine() else "local"
-    return CheckResult(tuple(differences), device, layers, time.perf_counter() - start)
+    return CheckResult(tuple(differences), device, layers, stages)
 
 
-def compare(policy: Mapping[str, Any]) -> list[Difference]:
+@contextlib.contextmanager
+def _timed(stages: dict[str, float] | None, name: str) -> Iterator[None]:
+    """Add the seconds that a stage takes to those of its name."""
+    start = time.perf_counter()
+    yield
+    if stages is not None:
+        stages[name] = (stages[name] if name in stages else 0.0) + time.perf_counter() - start
+
+
+def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -> list[Difference]:
     """Compare a small twin of the policy's model as transformers and as Megatron compute it.
 
     The caller's process has no process group yet; where there is no CUDA, `mcore.cpu_device.install()` has run.
 
     Args:
         policy: a recipe's policy section.
+        stages: where the seconds of each stage go; None for nowhere.
 
     Returns:
         One entry for each kind of batches.
@@ -60,39 +70,51 @@ def compare(policy: Mapping[str, Any]) -> list[Difference]:
         UnbuildableError: one of the libraries refuses the twin.
         ValueError: what the Hugging Face config says cannot be.
     """
-    twin = twin_config(hf_config(policy))
-    return compare_configs(alone(policy, twin.to_dict()), reference=twin, built=twin)
+    with _timed(stages, "config"):
+        twin = twin_config(hf_config(policy))
+    return compare_configs(alone(policy, twin.to_dict()), reference=twin, built=twin, stages=stages)
 
 
-def compare_configs(section: Mapping[str, Any], *, reference: Any, built: Any) -> list[Difference]:
+def compare_configs(
+    section: Mapping[str, Any], *, reference: Any, built: Any, stages: dict[str, float] | None = None
+) -> list[Difference]:
     """Compare what transformers makes of one config with what Megatron makes of another.
 
     Args:
         section: a policy section from `alone`.
         reference: the `PretrainedConfig` of the transformers model, as small as a twin's.
         built: that of the Megatron model.
+        stages: as for `compare`.
     """
-    found = _compare_once(section, reference, built, seed=0)
+    found = _compare_once(section, reference, built, stages, seed=0)
     if all(difference.is_rounding for difference in found):
         return found
     # Where two experts are chosen all but equally, rounding decides; hardly so with other weights, too.
-    again = _compare_once(section, reference, built, seed=1)
+    again = _compare_once(section, reference, built, stages, seed=1)
     return min(found, again, key=lambda differences: max(difference.logprob for difference in differences))
 
 
-def _compare_once(section: Mapping[str, Any], reference: Any, built: Any, *, seed: int) -> list[Difference]:
+def _compare_once(
+    section: Mapping[str, Any], reference: Any, built: Any, stages: dict[str, float] | None, *, seed: int
+) -> list[Difference]:
     data = rows(reference.vocab_size, seed)
     batches = {"padded": padded_microbatches(data, data.size)[0]}
     if have_transformer_engine():
         every_row = [list(range(data.size))]
         batches["packed"] = packed_microbatches(data, every_row, divisible_by=1, row_divisible_by=1)[0]
-    with one_rank() as device:
-        with _refusals("transformers cannot build a small model with the flags of this config"):
-            wanted = reference_of(copy.deepcopy(reference), data, seed=seed, device=device)
-        with _refusals("Megatron cannot compute this model"):
+    with _timed(stages, "transformers"), _refusals("transformers cannot compute a small model with this one's flags"):
+        wanted = reference_of(copy.deepcopy(reference), data, seed=seed)
+    with one_rank() as device, _refusals("Megatron cannot compute this model"):
+        with _timed(stages, "Megatron-Bridge"):
+            auto_bridge()
+        with _timed(stages, "model"):
             bridge, provider, model = _megatron_model(section, copy.deepcopy(built))
             load_weights(bridge, [model], wanted.weights)
-            passes = {name: _backward(model, batch, provider.vocab_size, device) for name, batch in batches.items()}
+        passes = {}
+        for name, batch in batches.items():
+            with _timed(stages, name):
+                passes[name] = _backward(model, batch, provider.vocab_size, device)
+        with _timed(stages, "gradients"):
             return [
                 _difference(name, wanted, logprobs, _exported(bridge, model, gradients))
                 for name, (logprobs, gradients) in passes.items()

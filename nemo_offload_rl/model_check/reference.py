@@ -24,7 +24,7 @@ class Reference:
 
     Attributes:
         weights: by the names and in the shapes of files.
-        logprobs: float32 [n, S] on the CPU, as `mcore.step.logprobs_of`.
+        logprobs: float32 [n, S], as `mcore.step.logprobs_of`.
         gradients: of `loss_of(logprobs)` with respect to the parameters, named and shaped as `weights`.
     """
 
@@ -49,14 +49,15 @@ def loss_of(logprobs: Tensor) -> Tensor:
     return (weights * logprobs).sum() / logprobs.shape[0]
 
 
-def reference_of(config: Any, data: BatchedData, *, seed: int, device: torch.device) -> Reference:
+def reference_of(config: Any, data: BatchedData, *, seed: int) -> Reference:
     """Build the transformers model of a config with random weights, and run it forward and backward in float32.
+
+    It runs on the CPU, whose kernels need not be loaded first and know no TF32.
 
     Args:
         config: the twin's `PretrainedConfig`.
         data: the rows.
         seed: of the weights.
-        device: where to compute.
     """
     from transformers import AutoModelForCausalLM
 
@@ -65,16 +66,15 @@ def reference_of(config: Any, data: BatchedData, *, seed: int, device: torch.dev
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, attn_implementation="eager")
         _randomize(model)
     weights = {name: tensor.clone() for name, tensor in as_in_files(model, model.state_dict()).items()}
-    model.eval().to(device)
-    logits = model(data["input_ids"].to(device), use_cache=False).logits
+    model.eval()
+    logits = model(data["input_ids"], use_cache=False).logits
     logprobs = _own_logprobs(logits.float(), data)
     loss_of(logprobs).backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
         for name, parameter in model.named_parameters()  # a tied output layer's is the embedding's
     }
-    named = {name: gradient.cpu() for name, gradient in as_in_files(model, gradients).items()}
-    return Reference(weights, logprobs.detach().cpu(), named)
+    return Reference(weights, logprobs.detach(), as_in_files(model, gradients))
 
 
 @torch.no_grad()
@@ -94,8 +94,7 @@ def _randomize(model: torch.nn.Module) -> None:
 
 def _own_logprobs(logits: Tensor, data: BatchedData) -> Tensor:
     """The log-probs [n, S] of rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
-    tokens, lengths = data["input_ids"].to(logits.device), data["input_lengths"].to(logits.device)
-    values = logits[:, :-1].log_softmax(-1).gather(-1, tokens[:, 1:, None]).squeeze(-1)
+    values = logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
     values = torch.nn.functional.pad(values, (1, 0))
-    columns = torch.arange(values.shape[1], device=values.device)[None]
-    return torch.where((columns > 0) & (columns < lengths[:, None]), values, 0.0)
+    columns = torch.arange(values.shape[1])[None]
+    return torch.where((columns > 0) & (columns < data["input_lengths"][:, None]), values, 0.0)

@@ -22,8 +22,8 @@ from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import twin_config
 from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
-RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", 0.5)
-WRONG = CheckResult((Difference("padded", 0.25, 2e-6, "model.norm.weight"),), "cpu", "local", 0.5)
+RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
+WRONG = CheckResult((Difference("padded", 0.25, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
 
 
 @pytest.fixture(autouse=True)

@@ -12,6 +12,7 @@ from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import cpu_device
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.compare import UnbuildableError, compare, compare_configs, twin_config
+from nemo_offload_rl.model_check.reference import reference_of, rows
 
 SIZES = {"hidden_size": 128, "num_attention_heads": 8, "num_key_value_heads": 2, "num_hidden_layers": 6}
 EXPERTS = {"num_experts": 16, "num_experts_per_tok": 4}
@@ -83,3 +84,10 @@ def test_nothing_is_left_of_a_comparison():
     compare(RIGHT["llama"])
     assert not torch.distributed.is_initialized()
     assert dict(os.environ) == before
+
+
+def test_tied_weights_have_one_gradient():
+    config = twin_config(hf_config(RIGHT["llama, tied"]))
+    gradients = reference_of(config, rows(config.vocab_size, seed=0), seed=0).gradients
+    assert "model.embed_tokens.weight" in gradients
+    assert "lm_head.weight" not in gradients  # families whose bridge exports it once would lack it

@@ -9,9 +9,9 @@ from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
 from nemo_offload_rl.model_check.result import CheckResult, Difference, describe, refusal
 
-RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", 0.5)
+RIGHT = CheckResult((Difference("padded", 3e-6, 2e-6, "model.norm.weight"),), "cpu", "local", {"model": 0.5})
 WRONG = CheckResult(
-    (Difference("padded", 3e-6, 2e-6, "a"), Difference("packed", 0.25, 2e-6, "b")), "a GPU", "Transformer Engine", 0.5
+    (Difference("padded", 3e-6, 2e-6, "a"), Difference("packed", 0.25, 2e-6, "b")), "a GPU", "Transformer Engine", {}
 )
 
 
@@ -33,7 +33,7 @@ def test_a_result_comes_back_from_its_file_as_it_was(folder):
         cache.write("name", result)
         assert cache.read("name") == result
     assert [path.name for path in folder.iterdir()] == ["name.json"]  # nothing partial is left
-    cache.write("nan", CheckResult((Difference("padded", math.nan, 1.0, "a"),), "cpu", "local", 0.5))
+    cache.write("nan", CheckResult((Difference("padded", math.nan, 1.0, "a"),), "cpu", "local", {"model": 0.5}))
     kept = cache.read("nan")
     assert kept is not None
     assert not kept.is_right
