@@ -148,6 +148,10 @@ def _as_yaml(config: dict[str, Any]) -> str:
 
 
 def _export(options: argparse.Namespace) -> None:
+    from nemo_offload_rl.worker.export_source import read_export_source
+
+    read_export_source(options.checkpoint, options.folder)  # before torch is imported, which takes seconds
+
     from nemo_offload_rl.worker.export import export_checkpoint
 
     export_checkpoint(options.checkpoint, options.folder)

@@ -17,6 +17,11 @@ _WARNINGS = (
     r".*TypedStorage is deprecated",
     r".*No device id is provided via `init_process_group`",
     r"This will (return|not).*torch\.distributed",
+    # Of torch's distributed checkpoints, which megatron-core reads and writes: in one process, as in an export, nothing
+    # is distributed; the order of arguments and ShardedTensor are megatron-core's choice.
+    r"torch\.distributed is disabled, unavailable or uninitialized, assuming the intent is to (load|save) in a single",
+    r"The argument order of (load|save).* has been changed",
+    r"Please use DTensor instead and we are deprecating ShardedTensor",
 )
 _LOGGERS = (
     "megatron",

@@ -1,14 +1,12 @@
 """From a run's checkpoint to a Hugging Face folder, in one process."""
 
-import json
 import shutil
 from pathlib import Path
 
 import torch
-import yaml
 
 from nemo_offload_rl.config import adapt_to_cpu
-from nemo_offload_rl.mcore.export import HF_CONFIG_DIR
+from nemo_offload_rl.worker.export_source import read_export_source
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
@@ -20,19 +18,14 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         folder: where to; made if missing.
 
     Raises:
-        ValueError: `checkpoint` is not such a folder, or `folder` holds something else already.
+        ValueError: as `read_export_source`.
     """
-    recipe = checkpoint / "recipe.yaml"
-    if not recipe.is_file():
-        raise ValueError(f"{checkpoint} is no checkpoint of a run: it has no recipe.yaml; give a step_N folder.")
-    if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
-        raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
-    config = yaml.safe_load(recipe.read_text())
+    source = read_export_source(checkpoint, folder)
+    config = source.recipe
     if not torch.cuda.is_available():
         config, _ = adapt_to_cpu(config)
     policy = config["policy"]
-    source = checkpoint / "policy" / HF_CONFIG_DIR / "config.json"
-    policy["hf_config"] = json.loads(source.read_text())
+    policy["hf_config"] = source.hf_config
     policy["hf_config_overrides"] = {}
     policy["megatron_cfg"] |= {
         "tensor_model_parallel_size": 1,
@@ -56,8 +49,8 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         init_optimizer=False,
     )
     try:
-        worker.load_checkpoint(str(checkpoint / "policy"))
+        worker.load_checkpoint(str(source.policy))
         worker.export_hf(str(folder))
     finally:
         worker.shutdown()
-    shutil.copytree(checkpoint / "tokenizer", folder, dirs_exist_ok=True)
+    shutil.copytree(source.tokenizer, folder, dirs_exist_ok=True)

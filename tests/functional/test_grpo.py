@@ -4,6 +4,7 @@ import os
 import re
 import signal
 import subprocess
+import sys
 import time
 
 import psutil
@@ -92,10 +93,10 @@ def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing_running(tmp_path):
 def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    from nemo_offload_rl.cli import main
-
     checkpoint = grpo_run.folder / "checkpoints" / "step_4"
-    assert main(["export", str(checkpoint), str(tmp_path / "hf")]) == 0
+    command = [sys.executable, "-m", "nemo_offload_rl.cli", "export", checkpoint, tmp_path / "hf"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {tmp_path / 'hf'}\n", "")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
     ids = tokenizer("07+85=", return_tensors="pt").input_ids

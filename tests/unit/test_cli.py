@@ -4,6 +4,7 @@ import resource
 import subprocess
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import yaml
@@ -50,6 +51,53 @@ def test_validate_of_what_is_no_recipe(recipe, capsys):
 def test_a_plan_for_no_gpus_names_the_option(gpus, capsys):
     assert main(["plan", TINY, "--gpus", gpus]) == 2
     assert capsys.readouterr().err == f"--gpus is a number of GPUs of each node, 1 or more; found {gpus}\n"
+
+
+def checkpoint(folder: Path) -> Path:
+    """A folder with all that an export reads before it loads the weights."""
+    for name, content in {
+        "recipe.yaml": "policy: {}",
+        "policy/metadata.json": "{}",
+        "policy/hf_config/config.json": '{"model_type": "qwen3"}',
+        "tokenizer/tokenizer.json": "{}",
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(content)
+    return folder
+
+
+def test_an_export_of_what_is_no_checkpoint_says_so_without_torch(tmp_path):
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "hf").mkdir()
+    (tmp_path / "hf" / "config.json").write_text("{}")
+    whole = checkpoint(tmp_path / "run" / "step_10")
+    checkpoint(tmp_path / "run" / "step_9")
+    (checkpoint(tmp_path / "damaged") / "policy" / "hf_config" / "config.json").write_text('{"model_type": ')
+    (checkpoint(tmp_path / "older") / "recipe.yaml").write_text("[1]")
+    cases = {
+        ("absent", "new"): "does not exist; give a checkpoint's folder, such as .../step_100.",
+        ("file", "new"): "is a file; give a checkpoint's folder",
+        ("empty", "new"): "it has no recipe.yaml and no policy/metadata.json and no policy/hf_config/config.json and "
+        "no tokenizer; give a checkpoint's folder",
+        ("run", "new"): f"give one of those that it holds, such as {whole}.",
+        ("hf", "new"): "it is a Hugging Face folder already.",
+        ("damaged", "new"): "config.json cannot be read: Expecting value: line 1 column 16 (char 15); take another",
+        ("older", "new"): "recipe.yaml is not what a run writes there: it has no policy; take another checkpoint.",
+        ("run/step_10", "file"): "file is a file; give an empty or new folder.",
+        ("run/step_10", "run"): "is not empty and holds no model; give an empty or new folder.",
+    }
+    code = (
+        "import sys; from nemo_offload_rl.cli import main\n"
+        "for number in range(1, len(sys.argv), 2): print(main(['export', *sys.argv[number : number + 2]]))\n"
+        "assert not {'torch', 'megatron.core', 'transformers'} & set(sys.modules)"
+    )
+    arguments = [str(tmp_path / name) for case in cases for name in case]
+    result = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.split() == ["2"] * len(cases)
+    for line, message in zip(result.stderr.splitlines(), cases.values(), strict=True):
+        assert message in line
 
 
 def test_validate_takes_options_and_overrides_in_any_order():
