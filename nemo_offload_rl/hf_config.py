@@ -2,7 +2,10 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
+
+from nemo_offload_rl.hub import cache_only, why_unreachable
 
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
 
@@ -54,8 +57,14 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
     else:
         try:
             with _told(f"The config of policy.model_name {policy['model_name']!r}"):
-                config = AutoConfig.from_pretrained(policy["model_name"])
+                name = policy["model_name"]
+                config = AutoConfig.from_pretrained(name, local_files_only=cache_only(name))
         except OSError as error:
+            if (reason := why_unreachable()) is not None and not Path(policy["model_name"]).exists():
+                raise UnreachableModelError(
+                    f"policy.model_name is {policy['model_name']!r}, which is no folder and not in the cache of the "
+                    f"hub, and {reason}; give a folder, or policy.hf_config for random weights."
+                ) from error
             raise UnreachableModelError(
                 f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
                 f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"

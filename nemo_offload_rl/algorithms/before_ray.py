@@ -26,10 +26,14 @@ def check_before_ray(config: Mapping[str, Any], algorithm: str) -> None:
 
     Raises:
         HostBudgetError: as `check_sizes`.
-        ValueError: as `check_sizes`; or the environment does not go with CUDA graphs.
+        ValueError: as `check_sizes`; the model's config cannot be had from the hub; or the environment does not go with
+            CUDA graphs.
     """
     has_gpus = torch.cuda.device_count() > 0
-    megatron = config["policy"]["megatron_cfg"]
+    policy = config["policy"]
+    if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
+        hf_config(policy)  # of the hub, or of its cache where that cannot be reached
+    megatron = policy["megatron_cfg"]
     if has_gpus and megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
     check_sizes(config, algorithm, has_gpus=has_gpus)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.hub import cache_only, why_unreachable
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -28,8 +30,13 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
         from transformers import AutoTokenizer
 
         try:
-            tokenizer = AutoTokenizer.from_pretrained(name)
+            tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cache_only(name))
         except (OSError, ValueError) as error:
+            if (reason := why_unreachable()) is not None and not Path(name).exists():
+                raise DataError(
+                    f"policy.tokenizer.name is {name!r}, which is no folder and not in the cache of the hub, and "
+                    f"{reason}; give a folder with a tokenizer."
+                ) from error
             raise DataError(f"policy.tokenizer.name: no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:
         raise DataError(

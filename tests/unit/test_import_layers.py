@@ -35,7 +35,8 @@ def layer(*may_import: str, never: str = "") -> Layer:
 # A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
-    "hf_config": layer(never="torch ray megatron transformer_engine"),
+    "hub": layer(never="torch ray megatron transformer_engine transformers"),
+    "hf_config": layer("hub", never="torch ray megatron transformer_engine"),
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
     "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
@@ -49,7 +50,7 @@ LAYERS = {
     "offload": layer(*LEAVES, never="ray transformers"),
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.link": layer("offload.pinned_arena", *LEAVES, never="ray megatron transformers"),
-    "data": layer(*LEAVES, never="ray megatron transformer_engine"),
+    "data": layer("hub", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
         "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",

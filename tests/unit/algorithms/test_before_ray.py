@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from huggingface_hub import constants
 
 from nemo_offload_rl.algorithms import before_ray, runner
 from nemo_offload_rl.algorithms.before_ray import check_before_ray
@@ -61,8 +62,10 @@ def test_activations_of_unknown_sizes_need_a_limit(check):
     check(UNKNOWN)
 
 
-def test_a_model_of_a_hub_is_left_to_the_workers(check):
-    check(*OFFLOAD, UNKNOWN, "policy.model_name=org/model", "policy.hf_config=null")
+def test_a_model_of_a_hub_that_is_out_of_reach_is_refused(check, monkeypatch):
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    with pytest.raises(ValueError, match=r"'org/model', which is no folder and not in the cache of the hub"):
+        check("policy.model_name=org/model", "policy.hf_config=null")
 
 
 def test_a_models_folder_is_read(check, tmp_path):

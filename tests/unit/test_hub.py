@@ -1,0 +1,102 @@
+"""The Hugging Face hub that cannot be reached: what is in its cache is used, and nothing is tried again."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+
+import pytest
+from huggingface_hub import constants
+
+from nemo_offload_rl.hub import cache_only, why_unreachable
+
+
+@pytest.fixture(autouse=True)
+def environment(monkeypatch):
+    for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
+        monkeypatch.delenv(name, raising=False)
+        monkeypatch.delenv(name.upper(), raising=False)
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "")  # put back at the end, should it be set
+
+
+@pytest.fixture
+def listening():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        yield server.getsockname()[1]
+
+
+@pytest.fixture
+def closed():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    return port
+
+
+def test_a_hub_that_listens_is_asked(listening, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening}")
+    assert why_unreachable() is None
+    assert not cache_only("some/model")
+    assert os.environ["HF_HUB_OFFLINE"] == ""
+
+
+def test_a_hub_that_does_not_is_not_asked_by_this_process_or_its_children(closed, monkeypatch, tmp_path):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{closed}")
+    assert not cache_only(str(tmp_path))  # a folder
+    assert os.environ["HF_HUB_OFFLINE"] == ""
+    assert why_unreachable() == f"http://127.0.0.1:{closed} cannot be reached: Connection refused"
+    assert cache_only("some/model")
+    assert os.environ["HF_HUB_OFFLINE"] == "1"
+
+
+def test_a_proxy_in_front_of_the_hub_counts(listening, closed, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", "http://hub.invalid")
+    monkeypatch.setenv("http_proxy", f"http://127.0.0.1:{listening}")
+    assert why_unreachable() is None
+    monkeypatch.setenv("http_proxy", f"127.0.0.1:{closed}")
+    assert why_unreachable() == "http://hub.invalid cannot be reached through 127.0.0.1: Connection refused"
+    monkeypatch.setenv("no_proxy", "hub.invalid")
+    assert "http://hub.invalid cannot be reached: " in str(why_unreachable())
+
+
+def test_a_model_of_the_cache_is_found_and_another_is_answered_at_once(closed, tmp_path):
+    cached = tmp_path / "models--some--model"
+    (cached / "snapshots" / "0f").mkdir(parents=True)
+    (cached / "refs").mkdir()
+    (cached / "refs" / "main").write_text("0f")
+    (cached / "snapshots" / "0f" / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 48}))
+    code = """
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.hf_config import hf_config
+print(hf_config({"model_name": "some/model"}).hidden_size)
+for load in (lambda: hf_config({"model_name": "another/model"}), lambda: load_tokenizer("another/model")):
+    try:
+        load()
+    except ValueError as error:
+        print(error)
+"""
+    endpoint = f"http://127.0.0.1:{closed}"
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        env=os.environ | {"HF_ENDPOINT": endpoint, "HF_HUB_CACHE": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    reason = f"{endpoint} cannot be reached: Connection refused"
+    assert done.stdout.splitlines() == [
+        "48",
+        "policy.model_name is 'another/model', which is no folder and not in the cache of the hub, and "
+        f"{reason}; give a folder, or policy.hf_config for random weights.",
+        "policy.tokenizer.name is 'another/model', which is no folder and not in the cache of the hub, and "
+        f"{reason}; give a folder with a tokenizer.",
+    ]
+    assert "Retry" not in done.stderr
+
+
+def test_a_hub_that_is_switched_off_is_not_asked(listening, monkeypatch):
+    monkeypatch.setattr(constants, "ENDPOINT", f"http://127.0.0.1:{listening}")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert why_unreachable() == "HF_HUB_OFFLINE is set"
