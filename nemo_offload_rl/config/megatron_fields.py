@@ -5,12 +5,14 @@ Importing megatron.core takes seconds and needs torch; its dataclasses parse in 
 
 import ast
 import importlib.util
+import math
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.problems import show, show_choices
+from nemo_offload_rl.config.annotations import Annotations, declared_choices
+from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 
 
 @dataclass(frozen=True)
@@ -41,24 +43,59 @@ SECTIONS: dict[str, _Source] = {
     ),
 }
 _ENUMS = "core/transformer/enums.py"
-DTYPES = ("float32", "bfloat16", "float16")
+
+# What megatron-core annotates as text and reads as one of a few words; any other word counts, in silence, as none.
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "policy.megatron_cfg": {
+        "moe_router_load_balancing_type": (
+            *("aux_loss", "seq_aux_loss", "global_aux_loss"),
+            *("sinkhorn", "quantile_balancing", "none"),
+        ),
+        "rope_type": ("rope", "yarn"),
+    },
+    "policy.megatron_cfg.optimizer": {},
+    "policy.megatron_cfg.distributed_data_parallel_config": {
+        "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    },
+}
 
 
 @dataclass(frozen=True)
 class MegatronField:
-    """One field of a Megatron config: its annotation, and whether its default is None whatever the annotation says."""
+    """One field of a Megatron config.
+
+    Attributes:
+        name: its name.
+        annotation: its type.
+        nullable: whether its default is None, whatever the annotation says.
+        may_be_infinite: whether its default is, and so means "no bound".
+        choices: the words that a text, or each of a list of texts, may be; None for any.
+    """
 
     name: str
     annotation: ast.expr
     nullable: bool
+    may_be_infinite: bool = False
+    choices: tuple[str, ...] | None = None
 
     def accepts(self, value: Any) -> bool:
         """Whether a YAML value is of the field's type."""
-        return (value is None and self.nullable) or _accepts(self.annotation, value)
+        if value is None and self.nullable:
+            return True
+        if self.may_be_infinite and value == math.inf:
+            return True
+        if self.choices is not None and value is not None:
+            words = value if isinstance(value, list) else [value]
+            if not words or any(word not in self.choices for word in words):
+                return False
+        return _ANNOTATIONS.accepts(self.annotation, value)
 
     def expected(self) -> str:
         """The field's type in words; empty where no YAML value has it."""
-        words = _words(self.annotation)
+        words = _ANNOTATIONS.words(self.annotation)
+        if self.choices is not None:
+            listed = "a list of them" if any(word.startswith("a list") for word in words) else None
+            words = [show_choices(self.choices), *([listed] if listed else [])]
         if self.nullable and words:
             words.append("null")
         return " or ".join(dict.fromkeys(words))
@@ -67,15 +104,28 @@ class MegatronField:
 @cache
 def megatron_fields(section: str) -> dict[str, MegatronField]:
     """The fields of the Megatron config that a section of `policy` stands for (a key of `SECTIONS`), by name."""
-    fields = {}
+    fields: dict[str, MegatronField] = {}
     for file, class_name in SECTIONS[section].classes:
         for statement in _class_body(file, class_name):
             if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
                 name = statement.target.id
-                default_is_none = isinstance(statement.value, ast.Constant) and statement.value.value is None
                 if not name.startswith("_"):
-                    fields[name] = MegatronField(name, statement.annotation, default_is_none)
+                    fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
     return fields
+
+
+def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
+    choices = CHOICES[section][name] if name in CHOICES[section] else None
+    if choices is None and inherited is not None and ast.unparse(declared.annotation) == "str":
+        # A subclass that has another default says text where its base lists the words.
+        choices = declared_choices(inherited.annotation) or inherited.choices
+    return MegatronField(
+        name,
+        declared.annotation,
+        nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
+        may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",
+        choices=choices,
+    )
 
 
 def check_field(section: str, name: str, value: Any) -> str | None:
@@ -86,21 +136,19 @@ def check_field(section: str, name: str, value: Any) -> str | None:
     expected = field.expected()
     if not expected:
         return f"cannot be set in a recipe: in {SECTIONS[section].title} it is no plain value"
-    quoted = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
-    return f"must be {expected}, as {SECTIONS[section].title} says; found {show(value)}{quoted}"
-
-
-def is_number(text: str) -> bool:
-    """Whether text reads as a number."""
-    try:
-        float(text)
-    except ValueError:
-        return False
-    return True
+    hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
+    if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
+        hint = f"; did you mean {close}?"
+    return f"must be {expected}, as {SECTIONS[section].title} says; found {show(value)}{hint}"
 
 
 @cache
-def _megatron_root() -> Path:
+def megatron_root() -> Path:
+    """The folder of the installed Megatron: megatron-core and Megatron-Bridge.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
     spec = importlib.util.find_spec("megatron")  # a namespace package: finding it imports nothing
     for folder in (spec.submodule_search_locations or []) if spec else []:
         if (Path(folder) / _ENUMS).is_file():
@@ -112,7 +160,7 @@ def _megatron_root() -> Path:
 
 @cache
 def _module(file: str) -> ast.Module:
-    return ast.parse((_megatron_root() / file).read_text(encoding="utf-8"))
+    return ast.parse((megatron_root() / file).read_text(encoding="utf-8"))
 
 
 def _class_body(file: str, class_name: str) -> list[ast.stmt]:
@@ -131,90 +179,4 @@ def _enum_members(class_name: str) -> tuple[str, ...] | None:
     return None
 
 
-def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
-    """Name and arguments of an annotation: Optional[int] is ("Optional", [int])."""
-    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
-        return _parts(ast.parse(annotation.value, mode="eval").body)
-    if isinstance(annotation, ast.Constant):
-        return "None", []
-    if isinstance(annotation, ast.BinOp):
-        return "Union", [annotation.left, annotation.right]
-    if isinstance(annotation, ast.Subscript):
-        arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
-        return ast.unparse(annotation.value).removeprefix("typing."), list(arguments)
-    return ast.unparse(annotation), []
-
-
-def _literals(arguments: list[ast.expr]) -> list[Any]:
-    return [ast.literal_eval(argument) for argument in arguments]
-
-
-def _accepts(annotation: ast.expr, value: Any) -> bool:
-    name, arguments = _parts(annotation)
-    is_int = isinstance(value, int) and not isinstance(value, bool)
-    match name.lower():
-        case "int":
-            return is_int
-        case "float":
-            return is_int or isinstance(value, float)
-        case "bool":
-            return isinstance(value, bool)
-        case "str":
-            return isinstance(value, str)
-        case "none":
-            return value is None
-        case "any":
-            return True
-        case "torch.dtype":
-            return value in DTYPES
-        case "literal":
-            return any(type(value) is type(choice) and value == choice for choice in _literals(arguments))
-        case "union" | "optional":
-            return (name == "Optional" and value is None) or any(_accepts(argument, value) for argument in arguments)
-        case "list" | "tuple":
-            items = [argument for argument in arguments if not _is_ellipsis(argument)]
-            if not isinstance(value, list) or not items:
-                return isinstance(value, list)
-            if name.lower() == "tuple" and len(items) == len(arguments):
-                return len(value) == len(items) and all(map(_accepts, items, value))
-            return all(_accepts(items[0], item) for item in value)
-        case "dict":
-            return isinstance(value, dict)
-        case _:
-            return value in (_enum_members(name) or ())
-
-
-def _is_ellipsis(annotation: ast.expr) -> bool:
-    return isinstance(annotation, ast.Constant) and annotation.value is ...
-
-
-_PLAIN_WORDS = {
-    "int": "an integer",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "none": "null",
-    "any": "any value",
-    "dict": "a mapping",
-}
-_PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts", "a mapping": "mappings"}
-
-
-def _words(annotation: ast.expr) -> list[str]:
-    name, arguments = _parts(annotation)
-    kind = name.lower()
-    if kind in _PLAIN_WORDS:
-        return [_PLAIN_WORDS[kind]]
-    if kind == "torch.dtype":
-        return [show_choices(DTYPES)]
-    if kind == "literal":
-        return [show_choices(_literals(arguments))]
-    if kind in ("union", "optional"):
-        words = [word for argument in arguments for word in _words(argument)]
-        return [*words, "null"] if kind == "optional" and words else words
-    if kind in ("list", "tuple"):
-        inner = [word for argument in arguments if not _is_ellipsis(argument) for word in _words(argument)]
-        items = dict.fromkeys(_PLURALS[word] if word in _PLURALS else word for word in inner)
-        return [f"a list of {' or '.join(items)}" if items else "a list"]
-    members = _enum_members(name)
-    return [show_choices(members)] if members else []
+_ANNOTATIONS = Annotations(_enum_members, finite=True)

@@ -48,6 +48,9 @@ _MTP = "multi-token prediction is not supported here; leave it off"
 _FSDP = "Megatron-FSDP is not supported here; leave it off"
 _CPU_OPTIMIZER = "the CPU optimizer is not supported here yet; leave it off"
 _NOT_HERE = "is not supported here; leave it off"
+_OTHER_OPTIMIZER = "is of another optimizer than adam and sgd, which is not supported here; delete it"
+_FLOAT16_ONLY = "counts in float16 training only, which is not supported here; delete it"
+_FSDP_ONLY = "counts with Megatron-FSDP only, which is not supported here; delete it"
 
 OFF = (False, None)
 
@@ -147,6 +150,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "mtp_num_layers": Owned((0, None), _MTP),
         "mtp_enabled": Owned(OFF, _MTP),
         "mtp_standalone": Owned(OFF, _MTP),
+        "mtp_hybrid_override_pattern": Owned((None,), _MTP),
         "moe_per_layer_logging": Owned(OFF, _NOT_HERE),
         "moe_enable_routing_replay": Owned(OFF, _NOT_HERE),
         "heterogeneous_block_specs": Owned(OFF, _NOT_HERE),
@@ -161,6 +165,19 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
         "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
         "optimizer_cuda_graph": Owned(OFF, _OPTIMIZER_GRAPHS),
+        **dict.fromkeys(
+            (
+                *("muon_momentum", "muon_split_qkv", "muon_nesterov", "muon_scale_mode", "muon_fp32_matmul_prec"),
+                *("muon_coefficient_type", "muon_num_ns_steps", "muon_tp_mode", "muon_extra_scale_factor"),
+                *("muon_scalar_optimizer", "lion_beta1", "lion_beta2", "soap_shampoo_beta", "soap_use_kl_shampoo"),
+                *("soap_precondition_frequency", "adaptive_muon_moment2_method", "adaptive_muon_beta2"),
+                "adaptive_muon_eps",
+            ),
+            Owned((), _OTHER_OPTIMIZER),
+        ),
+        **dict.fromkeys(
+            ("initial_loss_scale", "min_loss_scale", "loss_scale_window", "hysteresis"), Owned((), _FLOAT16_ONLY)
+        ),
         "overlap_param_gather": Owned(
             (), "is set in policy.megatron_cfg.distributed_data_parallel_config; delete it here"
         ),
@@ -168,6 +185,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
     "policy.megatron_cfg.distributed_data_parallel_config": {
         "use_distributed_optimizer": Owned((), "is set in policy.megatron_cfg.optimizer; delete it here"),
         **dict.fromkeys(("use_custom_fsdp", "use_megatron_fsdp"), Owned(OFF, _FSDP)),
+        "outer_dp_sharding_strategy": Owned(("no_shard",), _FSDP_ONLY),
         "fp8_param_gather": Owned(OFF, _FP8),
         "fp4_param_gather": Owned(OFF, _FP4),
         "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),

@@ -104,3 +104,12 @@ def show_file(path: Path) -> str:
     # Not Path.resolve, which fails where links lead in a circle.
     resolved, here = Path(os.path.realpath(path)), Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
+
+
+def is_number(text: str) -> bool:
+    """Whether text reads as a number."""
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

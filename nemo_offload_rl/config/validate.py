@@ -9,12 +9,23 @@ from typing import Any, Literal, cast
 
 from pydantic import TypeAdapter, ValidationError
 
+from nemo_offload_rl.config.hf_check import hf_config_problems
+from nemo_offload_rl.config.ignored import ignored_overrides
 from nemo_offload_rl.config.indentation import hint_at_level, hint_at_section, hint_at_value
 from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.limits import MAX_PROBLEMS
-from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, is_number, megatron_fields
+from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
-from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_choices, show_file
+from nemo_offload_rl.config.problems import (
+    Origin,
+    Problem,
+    RecipeError,
+    is_number,
+    nearest,
+    show,
+    show_choices,
+    show_file,
+)
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import Conflict
@@ -72,6 +83,11 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     for path, message in islice(_schema_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
     for path, message in islice(_megatron_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
+        found.add(path, message)
+    if isinstance(screened.config.get("policy"), dict):
+        for path, message in islice(hf_config_problems(screened.config["policy"]), MAX_PROBLEMS + 1):
+            found.add(path, message)
+    for path, message in ignored_overrides(recipe, screened.config):
         found.add(path, message)
     found.add_broken(_broken(RULES, screened.config, found))
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)

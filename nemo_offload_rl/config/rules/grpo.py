@@ -15,6 +15,17 @@ def global_batches_fill_step(prompts: int, generations: int, gbs: int) -> Verdic
     )
 
 
+@rule("grpo.num_generations_per_prompt")
+def groups_have_two_answers(generations: int) -> Verdict:
+    """An advantage is the difference to the other answers to the same prompt."""
+    if generations > 1:
+        return None
+    return (
+        "must be 2 or more, since an answer's advantage is its reward against the others to the same prompt, which is "
+        "always 0 of a single one; found 1"
+    )
+
+
 @rule("grpo.use_leave_one_out_baseline", "grpo.num_generations_per_prompt")
 def leave_one_out_needs_two_answers(enabled: bool, generations: int) -> Verdict:
     """Without the answer itself something must be left."""

@@ -6,6 +6,7 @@ from nemo_offload_rl.config.model_kind import model_kind
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, TP, Verdict, note
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules
 
+_MOMENTUM_OF_EVERY_RECIPE = 0.9
 ACTIVATION_OFFLOAD = "policy.activation_offload"
 
 
@@ -19,6 +20,19 @@ def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Ver
 def clip_grad_is_what_counts(clip: float, norm: float) -> Verdict:
     """Only the optimizer's setting is read."""
     return None if clip == norm else f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
+
+
+@note(f"{OPTIMIZER}.optimizer")
+def sgd_has_no_moments(optimizer: str) -> Verdict:
+    """Every recipe states Adam's keys."""
+    return None if optimizer == "adam" else "is sgd, with which adam_beta1, adam_beta2 and adam_eps have no effect"
+
+
+@note(f"{OPTIMIZER}.sgd_momentum", f"{OPTIMIZER}.optimizer")
+def adam_has_no_momentum(momentum: float, optimizer: str) -> Verdict:
+    """Every recipe states it, with megatron-core's default of 0.9."""
+    is_wish = optimizer == "adam" and momentum != _MOMENTUM_OF_EVERY_RECIPE
+    return f"{momentum} has no effect, since {OPTIMIZER}.optimizer is adam" if is_wish else None
 
 
 @note("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")

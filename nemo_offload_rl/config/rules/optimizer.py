@@ -1,7 +1,12 @@
 """The optimizer and its schedule."""
 
+import struct
+
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import DDP, OPTIMIZER, SCHEDULER, Verdict, rule
+
+_SMALLEST_NORMAL = 2.0**-126  # of float32; GPUs read what is smaller as 0
+_STATE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @rule(f"{OPTIMIZER}.bf16", "policy.precision")
@@ -56,3 +61,84 @@ def precision_aware_optimizer_is_distributed_adam(enabled: bool, distributed: bo
     if not enabled or (distributed and optimizer == "adam"):
         return None
     return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer true and {OPTIMIZER}.optimizer adam"
+
+
+@rule(f"{OPTIMIZER}.adam_beta1", f"{OPTIMIZER}.optimizer")
+def first_moment_moves(beta: float, optimizer: str) -> Verdict:
+    """Adam's kernels compute with float32."""
+    return _moves(beta, optimizer)
+
+
+@rule(f"{OPTIMIZER}.adam_beta2", f"{OPTIMIZER}.optimizer")
+def second_moment_moves(beta: float, optimizer: str) -> Verdict:
+    """Adam's kernels compute with float32."""
+    return _moves(beta, optimizer)
+
+
+def _moves(beta: float, optimizer: str) -> Verdict:
+    if optimizer != "adam" or _float32(beta) < 1:
+        return None
+    return f"is 1 in float32, in which Adam computes: the moment would stay 0; give at most 0.9999999, found {beta!r}"
+
+
+@rule(f"{OPTIMIZER}.adam_eps", f"{OPTIMIZER}.optimizer")
+def adam_eps_is_not_lost(eps: float, optimizer: str) -> Verdict:
+    """A parameter without a gradient is divided by it alone."""
+    if optimizer != "adam" or eps >= _SMALLEST_NORMAL:
+        return None
+    return (
+        "is 0 in float32, in which Adam computes: parameters without a gradient would become NaN; give 1e-8, found "
+        f"{eps!r}"
+    )
+
+
+@rule(f"{OPTIMIZER}.lr", f"{SCHEDULER}.start_weight_decay", f"{SCHEDULER}.end_weight_decay")
+def decay_keeps_signs(lr: float, start: float, end: float) -> Verdict:
+    """A step multiplies weights by 1 - lr x weight decay, which shrinks them between 0 and 1."""
+    if lr * max(start, end) <= 1:
+        return None
+    name = "start_weight_decay" if start >= end else "end_weight_decay"
+    return (
+        f"is {lr}, with which {SCHEDULER}.{name} ({max(start, end)}) turns every weight's sign in each step, as "
+        "lr x weight decay is above 1; give a smaller one of either"
+    )
+
+
+@rule(f"{OPTIMIZER}.decoupled_lr?", f"{OPTIMIZER}.decoupled_min_lr?")
+def decoupled_rates_descend(lr: float | None, min_lr: float | None) -> Verdict:
+    """They are learning rates, too."""
+    if lr is not None and lr <= 0:
+        return f"must be above 0, or null for none; found {lr}"
+    if min_lr is not None and (lr is None or not 0 <= min_lr <= lr):
+        return (
+            f"{OPTIMIZER}.decoupled_min_lr",
+            f"must be from 0 to {OPTIMIZER}.decoupled_lr ({show(lr)}); found {min_lr}",
+        )
+    return None
+
+
+@rule(f"{OPTIMIZER}.grad_norm_skip_threshold?")
+def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
+    """Above it, a gradient is not applied."""
+    return None if threshold is None or threshold > 0 else f"must be above 0; found {threshold}"
+
+
+@rule(
+    f"{OPTIMIZER}.use_precision_aware_optimizer",
+    *(f"{OPTIMIZER}.{name}?" for name in _STATE_TYPES),
+)
+def types_of_state_need_precision_aware_optimizer(enabled: bool, *types: str | None) -> Verdict:
+    """Without it the state is float32."""
+    other = next(
+        (name for name, found in zip(_STATE_TYPES, types, strict=True) if found not in (None, "float32")), None
+    )
+    if enabled or other is None:
+        return None
+    return (
+        f"{OPTIMIZER}.{other}",
+        f"must be float32 without {OPTIMIZER}.use_precision_aware_optimizer; set that to true",
+    )
+
+
+def _float32(value: float) -> float:
+    return float(struct.unpack("f", struct.pack("f", value))[0])

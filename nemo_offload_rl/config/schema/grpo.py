@@ -42,8 +42,8 @@ class GRPOConfig(TypedDict):
 
     # Prompts of one step. 1 or more; recommended 32 to 512.
     num_prompts_per_step: PositiveInt
-    # Answers sampled for each prompt; their rewards are compared with each other. 2 or more to learn anything;
-    # recommended 8 to 16.
+    # Answers sampled for each prompt; their rewards are compared with each other. 2 or more; recommended 8 to
+    # 16.
     num_generations_per_prompt: PositiveInt
     # Steps after which the run ends. 1 or more.
     max_num_steps: PositiveInt

@@ -11,6 +11,7 @@ from pydantic import with_config
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
     STRICT_WITH_FURTHER_FIELDS,
+    Decay,
     Fraction,
     NonNegativeFloat,
     NonNegativeInt,
@@ -38,14 +39,15 @@ class MegatronOptimizerConfig(TypedDict):
     fp16: bool
     # Type of the optimizer's own parameters: float32 or bfloat16. Recommended: float32.
     params_dtype: Precision
-    # Adam's decay of the first moment. 0 to 1; recommended 0.9.
-    adam_beta1: Fraction
-    # Adam's decay of the second moment. 0 to 1; recommended 0.999 (0.98 for short runs).
-    adam_beta2: Fraction
-    # Added to Adam's denominator. Above 0; recommended 1e-8.
+    # Adam's decay of the first moment, read only with `optimizer: adam`. 0 to below 1; recommended 0.9.
+    adam_beta1: Decay
+    # Adam's decay of the second moment, read only with `optimizer: adam`. 0 to below 1; recommended 0.999 (0.98 for
+    # short runs).
+    adam_beta2: Decay
+    # Added to Adam's denominator, read only with `optimizer: adam`. Above 0, in float32 too; recommended 1e-8.
     adam_eps: PositiveFloat
-    # Momentum of sgd, read only with `optimizer: sgd`. 0 to 1; recommended 0.9.
-    sgd_momentum: Fraction
+    # Momentum of sgd, read only with `optimizer: sgd`. 0 to below 1; recommended 0.9.
+    sgd_momentum: Decay
     # Shard optimizer state over the data-parallel ranks. Recommended: true.
     use_distributed_optimizer: bool
     # Keep optimizer state and gradients in the types that Transformer Engine's Adam is given; needs a GPU and the

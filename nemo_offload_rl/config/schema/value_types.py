@@ -19,6 +19,8 @@ PositiveGib = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
+# Of a running average; 1 would keep what it began with for ever.
+Decay = Annotated[float, Field(ge=0, lt=1)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
 Precision = Literal["bfloat16", "float32"]

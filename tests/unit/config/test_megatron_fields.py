@@ -1,10 +1,14 @@
 """Megatron's fields, read from source: the names that the imported dataclasses have, and types that mean something."""
 
 import dataclasses
+import inspect
+import math
+import re
 
 import pytest
+from megatron.core.transformer import transformer_config
 
-from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
+from nemo_offload_rl.config.megatron_fields import CHOICES, SECTIONS, check_field, megatron_fields
 
 MEGATRON = "policy.megatron_cfg"
 
@@ -27,14 +31,14 @@ def test_names_are_those_of_the_imported_dataclasses():
     ("name", "good", "bad", "expected"),
     [
         ("moe_router_topk", [2], ["2", 2.0, True, None], "an integer"),
-        ("layernorm_epsilon", [1e-5, 1], ["1e-5", None, False], "a number"),
+        ("layernorm_epsilon", [1e-5, 1], ["1e-5", None, False, math.nan, math.inf], "a number"),
         ("qk_layernorm", [True], [1, "true"], "true or false"),
-        ("rope_type", ["yarn"], [1, None], "text"),
+        ("rope_type", ["yarn"], [1, None, "yarnn"], "'rope' or 'yarn'"),
         ("moe_z_loss_coeff", [None, 0.1], ["x"], "a number or null"),
-        ("normalization", ["RMSNorm"], [None, 3], "text"),
+        ("normalization", ["RMSNorm"], [None, 3, "RMSnorm"], "'LayerNorm' or 'RMSNorm'"),
         ("moe_router_score_function", ["sigmoid"], ["relu", None], "'softmax', 'sigmoid' or 'sqrtsoftplus'"),
         ("flash_attention_version", [2, None], ["2", 5, True], "2, 3 or 4 or null"),
-        ("moe_router_load_balancing_type", ["none", ["aux_loss"]], [3, [3]], "text or a list of texts"),
+        ("moe_router_load_balancing_type", ["none", ["aux_loss"]], [3, [3], [], "aux_los", ["nne"]], "'aux_loss', "),
         ("window_size", [[128, 0], None], [[128], [128, "0"], 128], "a list of integers or null"),
         ("attention_backend", ["flash"], ["flsh", 1], "'flash', 'fused', 'unfused', 'local' or 'auto'"),
         ("mamba_training_ssm_states_dtype", ["bfloat16", None], ["float8", 16], "'float32', 'bfloat16' or 'float16'"),
@@ -49,6 +53,26 @@ def test_values_are_checked_by_annotation(name, good, bad, expected):
         message = check_field(MEGATRON, name, value)
         assert message is not None, value
         assert f"must be {expected}" in message
+
+
+def test_a_bound_may_be_infinite_where_megatron_has_it_so():
+    optimizer = f"{MEGATRON}.optimizer"
+    assert check_field(optimizer, "grad_norm_skip_threshold", math.inf) is None
+    for value in (math.nan, -math.inf):
+        assert check_field(optimizer, "grad_norm_skip_threshold", value) is not None
+
+
+def test_a_misspelt_word_gets_the_nearest_one():
+    message = check_field(MEGATRON, "moe_router_load_balancing_type", "aux_los")
+    assert message is not None and message.endswith("found 'aux_los'; did you mean aux_loss?")
+
+
+def test_words_that_are_listed_here_are_those_of_megatron():
+    """megatron-core lists them in docstrings alone, whose words these are."""
+    source = inspect.getsource(transformer_config)
+    for name, words in CHOICES[MEGATRON].items():
+        documented = source.split(f"    {name}: ")[1].split('"""')[1]
+        assert all(re.search(rf"\b{word}\b", documented) for word in words), name
 
 
 def test_a_function_cannot_be_set():

@@ -11,7 +11,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, experts, graphs
+from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, experts, graphs, model
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.config.schema import ALGORITHMS
 from tests.unit.config.conftest import CONFIGS
@@ -25,6 +25,7 @@ CAPTURED_AND_PACKED = [
     *(*PACKED, "policy.precision=bfloat16", f"{MEGATRON}.optimizer.bf16=true"),
     *(f"{MEGATRON}.cuda_graph_impl=transformer_engine", f"{MEGATRON}.cuda_graph_modules=[moe_router]"),
     *("~warm_start", "policy.hf_config.model_type=qwen3_moe", "+policy.hf_config.num_experts=4"),
+    "+policy.hf_config.num_experts_per_tok=2",
 ]
 DIVISIBLE_BY_64 = "policy.make_sequence_length_divisible_by=64"
 TENSOR_PARALLEL = [
@@ -38,7 +39,7 @@ BROKEN = {
         f"{TP}: tensor 2 x pipeline 1 x context 1 = 2 ranks a replica do not divide the 1 ranks of the cluster",
     ),
     "expert_parallel_size_divides_world_size": (
-        [f"{EP}=3", "cluster.gpus_per_node=2", "policy.hf_config.num_experts=6"],
+        [f"{EP}=3", "cluster.gpus_per_node=2"],
         f"{EP}: expert 3 x expert tensor 1 x pipeline 1 = 3 ranks do not divide the 2 ranks",
     ),
     "pipelined_packed_tokens_are_not_gathered": (
@@ -142,6 +143,34 @@ BROKEN = {
         [f"{MEGATRON}.optimizer.optimizer=sgd"],
         f"optimizer.optimizer: is sgd, which needs {MEGATRON}.optimizer.use_distributed_optimizer to be false",
     ),
+    "first_moment_moves": (
+        [f"{MEGATRON}.optimizer.adam_beta1=0.99999999"],
+        "optimizer.adam_beta1: is 1 in float32, in which Adam computes: the moment would stay 0; give at most",
+    ),
+    "second_moment_moves": (
+        [f"{MEGATRON}.optimizer.adam_beta2=0.99999999"],
+        "optimizer.adam_beta2: is 1 in float32, in which Adam computes",
+    ),
+    "adam_eps_is_not_lost": (
+        [f"{MEGATRON}.optimizer.adam_eps=1e-50"],
+        "optimizer.adam_eps: is 0 in float32, in which Adam computes: parameters without a gradient would become NaN",
+    ),
+    "decay_keeps_signs": (
+        [f"{MEGATRON}.optimizer.lr=0.3", f"{MEGATRON}.scheduler.end_weight_decay=10"],
+        f"optimizer.lr: is 0.3, with which {MEGATRON}.scheduler.end_weight_decay (10) turns every weight's sign",
+    ),
+    "decoupled_rates_descend": (
+        [f"+{MEGATRON}.optimizer.decoupled_lr=-0.1"],
+        "optimizer.decoupled_lr: must be above 0, or null for none; found -0.1",
+    ),
+    "some_norms_are_not_skipped": (
+        [f"+{MEGATRON}.optimizer.grad_norm_skip_threshold=0"],
+        "optimizer.grad_norm_skip_threshold: must be above 0; found 0",
+    ),
+    "types_of_state_need_precision_aware_optimizer": (
+        [f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16"],
+        f"optimizer.exp_avg_dtype: must be float32 without {MEGATRON}.optimizer.use_precision_aware_optimizer",
+    ),
     "recomputation_says_what": (
         [
             f"{MEGATRON}.activation_checkpointing=true",
@@ -185,6 +214,10 @@ BROKEN = {
     "global_batches_fill_step": (
         ["policy.train_global_batch_size=768"],
         "grpo.num_prompts_per_step: 64 prompts x grpo.num_generations_per_prompt 8 = 512 samples are no multiple of",
+    ),
+    "groups_have_two_answers": (
+        ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
+        "grpo.num_generations_per_prompt: must be 2 or more, since an answer's advantage is its reward against",
     ),
     "leave_one_out_needs_two_answers": (
         ["grpo.use_leave_one_out_baseline=true", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
@@ -248,8 +281,8 @@ BROKEN = {
 }
 
 
-# Those of activations, of experts and of graphs have test files of their own.
-ELSEWHERE = (activations.__name__, architectures.__name__, experts.__name__, graphs.__name__)
+# Those of activations, of experts, of graphs and of the model have test files of their own.
+ELSEWHERE = (activations.__name__, architectures.__name__, experts.__name__, graphs.__name__, model.__name__)
 
 
 @pytest.mark.parametrize(
@@ -260,6 +293,46 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     is_sft = any(read.startswith("sft.") for read in rule.reads)
     error = error_of(*overrides, recipe=CONFIGS / ("sft_tiny_cpu.yaml" if is_sft else "grpo_tiny_cpu.yaml"))
     assert message in error
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("adam_beta1=1.0", "optimizer.adam_beta1: must be below 1.0; found 1.0"),
+        ("adam_beta2=1", "optimizer.adam_beta2: must be below 1.0; found 1"),
+        ("adam_beta1=-0.1", "optimizer.adam_beta1: must be at least 0.0; found -0.1"),
+        ("adam_beta2=nan", "optimizer.adam_beta2: must be"),
+        ("adam_eps=0", "optimizer.adam_eps: must be above 0.0; found 0"),
+        ("lr=-1e-3", "optimizer.lr: must be above 0.0; found -0.001"),
+        ("lr=nan", "optimizer.lr: must be"),
+        ("weight_decay=-1", "optimizer.weight_decay: must be at least 0.0; found -1"),
+        ("sgd_momentum=1.0", "optimizer.sgd_momentum: must be below 1.0; found 1.0"),
+        ("clip_grad=nan", "optimizer.clip_grad: must be"),
+    ],
+)
+def test_values_that_no_optimizer_takes_are_refused(override, message, error_of):
+    """torch's optimizers refuse most of them; Transformer Engine's compute NaN, or train on silently."""
+    assert message in error_of(f"{MEGATRON}.optimizer.{override}")
+
+
+@pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2", "adam_eps"])
+def test_an_override_of_adam_does_nothing_with_sgd(name, one_problem_of):
+    sgd = [f"{MEGATRON}.optimizer.optimizer=sgd", f"{MEGATRON}.optimizer.use_distributed_optimizer=false"]
+    error = one_problem_of(*sgd, f"{MEGATRON}.optimizer.{name}=0.5")
+    assert f"optimizer.{name}: has no effect, since {MEGATRON}.optimizer.optimizer is 'sgd'; delete the over" in error
+    notes = load(CONFIGS / "grpo_tiny_cpu.yaml", sgd).notes
+    assert any("is sgd, with which adam_beta1, adam_beta2 and adam_eps have no effect" in note for note in notes)
+
+
+def test_an_override_of_momentum_does_nothing_with_adam(one_problem_of, tmp_path):
+    error = one_problem_of(f"{MEGATRON}.optimizer.sgd_momentum=0.5")
+    assert f"optimizer.sgd_momentum: has no effect, since {MEGATRON}.optimizer.optimizer is 'adam'" in error
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\npolicy: {{megatron_cfg: {{optimizer: {{sgd_momentum: 0.5}}}}}}\n"
+        f"warm_start: {{recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}}}\n"
+    )
+    assert any("sgd_momentum 0.5 has no effect" in note for note in load(recipe).notes)
 
 
 def test_rules_read_keys_that_exist():
@@ -320,21 +393,28 @@ def test_cells_that_contradict_nothing_pass(overrides):
         (f"{PP}=2", {"num_hidden_layers": 3}, "3 of the model's 3 layers cannot be split evenly over 2 stages"),
         (f"{TP}=3", {"num_attention_heads": 6}, None),
         (f"{TP}=2", {"num_attention_heads": 3}, "does not divide the model's 3 attention heads"),
-        (f"{EP}=3", {"num_experts": 6, "model_type": "qwen3_moe"}, None),
-        (f"{EP}=2", {"num_experts": 3, "model_type": "qwen3_moe"}, "does not divide the model's 3 experts"),
-        (f"{EP}=2", {"model_type": "qwen3_moe"}, None),  # its default is known to transformers
+        (f"{EP}=3", {"num_experts": 6, "num_experts_per_tok": 2}, None),
+        (f"{EP}=2", {"num_experts": 3, "num_experts_per_tok": 2}, "does not divide the model's 3 experts"),
+        (f"{EP}=2", {}, None),  # its default is known to transformers
     ],
 )
 @pytest.mark.parametrize("where", ["hf_config_overrides", "a folder"])
 def test_a_models_sizes_are_read_wherever_they_are(ranks, fields, refused, where, tmp_path, error_of):
     key, number = ranks.split("=")
     overrides = [ranks, f"cluster.gpus_per_node={number}", "policy.train_global_batch_size=6"]
-    overrides += ["policy.train_micro_batch_size=1", "grpo.num_prompts_per_step=6", "grpo.num_generations_per_prompt=1"]
+    overrides += ["policy.train_micro_batch_size=1", "grpo.num_prompts_per_step=3", "grpo.num_generations_per_prompt=2"]
+    model_type = "qwen3_moe" if key == EP else "qwen3"
     if where == "a folder":
-        (tmp_path / "config.json").write_text(json.dumps(fields))
+        sizes = {"num_key_value_heads": 1} if "num_attention_heads" in fields else {}
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type} | sizes | fields))
         overrides += ["~warm_start", f"policy.model_name={tmp_path}", "policy.hf_config=null"]
         overrides += ["policy.tokenizer.name=x"]
     else:
+        overrides += [
+            "~warm_start",
+            f"policy.hf_config.model_type={model_type}",
+            "policy.hf_config.num_key_value_heads=1",
+        ]
         overrides += ["+policy.hf_config_overrides={" + ", ".join(f"{name}: {fields[name]}" for name in fields) + "}"]
     if refused is None:
         load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)

@@ -338,6 +338,7 @@ def test_any_megatron_field_reaches_the_config():
         f"+{MEGATRON}.moe_z_loss_coeff=1e-3",
         f"+{MEGATRON}.attention_backend=flash",
         f"+{MEGATRON}.window_size=[128,0]",
+        f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true",
         f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16",
         f"+{MEGATRON}.distributed_data_parallel_config.bucket_size=40000000",
     ]

@@ -1,0 +1,128 @@
+"""Types of another library's fields, as its source annotates them: which YAML values are of one, and it in words."""
+
+import ast
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.problems import show_choices
+
+DTYPES = ("float32", "bfloat16", "float16")
+
+_PLAIN_WORDS = {
+    "int": "an integer",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "none": "null",
+    "any": "any value",
+    "dict": "a mapping",
+}
+_PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts", "a mapping": "mappings"}
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """Reads annotations of one library.
+
+    Attributes:
+        members: the names that stand for the values of an enumeration, by its own name; None of what is none.
+        accepts_unknown: whether a type that is neither plain nor an enumeration takes any value, or none.
+        finite: whether a number has to be finite.
+    """
+
+    members: Callable[[str], tuple[str, ...] | None]
+    accepts_unknown: bool = False
+    finite: bool = False
+
+    def accepts(self, annotation: ast.expr, value: Any) -> bool:
+        """Whether a YAML value is of the type; an integer is a number, too, and a list may stand for a tuple."""
+        name, arguments = _parts(annotation)
+        is_int = isinstance(value, int) and not isinstance(value, bool)
+        match name.lower():
+            case "int":
+                return is_int
+            case "float":
+                return is_int or (isinstance(value, float) and (math.isfinite(value) or not self.finite))
+            case "bool":
+                return isinstance(value, bool)
+            case "str":
+                return isinstance(value, str)
+            case "none":
+                return value is None
+            case "any":
+                return True
+            case "torch.dtype":
+                return value in DTYPES
+            case "literal":
+                return any(type(value) is type(choice) and value == choice for choice in _literals(arguments))
+            case "union" | "optional":
+                is_null = name == "Optional" and value is None
+                return is_null or any(self.accepts(argument, value) for argument in arguments)
+            case "list" | "tuple" | "sequence":
+                return self._accepts_items(name.lower(), arguments, value)
+            case "dict":
+                return isinstance(value, dict)
+            case _:
+                members = self.members(name)
+                return self.accepts_unknown if members is None else value in members
+
+    def _accepts_items(self, kind: str, arguments: list[ast.expr], value: Any) -> bool:
+        items = [argument for argument in arguments if not _is_ellipsis(argument)]
+        if not isinstance(value, list) or not items:
+            return isinstance(value, list)
+        # Some annotate a list of two as list[float, float].
+        if len(items) > 1 or (kind == "tuple" and len(items) == len(arguments)):
+            return len(value) == len(items) and all(map(self.accepts, items, value))
+        return all(self.accepts(items[0], item) for item in value)
+
+    def words(self, annotation: ast.expr) -> list[str]:
+        """The type in words, one entry for each member of a union; none of what no YAML value has."""
+        name, arguments = _parts(annotation)
+        kind = name.lower()
+        if kind in _PLAIN_WORDS:
+            return [_PLAIN_WORDS[kind]]
+        if kind == "torch.dtype":
+            return [show_choices(DTYPES)]
+        if kind == "literal":
+            return [show_choices(_literals(arguments))]
+        if kind in ("union", "optional"):
+            words = [word for argument in arguments for word in self.words(argument)]
+            return [*words, "null"] if kind == "optional" and words else words
+        if kind in ("list", "tuple", "sequence"):
+            inner = [word for argument in arguments if not _is_ellipsis(argument) for word in self.words(argument)]
+            items = dict.fromkeys(_PLURALS[word] if word in _PLURALS else word for word in inner)
+            return [f"a list of {' or '.join(items)}" if items else "a list"]
+        members = self.members(name)
+        return [show_choices(members)] if members else []
+
+
+def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
+    """The values of a Literal, or of an Optional of one; None of what is neither."""
+    name, arguments = _parts(annotation)
+    if name == "Literal":
+        return tuple(_literals(arguments))
+    return declared_choices(arguments[0]) if name == "Optional" else None
+
+
+def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
+    """Name and arguments of an annotation: Optional[int] is ("Optional", [int])."""
+    if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
+        return _parts(ast.parse(annotation.value, mode="eval").body)
+    if isinstance(annotation, ast.Constant):
+        return "None", []
+    if isinstance(annotation, ast.BinOp):
+        return "Union", [annotation.left, annotation.right]
+    if isinstance(annotation, ast.Subscript):
+        arguments = annotation.slice.elts if isinstance(annotation.slice, ast.Tuple) else [annotation.slice]
+        return ast.unparse(annotation.value).removeprefix("typing."), list(arguments)
+    return ast.unparse(annotation), []
+
+
+def _literals(arguments: list[ast.expr]) -> list[Any]:
+    return [ast.literal_eval(argument) for argument in arguments]
+
+
+def _is_ellipsis(annotation: ast.expr) -> bool:
+    return isinstance(annotation, ast.Constant) and annotation.value is ...

@@ -1,0 +1,87 @@
+"""What the values of a Hugging Face config may be by what their names mean, which transformers checks of none."""
+
+import math
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.problems import show
+
+
+@dataclass(frozen=True)
+class _Range:
+    """The values that fields of some names may have.
+
+    Attributes:
+        names: a pattern of whole names.
+        rule: what holds, in words.
+        least: the smallest value.
+        most: the largest value.
+        excludes_least: whether values are above the smallest one.
+    """
+
+    names: re.Pattern[str]
+    rule: str
+    least: float
+    most: float = math.inf
+    excludes_least: bool = False
+
+    def has(self, value: float) -> bool:
+        above = value > self.least if self.excludes_least else value >= self.least
+        return above and value <= self.most
+
+
+# The first that fits a name counts.
+_RANGES = (
+    _Range(
+        re.compile(
+            r"num_hidden_layers|num_attention_heads|num_key_value_heads|hidden_size|head_dim|vocab_size"
+            r"|max_position_embeddings|num_experts_per_tok|decoder_sparse_step|kv_lora_rank|q_lora_rank"
+            r"|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|moe_intermediate_size|n_group|topk_group"
+            r"|original_max_position_embeddings"
+        ),
+        "at least 1",
+        1,
+    ),
+    _Range(re.compile(r".*(dropout|pdrop|layerdrop|dropout_p|dropout_prob|drop_rate|drop_prob)"), "from 0 to 1", 0, 1),
+    _Range(re.compile(r".*_(eps|epsilon)"), "above 0", 0, excludes_least=True),
+    _Range(re.compile(r"(.*_)?rope_theta|rotary_emb_base|rope_local_base_freq"), "above 0", 0, excludes_least=True),
+    _Range(re.compile(r"rotary_pct|partial_rotary_factor"), "above 0 and at most 1", 0, 1, excludes_least=True),
+    _Range(re.compile(r"(final|attn)_logit_softcapping"), "above 0, or null for none", 0, excludes_least=True),
+    _Range(re.compile(r"initializer_range|initializer_factor|init_std"), "at least 0", 0),
+    _Range(re.compile(r".*_token_ids?"), "at least 0, or null for none", 0),
+    _Range(
+        re.compile(
+            # Those of other models than causal ones count pictures, or layers from the end.
+            r"(?!vision_|max_image_|num_images|chunk_size)"
+            r"((num|n)_.*|.*_(size|dim|layers|heads|window|rank|length|embeddings|experts|step))"
+        ),
+        "at least 0",
+        0,
+    ),
+)
+
+
+def is_size(name: str) -> bool:
+    """Whether a field of this name is a size that a model cannot be built without."""
+    return _RANGES[0].names.fullmatch(name) is not None
+
+
+def out_of_range(name: str, value: Any) -> str | None:
+    """What is wrong with a number of a Hugging Face config, or with one of a list; None where nothing is."""
+    numbers = list(_numbers(value))
+    if any(not math.isfinite(number) for number in numbers):
+        return f"must be a finite number; found {show(value)}"
+    fits = next((one for one in _RANGES if one.names.fullmatch(name)), None)
+    if fits is None or all(fits.has(number) for number in numbers):
+        return None
+    return f"must be {fits.rule}; found {show(value)}"
+
+
+def _numbers(value: Any) -> Iterator[float]:
+    if isinstance(value, list):
+        for item in value:
+            yield from _numbers(item)
+    elif isinstance(value, int | float) and not isinstance(value, bool):
+        yield value

@@ -1,0 +1,337 @@
+"""What the installed transformers declares of its models' configs, read from its source without importing it.
+
+Importing transformers takes seconds; the source of one family's config parses in a few milliseconds.
+"""
+
+import ast
+import importlib.util
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+MODEL_TYPE = "model_type"
+
+_BASE = "PreTrainedConfig"
+_COMMON = "configuration_utils.py"
+# What every config takes without declaring it: the base class reads these from keyword arguments, and the library reads
+# the rest of whatever config has them.
+_FURTHER = {
+    "model_type": "str",
+    "torch_dtype": "str | None",
+    "num_labels": "int",
+    "name_or_path": "str",
+    "output_attentions": "bool",
+    "attn_implementation": "str | None",
+    "experts_implementation": "str | None",
+    "tie_word_embeddings": "bool",
+    "use_cache": "bool",
+    "bos_token_id": "int | None",
+    "eos_token_id": "int | list[int] | None",
+    "pad_token_id": "int | None",
+    "tokenizer_class": "str | None",
+}
+# What a config with rotary embeddings takes beside `rope_parameters`.
+_ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_rotary_factor": "float | None"}
+
+
+@dataclass(frozen=True)
+class HfField:
+    """One field of a config.
+
+    Attributes:
+        annotation: its type; None where transformers declares none.
+        default: its value where it is absent; None also where that is computed.
+    """
+
+    annotation: ast.expr | None
+    default: Any = None
+
+
+@dataclass(frozen=True)
+class HfFamily:
+    """The config of one model type.
+
+    Attributes:
+        class_name: of transformers.
+        folder: of the family's sources.
+        fields: all that it takes, by name.
+        aliases: other names of fields, each with the name that the class declares.
+        rope_keys: keys of `rope_parameters` that are this family's own.
+    """
+
+    class_name: str
+    folder: Path
+    fields: Mapping[str, HfField]
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    rope_keys: frozenset[str] = frozenset()
+
+    def canonical(self, name: str) -> str:
+        """The name that its config has the field under."""
+        return self.aliases[name] if name in self.aliases else name
+
+    def field(self, name: str) -> HfField | None:
+        """The field of a name or of an alias; None where there is none."""
+        same = [name, self.canonical(name), *(alias for alias, target in self.aliases.items() if target == name)]
+        known = next((self.fields[one] for one in same if one in self.fields), None)
+        is_read = known is None and (len(same) > 2 or _is_read(self.folder, name))
+        return HfField(None) if is_read else known
+
+    def names(self) -> list[str]:
+        """Of fields, those of aliases included."""
+        return [*self.fields, *self.aliases, *self.aliases.values()]
+
+    def canonical_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
+        """Values under the names that the config has them under, over its own defaults."""
+        defaults = {
+            self.canonical(name): declared.default
+            for name, declared in self.fields.items()
+            if declared.default is not None
+        }
+        return defaults | {self.canonical(name): value for name, value in values.items()}
+
+
+@cache
+def model_types() -> Mapping[str, str]:
+    """The model types that transformers knows, each with the class of its config."""
+    names = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES"))
+    return names | _updates("CONFIG_MAPPING_NAMES") | {"gpt-sw3": "GPT2Config"}
+
+
+@cache
+def causal_models() -> Mapping[str, str]:
+    """The model types of which transformers has a causal language model, each with its class."""
+    return dict(_pairs("models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
+
+
+@cache
+def family(model_type: str) -> HfFamily | None:
+    """What the config of a model type takes; None where its source does not tell.
+
+    Args:
+        model_type: a key of `model_types`.
+    """
+    class_name = model_types()[model_type]
+    module = _modules()[model_type] if model_type in _modules() else model_type.replace("-", "_")
+    folder = transformers_root() / "models" / module
+    for path in sorted(folder.glob("configuration_*.py")):
+        classes = _classes(path)
+        if class_name in classes:
+            return _family(class_name, folder, _bases_first(class_name, classes))
+    others = [name for name, other in model_types().items() if other == class_name and name != model_type]
+    return family(others[0]) if others else None
+
+
+def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
+    """The family that a config names; None where it names none that transformers knows."""
+    model_type = fields[MODEL_TYPE] if MODEL_TYPE in fields else None
+    return family(model_type) if isinstance(model_type, str) and model_type in model_types() else None
+
+
+@cache
+def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
+    """The types of rotary embeddings, each with the keys of `rope_parameters` that it needs, and may have."""
+    mixin = _classes(transformers_root() / "modeling_rope_utils.py")["RotaryEmbeddingConfigMixin"]
+    validators = {}
+    for method in mixin.body:
+        if isinstance(method, ast.FunctionDef) and (
+            found := re.fullmatch(r"_validate_(\w+)_rope_parameters", method.name)
+        ):
+            keys = {"required_keys": frozenset[str](), "optional_keys": frozenset[str]()}
+            for statement in method.body:
+                if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Set):
+                    keys[ast.unparse(statement.targets[0])] = frozenset(ast.literal_eval(statement.value))
+            validators[found[1]] = (keys["required_keys"], keys["optional_keys"])
+    return validators
+
+
+@cache
+def rope_fields() -> Mapping[str, ast.expr]:
+    """The keys of `rope_parameters` whose types transformers declares."""
+    return _annotations(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
+
+
+@cache
+def layer_types() -> tuple[str, ...]:
+    """The words that `layer_types` may hold."""
+    return tuple(ast.literal_eval(_assigned(_COMMON, "ALLOWED_LAYER_TYPES")))
+
+
+@cache
+def activations() -> tuple[str, ...]:
+    """The names of activation functions."""
+    table = _assigned("activations.py", "ACT2CLS")
+    assert isinstance(table, ast.Dict)
+    return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
+
+
+@cache
+def transformers_root() -> Path:
+    """The folder of the installed transformers.
+
+    Raises:
+        ValueError: it is not installed.
+    """
+    spec = importlib.util.find_spec("transformers")  # of a top-level package: finding it imports nothing
+    if spec is None or spec.origin is None:
+        raise ValueError(
+            "transformers is not installed in this environment, so the model's config cannot be checked; run make setup"
+        )
+    return Path(spec.origin).parent
+
+
+@cache
+def _text(file: str) -> str:
+    return (transformers_root() / file).read_text(encoding="utf-8")
+
+
+def _assigned(file: str, name: str) -> ast.expr:
+    """What a module assigns to a name; only these lines are parsed, since some of the modules are long."""
+    found = re.search(rf"^{name} = .*?^[)}}\]]+$", _text(file), re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{file} of the installed transformers assigns no {name}"
+    [statement] = ast.parse(found[0]).body
+    assert isinstance(statement, ast.Assign)
+    return statement.value
+
+
+def _pairs(file: str, name: str) -> list[tuple[str, str]]:
+    """The entries of an OrderedDict that is assigned to a name."""
+    call = _assigned(file, name)
+    assert isinstance(call, ast.Call)
+    return [(key, value) for key, value in ast.literal_eval(call.args[0]) if isinstance(value, str)]
+
+
+def _updates(name: str) -> dict[str, str]:
+    """What transformers adds to a mapping by hand."""
+    found = re.search(rf"^{name}\.update\(\n(.*?)\n\)", _text("models/auto/configuration_auto.py"), re.M | re.S)
+    return {} if found is None else dict(ast.literal_eval(found[1].strip()))
+
+
+@cache
+def _modules() -> Mapping[str, str]:
+    """The model types whose module is not called like them."""
+    name = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
+    return dict(_pairs("models/auto/auto_mappings.py", name)) | _updates(name)
+
+
+@cache
+def _classes(path: Path) -> Mapping[str, ast.ClassDef]:
+    statements = ast.parse(path.read_text(encoding="utf-8")).body
+    return {statement.name: statement for statement in statements if isinstance(statement, ast.ClassDef)}
+
+
+def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
+    """A class behind those of the same module that it inherits from."""
+    definition = classes[class_name]
+    bases = [ast.unparse(base) for base in definition.bases]
+    return [*(one for base in bases if base in classes for one in _bases_first(base, classes)), definition]
+
+
+@cache
+def _is_read(folder: Path, name: str) -> bool:
+    """Whether a family's model reads a field that its config does not declare, such as the head_dim of qwen3_moe."""
+    pattern = re.compile(rf"config(\.|,\s*[\"']){re.escape(name)}\b")
+    return any(pattern.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
+
+
+def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> HfFamily:
+    fields = dict(_common_fields())
+    aliases: dict[str, str] = {}
+    rope_keys: set[str] = set()
+    for definition in definitions:
+        for name, annotation in _annotations(definition).items():
+            fields[name] = HfField(annotation, _default(definition, name))
+        for statement in definition.body:
+            if isinstance(statement, ast.Assign) and isinstance(statement.targets[0], ast.Name):
+                name = statement.targets[0].id
+                if name == "attribute_map":
+                    aliases |= ast.literal_eval(statement.value)
+                elif name == "ignore_keys_at_rope_validation":
+                    rope_keys |= set(ast.literal_eval(statement.value))
+        for name in _names_in_methods(definition):
+            fields.setdefault(name, HfField(None))
+    if "rope_parameters" in fields or "rope_theta" in fields:
+        fields.setdefault("rope_parameters", HfField(_parsed("dict | None")))
+        for name, words in _ROPE_TYPES.items():
+            if name not in fields or fields[name].annotation is None:
+                fields[name] = HfField(_parsed(words))
+    return HfFamily(class_name, folder, fields, aliases, frozenset(rope_keys))
+
+
+@cache
+def _common_fields() -> Mapping[str, HfField]:
+    """What every config takes."""
+    # The class is long, and its fields are declared ahead of its methods.
+    found = re.search(rf"^class {_BASE}\(.*?(?=^    def )", _text(_COMMON), re.MULTILINE | re.DOTALL)
+    assert found is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
+    [definition] = ast.parse(found[0]).body
+    assert isinstance(definition, ast.ClassDef)
+    declared = {name: HfField(annotation) for name, annotation in _annotations(definition).items()}
+    return declared | {name: HfField(_parsed(annotation)) for name, annotation in _FURTHER.items()}
+
+
+def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
+    """The fields that a class declares, by name; neither private ones nor those of the class itself."""
+    return {
+        statement.target.id: statement.annotation
+        for statement in definition.body
+        if isinstance(statement, ast.AnnAssign)
+        and isinstance(statement.target, ast.Name)
+        and not statement.target.id.startswith("_")
+        and not ast.unparse(statement.annotation).startswith("ClassVar")
+    }
+
+
+def _default(definition: ast.ClassDef, name: str) -> Any:
+    """The plain value that a field has by default; None where it is computed or there is none."""
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
+            value = statement.value
+            if isinstance(value, ast.Call):  # validated_field(...)(default=0.02)
+                value = next((keyword.value for keyword in value.keywords if keyword.arg == "default"), None)
+            try:
+                return None if value is None else ast.literal_eval(value)
+            except ValueError:
+                return None
+    return None
+
+
+def _names_in_methods(definition: ast.ClassDef) -> set[str]:
+    """Names that a class takes without declaring them: from keyword arguments, by a setter, or as an attribute."""
+    names: set[str] = set()
+    for method in definition.body:
+        if not isinstance(method, ast.FunctionDef):
+            continue
+        names |= {
+            method.name
+            for decorator in method.decorator_list
+            if isinstance(decorator, ast.Attribute) and decorator.attr == "setter"
+        }
+        if method.name in ("__init__", "__post_init__"):
+            names |= {argument.arg for argument in (*method.args.args, *method.args.kwonlyargs)} - {"self"}
+        names |= {name for node in ast.walk(method) for name in _names_of(node)}
+    return {name for name in names if not name.startswith("_")}
+
+
+def _names_of(node: ast.AST) -> list[str]:
+    match node:
+        case ast.Call(
+            func=ast.Attribute(value=ast.Name("kwargs"), attr="pop" | "get" | "setdefault"),
+            args=[ast.Constant(str(name)), *_],
+        ):
+            return [name]
+        case ast.Subscript(value=ast.Name("kwargs"), slice=ast.Constant(str(name))):
+            return [name]
+        case ast.Compare(left=ast.Constant(str(name)), comparators=[ast.Name("kwargs")]):
+            return [name]
+        case ast.Assign(targets=[ast.Attribute(value=ast.Name("self"), attr=name)]):
+            return [name]
+        case _:
+            return []
+
+
+@cache
+def _parsed(annotation: str) -> ast.expr:
+    return ast.parse(annotation, mode="eval").body
