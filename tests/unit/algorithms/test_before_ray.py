@@ -81,7 +81,10 @@ def test_a_models_folder_is_read(check, tmp_path):
         ([], "The config of policy.model_name '.*' has a value that cannot be: "),
         ({"rms_norm_eps": "x"}, "The config of policy.model_name '.*' has a value that cannot be: "),
         ({"num_attention_heads": 0}, "has num_attention_heads 0, which must be at least 1; give policy.hf_config_over"),
-        ({"num_attention_heads": 4, "head_dim": -1}, "has head_dim -1, which must be at least 1; give policy.hf_config"),
+        (
+            {"num_attention_heads": 4, "head_dim": -1},
+            "has head_dim -1, which must be at least 1; give policy.hf_config",
+        ),
         ({"num_attention_heads": 4, "vocab_size": -1}, "has vocab_size -1, which must be at least 1; give"),
         ({"intermediate_size": -1}, "has intermediate_size -1, where an integer of at least 1 must be; give"),
     ],
@@ -122,8 +125,14 @@ def test_a_value_that_the_model_cannot_have_is_said(monkeypatch):
     """By transformers itself, of what the recipe's schema lets pass."""
     policy = load(TINY, []).config["policy"]
     for fields, error in (
-        ({"model_type": "qwen3", "problem_type": "single_label_classification", "num_labels": 1}, "policy.hf_config has"),
-        ({"model_type": "qwen3", "rms_norm_eps": "abc"}, "policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps"),
+        (
+            {"model_type": "qwen3", "problem_type": "single_label_classification", "num_labels": 1},
+            "policy.hf_config has",
+        ),
+        (
+            {"model_type": "qwen3", "rms_norm_eps": "abc"},
+            "policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps",
+        ),
     ):
         with pytest.raises(ValueError, match=error):
             hf_config(policy | {"hf_config": fields})
