@@ -103,6 +103,11 @@ def _validate(options: argparse.Namespace) -> None:
     if validated.warm_start is not None:
         notes += [f"note: warm start: {note}" for note in validated.warm_start.notes]
     if options.deep:
+        from nemo_offload_rl.config.model_folder import check_model_folder
+
+        for one in (validated.warm_start, validated):
+            if one is not None:
+                check_model_folder(one.config)
         notes += _check_deeply(validated.config)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     sys.stdout.write(_as_yaml(validated.recipe.config))
@@ -169,6 +174,7 @@ def _plan(options: argparse.Namespace) -> None:
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
+    from nemo_offload_rl.config.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.activations import limit_where_unknown
@@ -181,6 +187,7 @@ def _plan(options: argparse.Namespace) -> None:
     def written_at(key: str) -> str:
         return str(validated.recipe.origin(key))
 
+    check_model_folder(config, needs_weights=False)
     model = hf_config(config["policy"]).to_dict()
     try:
         run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)

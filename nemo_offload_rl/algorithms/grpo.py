@@ -28,6 +28,7 @@ from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.tokenizer import check_token_ids
 from nemo_offload_rl.environments import Reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
@@ -215,6 +216,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
     generation_config = policy_config["generation"]
     stop_token_ids = generation_config["stop_token_ids"]
+    check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")
     sampling = SamplingParams(
         max_new_tokens=generation_config["max_new_tokens"],
         temperature=generation_config["temperature"],

@@ -15,6 +15,7 @@ from rich.console import Console
 
 from nemo_offload_rl.algorithms.locks import lock_folders, warm_start_folder
 from nemo_offload_rl.config import RecipeError, ValidatedRecipe, load
+from nemo_offload_rl.config.model_folder import ModelFolderError, check_model_folder
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.environments import RewardError
 from nemo_offload_rl.storage.lock import LockedError
@@ -49,7 +50,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
             recipe = _load(recipe_path, overrides, algorithm)
             locks = stack.enter_context(lock_folders(recipe, console))
             job, warm_start = _prepare(recipe)
-        except (RecipeError, LockedError, DataError, RewardError, _WrongAlgorithmError) as error:
+        except (RecipeError, LockedError, DataError, RewardError, _WrongAlgorithmError, ModelFolderError) as error:
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
 
@@ -99,7 +100,12 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
 
 def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
     from nemo_offload_rl.algorithms.job import Job
+    from nemo_offload_rl.placement.cluster import starts_ray_here
 
+    if starts_ray_here():  # the machines of a cluster that is joined may have other folders
+        for one in (recipe.warm_start, recipe):
+            if one is not None:
+                check_model_folder(one.config)
     return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
 
 

@@ -33,6 +33,7 @@ _FURTHER = {
     "pad_token_id": "int | None",
     "tokenizer_class": "str | None",
 }
+_FLOATS = ("float", "float | None", "None | float")
 # What a config with rotary embeddings takes beside `rope_parameters`.
 _ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_rotary_factor": "float | None"}
 
@@ -128,6 +129,21 @@ def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
     """The family that a config names; None where it names none that transformers knows."""
     model_type = fields[MODEL_TYPE] if MODEL_TYPE in fields else None
     return family(model_type) if isinstance(model_type, str) and model_type in model_types() else None
+
+
+def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields with 1.0 for 1 where transformers declares a float, for which it takes no integer."""
+    known = known_family(fields)
+    return {name: _as_float(value) if _is_float(known, name) else value for name, value in fields.items()}
+
+
+def _is_float(known: HfFamily | None, name: str) -> bool:
+    declared = known.field(name) if known is not None else None
+    return declared is not None and declared.annotation is not None and ast.unparse(declared.annotation) in _FLOATS
+
+
+def _as_float(value: Any) -> Any:
+    return float(value) if isinstance(value, int) and not isinstance(value, bool) else value
 
 
 @cache

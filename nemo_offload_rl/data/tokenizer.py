@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -47,6 +48,26 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
+
+
+def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], key: str) -> None:
+    """Refuses token ids that the tokenizer does not have.
+
+    Args:
+        tokenizer: whose vocabulary it is.
+        token_ids: the ids.
+        key: of the recipe, for the message.
+
+    Raises:
+        DataError: one of them is no token.
+    """
+    known = set(tokenizer.get_vocab().values())
+    unknown = [token for token in token_ids if token not in known]
+    if unknown:
+        raise DataError(
+            f"{key} has {unknown[0]}, which is no token of policy.tokenizer.name; its {len(known)} tokens have ids from "
+            f"{min(known)} to {max(known)}."
+        )
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:

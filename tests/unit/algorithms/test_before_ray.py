@@ -121,21 +121,11 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
         assert checked == [(job.config, job.algorithm, {"has_gpus": has_gpus}) for job in jobs]
 
 
-def test_a_value_that_the_model_cannot_have_is_said(monkeypatch):
+def test_a_value_that_the_model_cannot_have_is_said():
     """By transformers itself, of what the recipe's schema lets pass."""
     policy = load(TINY, []).config["policy"]
-    for fields, error in (
-        (
-            {"model_type": "qwen3", "problem_type": "single_label_classification", "num_labels": 1},
-            "policy.hf_config has",
-        ),
-        (
-            {"model_type": "qwen3", "rms_norm_eps": "abc"},
-            "policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps",
-        ),
-    ):
-        with pytest.raises(ValueError, match=error):
-            hf_config(policy | {"hf_config": fields})
+    with pytest.raises(ValueError, match=r"policy.hf_config has a value that cannot be: (.|\n)*rms_norm_eps"):
+        hf_config(policy | {"hf_config": {"model_type": "qwen3", "rms_norm_eps": "abc"}})
     with pytest.raises(ValueError, match=r"policy.hf_config_overrides.rms_norm_eps has a"):
         hf_config(policy | {"hf_config_overrides": {"rms_norm_eps": "abc"}})
     with pytest.raises(ValueError, match=r"model_type is 'vit', of which transformers has no causal language model"):
