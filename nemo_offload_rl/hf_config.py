@@ -1,12 +1,15 @@
 """The Hugging Face config of a recipe's model."""
 
+import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.transformers_source import with_floats
 from nemo_offload_rl.hub import cache_only, why_unreachable
 
+_IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
 
 
@@ -45,7 +48,7 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
 
     mapping = policy.get("hf_config")
     if mapping is not None:
-        fields = dict(mapping)
+        fields = copy.deepcopy(with_floats(mapping))  # transformers writes into what it is given
         model_type = fields.pop("model_type", None)
         if model_type not in CONFIG_MAPPING:
             raise ValueError(
@@ -70,11 +73,7 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
                 f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"
             ) from error
     overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
-    for key, value in overrides.items():
-        if not hasattr(config, key):
-            raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
-        with _told(f"policy.hf_config_overrides.{key}"):
-            setattr(config, key, _rope_with_its_base(config, value) if key in _ROPE_KEYS else value)
+    _override(config, overrides)
     _check_windows(config, overrides)
     if not config.architectures:
         from transformers import AutoModelForCausalLM
@@ -86,6 +85,32 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
             )
         config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
     return config
+
+
+def _override(config: Any, overrides: Mapping[str, Any]) -> None:
+    """Set fields of a config anew, and what it had made of them.
+
+    Raises:
+        ValueError: it has no such field, or the field cannot have the value.
+    """
+    typed = with_floats({"model_type": config.model_type} | copy.deepcopy(dict(overrides)))
+    for key in overrides:
+        value, rope = typed[key], getattr(config, "rope_parameters", None)
+        with _told(f"policy.hf_config_overrides.{key}"):
+            if key in _IN_ROPE and isinstance(rope, Mapping) and "rope_theta" in rope:
+                config.rope_parameters = {**rope, key: value}
+            elif hasattr(config, key):
+                setattr(config, key, _rope_with_its_base(config, value) if key in _ROPE_KEYS else value)
+            else:
+                raise ValueError(f"policy.hf_config_overrides.{key}: {type(config).__name__} has no such field.")
+    kinds = getattr(config, "layer_types", None)
+    if "num_hidden_layers" in overrides and "layer_types" not in overrides and isinstance(kinds, list):
+        if config.num_hidden_layers > len(kinds):
+            raise ValueError(
+                f"policy.hf_config_overrides.num_hidden_layers is {config.num_hidden_layers}, but the config says of "
+                f"{len(kinds)} layers what they are; give policy.hf_config_overrides.layer_types, too."
+            )
+        config.layer_types = kinds[: config.num_hidden_layers]
 
 
 def _rope_with_its_base(config: Any, value: Mapping[str, Any] | None) -> Any:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.problems import nearest, show
+from nemo_offload_rl.config.problems import nearest
 
 _WEIGHTS = ("*.safetensors", "pytorch_model*.bin")
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
@@ -34,10 +34,12 @@ def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True)
     if path.is_dir():
         _check_contents(path, needs_weights=needs_weights)
     elif path.exists():
-        raise ModelFolderError(f"policy.model_name is {show(name)}, which is a file; give the model's folder, or a hub name.")
+        raise ModelFolderError(
+            f"policy.model_name is {name!r}, which is a file; give the model's folder, or a hub name."
+        )
     elif _looks_like_a_path(name):
         raise ModelFolderError(
-            f"policy.model_name is {show(name)}, but there is no such folder{_remedy(path)}; give a folder in Hugging "
+            f"policy.model_name is {name!r}, but there is no such folder{_remedy(path)}; give a folder in Hugging "
             "Face format, a hub name such as org/model, or policy.hf_config for random weights."
         )
 
@@ -58,14 +60,16 @@ def _remedy(path: Path) -> str:
 
 
 def _check_contents(folder: Path, *, needs_weights: bool) -> None:
-    where = f"policy.model_name is {show(str(folder))}, a folder"
+    where = f"policy.model_name is {str(folder)!r}, a folder"
     config = folder / "config.json"
     if not config.is_file():
         raise ModelFolderError(f"{where} without a config.json; give one in Hugging Face format.")
     try:
         json.loads(config.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ModelFolderError(f"{where} whose config.json is no JSON ({error}); give one in Hugging Face format.") from error
+        raise ModelFolderError(
+            f"{where} whose config.json is no JSON ({error}); give one in Hugging Face format."
+        ) from error
     if not needs_weights:
         return
     missing = [name for index in _INDEXES for name in _listed(folder / index) if not (folder / name).is_file()]
@@ -73,8 +77,8 @@ def _check_contents(folder: Path, *, needs_weights: bool) -> None:
         raise ModelFolderError(f"{where} without {missing[0]}, which its index lists; copy the whole model.")
     if not any(found for pattern in _WEIGHTS for found in folder.glob(pattern)):
         raise ModelFolderError(
-            f"{where} with a config.json and no weights (*.safetensors); give one with weights, or policy.hf_config for "
-            "random ones."
+            f"{where} with a config.json and no weights (*.safetensors); give one with weights, or policy.hf_config "
+            "for random ones."
         )
 
 

@@ -65,8 +65,8 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
     unknown = [token for token in token_ids if token not in known]
     if unknown:
         raise DataError(
-            f"{key} has {unknown[0]}, which is no token of policy.tokenizer.name; its {len(known)} tokens have ids from "
-            f"{min(known)} to {max(known)}."
+            f"{key} has {unknown[0]}, which is no token of policy.tokenizer.name; its {len(known)} tokens have ids "
+            f"from {min(known)} to {max(known)}."
         )
 
 

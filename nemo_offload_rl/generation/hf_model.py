@@ -5,8 +5,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
+
+from nemo_offload_rl.hf_config import hf_config as read_hf_config
 
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -26,15 +28,13 @@ def build_model(
         hf_config_overrides: Fields of the configuration to set anew.
 
     Raises:
-        ValueError: If the precision or the model type is unknown.
+        ValueError: If the precision is unknown, or as `nemo_offload_rl.hf_config.hf_config`, by which the policy's
+            model is built, too.
     """
     if precision not in _DTYPES:
         raise ValueError(f"policy.precision is {precision!r}; generation knows {', '.join(_DTYPES)}.")
-    overrides = dict(hf_config_overrides or {})
-    if hf_config is None:
-        config = AutoConfig.from_pretrained(model_name, **overrides)
-    else:
-        config = AutoConfig.for_model(**(dict(hf_config) | overrides))
+    policy = {"model_name": model_name, "hf_config": hf_config, "hf_config_overrides": hf_config_overrides or {}}
+    config = read_hf_config(policy)
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(config, dtype=_DTYPES[precision], attn_implementation="sdpa")
     model.tie_weights()

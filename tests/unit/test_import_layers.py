@@ -36,7 +36,7 @@ def layer(*may_import: str, never: str = "") -> Layer:
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
     "hub": layer(never="torch ray megatron transformer_engine transformers"),
-    "hf_config": layer("hub", never="torch ray megatron transformer_engine"),
+    "hf_config": layer("hub", "config.transformers_source", never="torch ray megatron transformer_engine"),
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
     "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
@@ -59,7 +59,7 @@ LAYERS = {
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
-    "generation": layer("data.batch", "metrics", "refit", never="megatron transformer_engine"),
+    "generation": layer("data.batch", "metrics", "refit", "hf_config", never="megatron transformer_engine"),
     "worker": layer(
         "plan", "model_check", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract",
         "hf_config", *LEAVES

@@ -78,7 +78,7 @@ def folders_have_sizes(*model: Any) -> Verdict:
     if found is None:
         return None
     key, message = found
-    return f"the config.json in {show(name)} has {key} {show(given[key])}, which {message}; give {_OVERRIDES}.{key}"
+    return f"the config.json in {name!r} has {key} {show(given[key])}, which {message}; give {_OVERRIDES}.{key}"
 
 
 @rule(*MODEL_FIELDS)

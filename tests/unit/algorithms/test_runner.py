@@ -20,10 +20,18 @@ CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
         ("grpo_tiny_cpu", "data.validation.num_problems=999", "grpo", "only 661 additions of 2-digit numbers"),
         ("grpo_tiny_cpu", "policy.tokenizer.name=/no/such/folder", "grpo", "tokenizer"),
         ("absent", "a.b=1", "grpo", "absent.yaml"),
+        ("sft_tiny_cpu", ["policy.model_name=./nope", "policy.hf_config=null"], "sft", "there is no such folder"),
+        (
+            "grpo_tiny_cpu",
+            ["policy.hf_config.vocab_size=99", "~warm_start", "policy.generation.stop_token_ids=[50]"],
+            "grpo",
+            "policy.generation.stop_token_ids has 50, which is no token of policy.tokenizer.name",
+        ),
     ],
 )
 def test_mistakes_are_one_message_and_status_2(recipe, override, algorithm, message, capsys):
-    assert run(CONFIGS / f"{recipe}.yaml", [override], algorithm) == EXIT_WRONG_RECIPE
+    overrides = override if isinstance(override, list) else [override]
+    assert run(CONFIGS / f"{recipe}.yaml", overrides, algorithm) == EXIT_WRONG_RECIPE
     captured = capsys.readouterr()
     assert message in captured.err
     assert "Traceback" not in captured.err

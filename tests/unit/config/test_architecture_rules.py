@@ -25,8 +25,8 @@ BROKEN = {
             "'linear', 'llama3' or 'yarn': give one of these as rope_parameters in policy.hf_config_overrides",
         ),
         (
-            [f"+{OVERRIDES}={{rope_scaling: {{type: longrope, factor: 2.0}}}}"],
-            "has rotary embeddings of rope_type 'longrope', which",
+            [f"+{OVERRIDES}={{rope_scaling: {{type: dynamic, factor: 2.0}}}}"],
+            "has rotary embeddings of rope_type 'dynamic', which",
         ),
         (
             [f"+{HF}.rope_parameters={{rope_type: linear, factor: 2.0, partial_rotary_factor: 0.5}}"],

@@ -1,7 +1,7 @@
 import pytest
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, load_tokenizer
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, check_token_ids, load_tokenizer
 
 
 def test_the_arithmetic_tokenizer_has_one_token_a_character():
@@ -33,3 +33,12 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
 def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
     with pytest.raises(DataError, match=r"policy\.tokenizer\.name: no tokenizer could be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_token_ids_outside_the_vocabulary_are_refused():
+    tokenizer = load_tokenizer("arithmetic")
+    check_token_ids(tokenizer, [0, 13], "policy.generation.stop_token_ids")
+    with pytest.raises(
+        DataError, match=r"stop_token_ids has 14, which is no token .*; its 14 tokens have ids from 0 to"
+    ):
+        check_token_ids(tokenizer, [12, 14], "policy.generation.stop_token_ids")

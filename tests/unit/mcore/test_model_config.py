@@ -1,3 +1,6 @@
+import copy
+import json
+
 import pytest
 from support.tiny import TINY_QWEN3, tiny_policy
 
@@ -92,3 +95,33 @@ def test_a_model_that_cannot_be_had_is_named(monkeypatch):
     policy = tiny_policy() | {"hf_config": None, "model_name": "./no/such/folder"}
     with pytest.raises(ValueError, match=r"policy\.model_name is './no/such/folder'"):
         model_config.hf_config(policy)
+
+
+@pytest.mark.parametrize("where", ["hf_config", "a folder"])
+def test_overrides_reach_what_the_config_has_made_of_them(where, tmp_path):
+    fields = tiny_policy()["hf_config"]
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    overrides = {"rope_theta": 1_000_000, "num_hidden_layers": 2, "rms_norm_eps": 1}
+    policy = {"model_name": str(tmp_path), "hf_config": fields if where == "hf_config" else None}
+    config = model_config.hf_config(policy | {"hf_config_overrides": overrides})
+    assert config.rope_parameters["rope_theta"] == 1e6
+    assert config.layer_types == ["full_attention"] * 2
+    assert config.rms_norm_eps == 1.0
+    config.validate()
+    with pytest.raises(
+        ValueError, match=r"num_hidden_layers is 9, but the config says of 4 layers what they are; give"
+    ):
+        model_config.hf_config(policy | {"hf_config_overrides": {"num_hidden_layers": 9}})
+
+
+def test_the_recipe_is_left_as_it_is():
+    """transformers writes into the mappings that it is given."""
+    fields = tiny_policy()["hf_config"] | {"rope_scaling": {"rope_type": "linear", "factor": 2.0}}
+    before = copy.deepcopy(fields)
+    model_config.hf_config({"model_name": "x", "hf_config": fields})
+    assert fields == before
+
+
+def test_an_integer_is_a_float_where_transformers_declares_one():
+    fields = tiny_policy()["hf_config"] | {"rms_norm_eps": 1, "rope_theta": 10000}
+    assert model_config.hf_config({"model_name": "x", "hf_config": fields}).rms_norm_eps == 1.0
