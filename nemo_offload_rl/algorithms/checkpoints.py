@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
-import os
 import re
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from nemo_offload_rl.algorithms.state import TrainingState, read_metrics_of
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words, sync
+from nemo_offload_rl.storage.manifest import DamagedError, write_manifest
 
 logger = logging.getLogger(__name__)
 
 _FINISHED = re.compile(r"step_(\d+)")
 _UNFINISHED_PREFIX = "tmp_step_"
+
+# Fills a folder; returns what those of its files are that were hashed while they were written, by name.
+WriteCheckpoint = Callable[[Path], Mapping[str, FileSum]]
 
 
 class CheckpointFolder:
@@ -33,8 +39,8 @@ class CheckpointFolder:
         self._higher_is_better = higher_is_better
         self._keep_top_k = keep_top_k
 
-    def save(self, state: TrainingState, metrics: Mapping[str, float], write: Callable[[Path], None]) -> Path:
-        """Writes a checkpoint beside the others, moves it into place, and removes the worst.
+    def save(self, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> Path:
+        """Writes a checkpoint beside the others, its manifest last, moves it into place, and removes the worst.
 
         Args:
             state: written as training_state.json.
@@ -43,22 +49,43 @@ class CheckpointFolder:
 
         Returns:
             The checkpoint's folder.
+
+        Raises:
+            DiskFullError: there is no space; what was written has been removed.
         """
         unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
         finished = self._folder / f"step_{state.step}"
         assert not finished.exists(), f"{finished} was written before"
-        unfinished.mkdir(parents=True)
-        write(unfinished)
-        state.write(unfinished, metrics)
-        _flush_to_disk(unfinished)
+        try:
+            self._fill(unfinished, state, metrics, write)
+        except DiskFullError:
+            shutil.rmtree(unfinished, ignore_errors=True)  # it would keep the disk full
+            raise
         unfinished.rename(finished)
-        _flush_to_disk(self._folder, recurse=False)
+        sync(self._folder)
         self._remove_worst()
         return finished
 
-    def latest(self) -> Path | None:
-        """The newest checkpoint, or None."""
-        return max(self._finished(), key=_step_of, default=None)
+    def _fill(self, folder: Path, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
+        with full_disk_in_words(folder):
+            folder.mkdir(parents=True)
+            known = write(folder)
+            state.write(folder, metrics)
+            for path in [folder, *folder.rglob("*")]:
+                sync(path)
+            write_manifest(folder, known)
+
+    def newest_first(self) -> list[Path]:
+        """All checkpoints."""
+        return sorted(self._finished(), key=_step_of, reverse=True)
+
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Gives a checkpoint a name under which it is none, so that its step can be saved again; returns it."""
+        names = (f"damaged_{checkpoint.name}" + (f"_{number}" if number else "") for number in itertools.count())
+        aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
+        checkpoint.rename(aside)
+        sync(self._folder)
+        return aside
 
     def remove_unfinished(self) -> None:
         """Clears away what a run that died while it saved has left."""
@@ -72,8 +99,7 @@ class CheckpointFolder:
     def _remove_worst(self) -> None:
         if self._keep_top_k is None:
             return
-        newest_first = sorted(self._finished(), key=_step_of, reverse=True)
-        newest, older = newest_first[0], newest_first[1:]
+        newest, *older = self.newest_first()
         for worst in sorted(older, key=self._rank, reverse=True)[self._keep_top_k - 1 :]:
             logger.info("Removing the checkpoint %s: %d better ones are kept.", worst, self._keep_top_k)
             shutil.rmtree(worst)
@@ -81,7 +107,11 @@ class CheckpointFolder:
 
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
         """Orders checkpoints from worst to best; one without the metric is worse than any with it."""
-        value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
+        try:
+            value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
+        except DamagedError as error:
+            logger.warning("Checkpoint %s is damaged: %s. It counts as the worst.", checkpoint, error)
+            value = None
         if value is None:
             return float("-inf"), _step_of(checkpoint)
         return value if self._higher_is_better else -value, _step_of(checkpoint)
@@ -90,11 +120,16 @@ class CheckpointFolder:
 class NoCheckpoints:
     """Stands in for ``CheckpointFolder`` where checkpointing is off: nothing is written, nothing is found."""
 
-    def save(self, state: TrainingState, metrics: Mapping[str, float], write: Callable[[Path], None]) -> None:
+    def save(self, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
         """Writes nothing."""
 
-    def latest(self) -> None:
+    def newest_first(self) -> list[Path]:
         """Finds nothing."""
+        return []
+
+    def set_aside(self, checkpoint: Path) -> Path:
+        """Is not called: there are none."""
+        raise AssertionError("there are no checkpoints")
 
     def remove_unfinished(self) -> None:
         """Removes nothing."""
@@ -107,13 +142,3 @@ def _step_of(checkpoint: Path) -> int:
     match = _FINISHED.fullmatch(checkpoint.name)
     assert match is not None
     return int(match.group(1))
-
-
-def _flush_to_disk(folder: Path, recurse: bool = True) -> None:
-    paths = [folder, *folder.rglob("*")] if recurse else [folder]
-    for path in paths:
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)

@@ -13,7 +13,7 @@ from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
-from nemo_offload_rl.algorithms.policy_verbs import Policy
+from nemo_offload_rl.algorithms.policy_verbs import Policy, save_policy
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.algorithms.setup import (
     Preparation,
@@ -32,6 +32,8 @@ from nemo_offload_rl.data.tokenizer import check_token_ids
 from nemo_offload_rl.environments import Reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import Manifest
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import GRPOMasterConfig
@@ -179,9 +181,13 @@ class GRPO:
     def position(self, position: DataPosition) -> None:
         self._sample.prompts.position = position
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, FileSum]:
         """Writes the policy; see ``step_end.Algorithm``."""
-        self._policy.save_checkpoint(str(folder / "policy"), self._save_optimizer)
+        return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
+
+    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
+        """Reads what ranks wrote and says what is wrong with it; see ``step_end.Algorithm``."""
+        return self._policy.find_damage(str(folder), files)
 
     def load(self, folder: Path) -> None:
         """Reads what ``save`` wrote."""

@@ -7,6 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, Checkpoints
 from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.locks import lock_run_folder
 from nemo_offload_rl.algorithms.metric_names import logged_name
+from nemo_offload_rl.algorithms.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.algorithms.run_folder import (
     HF_FOLDER,
     LOG_FILE,
@@ -30,10 +32,14 @@ from nemo_offload_rl.algorithms.setup import Preparation, with_run_length
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Algorithm, Run, StopReason
 from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
+from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words
+from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +57,19 @@ class Session:
     cluster: Cluster
     interrupt: Interrupt
     console: Console
+
+
+@dataclass(frozen=True)
+class Ending:
+    """How a run ended.
+
+    Attributes:
+        reason: why.
+        is_saved: whether its metrics and, where checkpoints are on, its last state are on disk.
+    """
+
+    reason: StopReason
+    is_saved: bool
 
 
 @dataclass(frozen=True)
@@ -87,24 +106,40 @@ class Job:
         policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
         return replace(self, config=self.config | {"policy": policy}, when_built=when_built)
 
-    def run(self, session: Session) -> StopReason:
-        """Runs in a new folder under logger.log_dir; or goes on from the newest checkpoint, in that run's folder."""
+    def check_checkpoint(self, console: Console) -> None:
+        """Looks at the checkpoint to go on from, as far as the driver alone can, and at its run folder.
+
+        Raises:
+            DamagedCheckpointError: it cannot be used.
+            LockedError: another run has its run folder.
+        """
+        newest = self._choose(self._checkpoints(), damage_seen_by_driver, console)
+        if newest is not None:
+            with lock_run_folder(Path(TrainingState.read(newest).run_dir), console):
+                pass
+
+    def run(self, session: Session) -> Ending:
+        """Runs in a new folder under logger.log_dir; or goes on from the newest checkpoint, in that run's folder.
+
+        Raises:
+            DamagedCheckpointError: that checkpoint cannot be used.
+            LockedError: another run has that folder.
+        """
         checkpoints = self._checkpoints()
         checkpoints.remove_unfinished()
-        newest = checkpoints.latest()
+        newest = self._choose(checkpoints, damage_seen_by_driver, session.console)
         if newest is None:
             run_dir = new_run_folder(Path(self.config["logger"]["log_dir"]))
         else:
             run_dir = Path(TrainingState.read(newest).run_dir)
             changed = changed_keys(read_recipe(newest) or {}, self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
-            message = f"Going on from {newest}{suffix}."
-            session.console.print(message, markup=False, highlight=False, soft_wrap=True)
-        reason = self.run_in(run_dir, session, checkpoints, newest)
-        self._report(run_dir, reason, session.console)
-        return reason
+            _say(session.console, f"Going on from {newest}{suffix}.")
+        ending = self.run_in(run_dir, session, checkpoints, newest)
+        self._report(run_dir, ending.reason, session.console)
+        return ending
 
-    def run_in(self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None) -> StopReason:
+    def run_in(self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None) -> Ending:
         """Runs with metrics, log and export in a folder, which no other run may have meanwhile.
 
         Args:
@@ -114,6 +149,8 @@ class Job:
             newest: the checkpoint to go on from, or None to start afresh.
 
         Raises:
+            DamagedCheckpointError: that checkpoint cannot be used.
+            DiskFullError: there is no space for the export.
             LockedError: another run has the folder.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
@@ -122,18 +159,24 @@ class Job:
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = (self.config, []) if session.cluster.has_gpus else adapt_to_cpu(self.config)
             for note in [*self.notes, *adaptations]:
-                session.console.print(note, style="dim", markup=False, highlight=False, soft_wrap=True)
+                _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             algorithm = self.preparation.build(policy, session.cluster)
             stack.callback(algorithm.shutdown)
             self.when_built()
-            reason = self._train(algorithm, run_dir, session, checkpoints, newest)
-            logger.info("%s ends: %s", self.algorithm, reason.value)
+            ending = self._train(algorithm, run_dir, session, checkpoints, newest)
+            logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             section = self.config[self.algorithm]
-            if section.get("export_hf") and reason is not StopReason.INTERRUPTED:
-                algorithm.export_hf(run_dir / HF_FOLDER)
-                self.preparation.tokenizer.save_pretrained(run_dir / HF_FOLDER)
-        return reason
+            if section.get("export_hf") and ending.reason is not StopReason.INTERRUPTED:
+                with full_disk_in_words(run_dir / HF_FOLDER):
+                    algorithm.export_hf(run_dir / HF_FOLDER)
+                    save_tokenizer(self.preparation.tokenizer, run_dir / HF_FOLDER)
+        return ending
+
+    def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
+        section = self.config["checkpointing"]
+        on_damaged: OnDamaged = section["on_damaged"] if "on_damaged" in section else "error"
+        return choose(checkpoints, on_damaged, look, partial(_say, console))
 
     def _checkpoints(self) -> Checkpoints:
         section = self.config["checkpointing"]
@@ -149,15 +192,18 @@ class Job:
 
     def _train(
         self, algorithm: Algorithm, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None
-    ) -> StopReason:
-        def write_checkpoint(folder: Path) -> None:
-            algorithm.save(folder)
-            self.preparation.tokenizer.save_pretrained(folder / "tokenizer")
+    ) -> Ending:
+        def write_checkpoint(folder: Path) -> Mapping[str, FileSum]:
+            files = algorithm.save(folder)
+            save_tokenizer(self.preparation.tokenizer, folder / "tokenizer")
             write_recipe(folder, self.config)
+            return files
 
         schedule = self.preparation.schedule
-        state = TrainingState(str(run_dir)) if newest is None else TrainingState.read(newest)
+        state = TrainingState(str(run_dir))
         if newest is not None:
+            newest = self._choose_by_contents(algorithm, checkpoints, session.console)
+            state = replace(TrainingState.read(newest), run_dir=str(run_dir))
             algorithm.position = state.position
             algorithm.load(newest)
         section = self.config["logger"]
@@ -171,7 +217,20 @@ class Job:
         with closing(metrics), progress:
             outputs = _Outputs(metrics, progress)
             run = Run(algorithm, schedule, state, checkpoints, write_checkpoint, outputs, session.interrupt)
-            return run.train()
+            reason = run.train()
+        return Ending(reason, run.is_saved and metrics.is_whole)
+
+    def _choose_by_contents(self, algorithm: Algorithm, checkpoints: Checkpoints, console: Console) -> Path:
+        def look(checkpoint: Path) -> list[str]:
+            if lines := damage_seen_by_driver(checkpoint):
+                return lines
+            manifest = read_manifest(checkpoint)
+            return [] if manifest is None else algorithm.find_damage(checkpoint, manifest)
+
+        newest = self._choose(checkpoints, look, console)
+        assert newest is not None  # there was one when the run began
+        warn_without_manifest(newest, partial(_say, console))
+        return newest
 
     def _report(self, run_dir: Path, reason: StopReason, console: Console) -> None:
         rows = read_metrics(run_dir / METRICS_FILE)
@@ -182,14 +241,21 @@ class Job:
         console.print(f"{self.algorithm.upper()} ended after step {rows[-1]['step'] if rows else 0}: {reason.value}.")
         places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
         if any(name.startswith("train/") for row in rows for name in row):
-            places["curves"] = plot_training(run_dir, self.algorithm)
+            try:
+                with full_disk_in_words(run_dir):
+                    places["curves"] = plot_training(run_dir, self.algorithm)
+            except DiskFullError as error:
+                _say(console, f"There is no picture of the curves: {error}.")
         section = self.config["checkpointing"]
         if section["enabled"]:
             places["checkpoints"] = Path(section["checkpoint_dir"])
         if (run_dir / HF_FOLDER).exists():
             places["model"] = run_dir / HF_FOLDER
-        where = ", ".join(f"{what}: {place}" for what, place in places.items())
-        console.print(where, markup=False, highlight=False, soft_wrap=True)
+        _say(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
+
+
+def _say(console: Console, text: str, style: str | None = None) -> None:
+    console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
 @dataclass(frozen=True)

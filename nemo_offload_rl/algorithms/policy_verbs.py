@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_offload_rl.algorithms.weights import WeightSource
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import Manifest
+
+POLICY_FOLDER = "policy"
 
 
 class Policy(WeightSource, Protocol):
@@ -36,8 +41,12 @@ class Policy(WeightSource, Protocol):
         """``reference_logprobs`` float32 [B, S]."""
         ...
 
-    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Writes weights, and the optimizer's state if asked to."""
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
+        """Writes weights, and the optimizer's state if asked to; returns the folder's files."""
+        ...
+
+    def find_damage(self, folder: str, files: Manifest) -> list[str]:
+        """What is wrong with those of a checkpoint's files that ranks wrote, one line each."""
         ...
 
     def load_checkpoint(self, folder: str) -> None:
@@ -59,3 +68,9 @@ class Policy(WeightSource, Protocol):
     def shutdown(self) -> None:
         """Ends the policy's processes."""
         ...
+
+
+def save_policy(policy: Policy, checkpoint: Path, *, save_optimizer: bool) -> dict[str, FileSum]:
+    """Writes a policy into a checkpoint's folder; returns its files by their names there."""
+    sums = policy.save_checkpoint(str(checkpoint / POLICY_FOLDER), save_optimizer)
+    return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}

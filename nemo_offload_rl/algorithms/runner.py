@@ -18,11 +18,12 @@ from nemo_offload_rl.config import RecipeError, ValidatedRecipe, load
 from nemo_offload_rl.config.model_folder import ModelFolderError, check_model_folder
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.environments import RewardError
+from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import LockedError
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 
 if TYPE_CHECKING:
-    from nemo_offload_rl.algorithms.job import Job, Session
-    from nemo_offload_rl.algorithms.step_end import StopReason
+    from nemo_offload_rl.algorithms.job import Ending, Job, Session
     from nemo_offload_rl.placement.cluster import Cluster
 
 logger = logging.getLogger(__name__)
@@ -50,7 +51,11 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
             recipe = _load(recipe_path, overrides, algorithm)
             locks = stack.enter_context(lock_folders(recipe, console))
             job, warm_start = _prepare(recipe)
-        except (RecipeError, LockedError, DataError, RewardError, _WrongAlgorithmError, ModelFolderError) as error:
+            job.check_checkpoint(console)
+        except (
+            RecipeError, LockedError, DataError, RewardError, ModelFolderError, DamagedCheckpointError,
+            _WrongAlgorithmError,
+        ) as error:  # fmt: skip
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
 
@@ -68,11 +73,9 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
         try:
-            reason = _run_jobs(job, warm_start, locks.release_warm_start, Session(cluster, interrupt, console))
-        except LockedError as error:  # of the run folder
-            _print_error(errors, error)
-            return EXIT_WRONG_RECIPE
-        except (DataError, RewardError) as error:  # of a row, or of what a reward function returned
+            ending = _run_jobs(job, warm_start, locks.release_warm_start, Session(cluster, interrupt, console))
+        # Of the run folder; of the checkpoint's contents; of a row, or of what a reward function returned.
+        except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
             return EXIT_FAILED
         except (WorkerError, GenerationError) as error:
@@ -81,7 +84,9 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
                 raise
             _print_error(errors, error.cause)
             return EXIT_FAILED
-    return EXIT_INTERRUPTED if reason is StopReason.INTERRUPTED else EXIT_DONE
+    if not ending.is_saved:
+        return EXIT_FAILED
+    return EXIT_INTERRUPTED if ending.reason is StopReason.INTERRUPTED else EXIT_DONE
 
 
 class _WrongAlgorithmError(ValueError):
@@ -132,14 +137,15 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
         yield cluster
 
 
-def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> StopReason:
+def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:
+    from nemo_offload_rl.algorithms.job import Ending
     from nemo_offload_rl.algorithms.step_end import StopReason
     from nemo_offload_rl.algorithms.warm_start import run_warm_start
 
     if warm_start is not None:
         model = run_warm_start(warm_start, warm_start_folder(job.config), session)
         if model is None:
-            return StopReason.INTERRUPTED
+            return Ending(StopReason.INTERRUPTED, is_saved=True)
         job = job.starting_from(model, release_warm_start)
     return job.run(session)
 

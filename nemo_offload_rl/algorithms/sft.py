@@ -11,7 +11,7 @@ import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
-from nemo_offload_rl.algorithms.policy_verbs import Policy
+from nemo_offload_rl.algorithms.policy_verbs import Policy, save_policy
 from nemo_offload_rl.algorithms.setup import (
     Preparation,
     make_prompt_format,
@@ -25,6 +25,8 @@ from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import Manifest
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import SFTMasterConfig
@@ -123,9 +125,13 @@ class SFT:
     def position(self, position: DataPosition) -> None:
         self._examples.position = position
 
-    def save(self, folder: Path) -> None:
+    def save(self, folder: Path) -> dict[str, FileSum]:
         """Writes the policy; see ``step_end.Algorithm``."""
-        self._policy.save_checkpoint(str(folder / "policy"), self._save_optimizer)
+        return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
+
+    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
+        """Reads what ranks wrote and says what is wrong with it; see ``step_end.Algorithm``."""
+        return self._policy.find_damage(str(folder), files)
 
     def load(self, folder: Path) -> None:
         """Reads what ``save`` wrote."""

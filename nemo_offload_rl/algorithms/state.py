@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
 from nemo_offload_rl.data.loader import START, DataPosition
+from nemo_offload_rl.storage.disk import write_whole
+from nemo_offload_rl.storage.manifest import MANIFEST_FILE, DamagedError
 
 STATE_FILE = "training_state.json"
 
@@ -39,25 +41,54 @@ class TrainingState:
 
     def write(self, folder: Path, metrics: Mapping[str, float]) -> None:
         """Writes the state, and the metrics that the checkpoint is ranked by, into a checkpoint folder."""
-        content = asdict(self) | {"metrics": dict(metrics)}
-        (folder / STATE_FILE).write_text(json.dumps(content, indent=2) + "\n")
+        content = asdict(self) | {"metrics": dict(metrics), "manifest": MANIFEST_FILE}
+        write_whole(folder / STATE_FILE, json.dumps(content, indent=2) + "\n")
 
     @classmethod
     def read(cls, folder: Path) -> Self:
-        """Reads the state of a checkpoint folder."""
-        content = _read(folder)
-        return cls(
-            run_dir=content["run_dir"],
-            step=content["step"],
-            position=DataPosition(**content["position"]),
-            validations=[Validation(**validation) for validation in content["validations"]],
+        """Reads the state of a checkpoint folder.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        return _read(
+            folder,
+            lambda content: cls(
+                run_dir=str(Path(content["run_dir"])),
+                step=int(content["step"]),
+                position=DataPosition(**content["position"]),
+                validations=[Validation(**validation) for validation in content["validations"]],
+            ),
         )
 
 
 def read_metrics_of(folder: Path) -> dict[str, float]:
-    """The metrics that a checkpoint folder was written with."""
-    return _read(folder)["metrics"]
+    """The metrics that a checkpoint folder was written with.
+
+    Raises:
+        DamagedError: its state is not what was written.
+    """
+    return _read(folder, lambda content: {name: float(value) for name, value in content["metrics"].items()})
 
 
-def _read(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / STATE_FILE).read_text())
+def was_written_with_manifest(folder: Path) -> bool:
+    """Whether a checkpoint folder must have a manifest; those of earlier versions have none.
+
+    Raises:
+        DamagedError: its state is not what was written.
+    """
+    return _read(folder, lambda content: "manifest" in content)
+
+
+def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
+    """What is taken from the content of a folder's state.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    try:
+        return take(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{STATE_FILE} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{STATE_FILE} is not what was written ({type(error).__name__}: {error})") from error

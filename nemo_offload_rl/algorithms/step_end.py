@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from nemo_offload_rl.algorithms.checkpoints import Checkpoints
+from nemo_offload_rl.algorithms.checkpoints import Checkpoints, WriteCheckpoint
 from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.state import TrainingState, Validation
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.storage.manifest import Manifest
+
+logger = logging.getLogger(__name__)
 
 
 class Algorithm(Protocol):
@@ -30,8 +36,16 @@ class Algorithm(Protocol):
         """Measures the policy after ``step`` steps; empty where there is no validation data."""
         ...
 
-    def save(self, folder: Path) -> None:
-        """Writes the policy into a checkpoint folder."""
+    def save(self, folder: Path) -> Mapping[str, FileSum]:
+        """Writes the policy into a checkpoint folder; returns its files, by their names there.
+
+        Raises:
+            DiskFullError: there is no space; the algorithm can go on.
+        """
+        ...
+
+    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
+        """Reads what ranks wrote into a checkpoint folder and says what is wrong with it, one line a file."""
         ...
 
     def load(self, folder: Path) -> None:
@@ -39,7 +53,11 @@ class Algorithm(Protocol):
         ...
 
     def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder."""
+        """Writes the policy as a Hugging Face folder.
+
+        Raises:
+            DiskFullError: there is no space.
+        """
         ...
 
     def shutdown(self) -> None:
@@ -125,7 +143,7 @@ class Run:
         schedule: Schedule,
         state: TrainingState,
         checkpoints: Checkpoints,
-        write_checkpoint: Callable[[Path], None],
+        write_checkpoint: WriteCheckpoint,
         outputs: Outputs,
         interrupt: Interrupt,
     ) -> None:
@@ -141,15 +159,23 @@ class Run:
         self.state = state
 
     def train(self) -> StopReason:
-        """Steps until there is a reason to stop. Whatever the reason, the last step is saved."""
+        """Steps until there is a reason to stop. Whatever the reason, the last step is saved, if there is space."""
         if self.state.step == 0 and self._schedule.val_at_start:
             self._metrics = self._validate()
             self._finish()
         while (reason := self._reason_to_stop()) is None:
             self._step()
-        if self.state.step > self._saved_step:
+        if not self.is_saved:
             self._save()
+        if not self.is_saved:
+            newest = f"the newest that is there is of step {self._saved_step}" if self._saved_step else "none is there"
+            logger.error("The run ends, and its last state, of step %d, is not on disk: %s.", self.state.step, newest)
         return reason
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether the state is on disk, if any is to be there: nothing is lost where the run ends here."""
+        return self.state.step == self._saved_step
 
     def _step(self) -> None:
         start = time.perf_counter()
@@ -201,6 +227,12 @@ class Run:
         return dict(metrics)
 
     def _save(self) -> None:
-        with self._timer.phase("checkpointing"):
-            self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
+        try:
+            with self._timer.phase("checkpointing"):
+                self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
+        except DiskFullError as error:
+            logger.warning(
+                "Step %d is not saved: %s. Free some space: the next save tries again.", self.state.step, error
+            )
+            return
         self._saved_step = self.state.step

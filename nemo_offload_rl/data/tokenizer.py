@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.hub import cache_only, why_unreachable
+from nemo_offload_rl.storage.disk import system_error
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -68,6 +69,21 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
             f"{key} has {unknown[0]}, which is no token of policy.tokenizer.name; its {len(known)} tokens have ids "
             f"from {min(known)} to {max(known)}."
         )
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
+    """Writes a tokenizer into a folder, with the modes of the user's umask.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    try:
+        tokenizer.save_pretrained(folder)
+    except Exception as error:  # tokenizers, in Rust, raises nothing narrower
+        found = system_error(error, folder)
+        if found is None:
+            raise
+        raise found from error
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:

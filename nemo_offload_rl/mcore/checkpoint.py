@@ -6,8 +6,7 @@ when DDP has several buckets. The caller gives a folder that nobody else uses an
 
 import dataclasses
 import json
-import os
-import tempfile
+import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,15 +15,21 @@ import megatron.core
 import torch
 from megatron.core import dist_checkpointing, tensor_parallel
 from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
 from megatron.core.dist_checkpointing.validation import StrictHandling
 from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 from nemo_offload_rl.mcore.prime import prime_optimizer_state, torch_adams
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import write_whole
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 
 LAYOUT_FILE = "layout.json"
 _METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
@@ -89,8 +94,10 @@ def save(
     *,
     with_optimizer: bool,
     read: Callable[[torch.Tensor], torch.Tensor],
-) -> None:
+) -> dict[str, FileSum]:
     """Write the training state; collective over all ranks.
+
+    Files are hashed while they are written. An error of the disk is raised on every rank, all of which can go on.
 
     Args:
         state: what to write.
@@ -99,48 +106,64 @@ def save(
         with_optimizer: also write optimizer, scheduler and random states, which resuming needs.
         read: gives a tensor that holds what one of the state's does and can be read, wherever it is.
 
+    Returns:
+        What all files of the folder are, by name, relative to it.
+
     Raises:
         ValueError: if the optimizer is wanted and this state has none.
+        DiskFullError: there is no space, which is found out before anything is written where the disk says so.
+        OSError: the disk has failed.
     """
     if with_optimizer and state.optimizer is None:
         raise ValueError(
             f"Cannot save an optimizer to {folder}: this policy was built without one (init_optimizer=False)."
         )
-    rank = torch.distributed.get_rank()
-    if rank == 0:
-        folder.mkdir(parents=True, exist_ok=True)
-    torch.distributed.barrier()
+    strategy = HashingSaveStrategy(folder)
+    strategy.make_folder()
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
     for entry in nested_values(sharded):
         # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
         # the hooks of DistributedDataParallel.
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
             entry.data = read(entry.data)
-    dist_checkpointing.save(sharded, str(folder), content_metadata=_METADATA)
-    if rank == 0:
-        hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR)
-        layout = {
-            "parallel": dataclasses.asdict(sizes),
-            "world_size": torch.distributed.get_world_size(),
-            "with_optimizer": with_optimizer,
-            "megatron_core": megatron.core.__version__,
-        }
-        _write_durably(folder / LAYOUT_FILE, json.dumps(layout, indent=2))
-    torch.distributed.barrier()
+    failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=_METADATA))
+    if torch.distributed.get_rank() > 0:
+        return strategy.settle([], failure)
+    layout = {
+        "parallel": dataclasses.asdict(sizes),
+        "world_size": torch.distributed.get_world_size(),
+        "with_optimizer": with_optimizer,
+        "megatron_core": megatron.core.__version__,
+    }
+    strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
+    strategy.keeping_errors(lambda: write_whole(folder / LAYOUT_FILE, json.dumps(layout, indent=2)))
+    written_by_ranks = {path for path in folder.rglob("*") if path.suffix == ".distcp"}
+    return strategy.settle(
+        [path for path in folder.rglob("*") if path.is_file() and path not in written_by_ranks], failure
+    )
 
 
-def _write_durably(path: Path, text: str) -> None:
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(file.name, path)
+def _damaged(folder: Path, what: str, error: BaseException) -> DamagedCheckpointError:
+    reason = (str(error).strip().splitlines() or ["no more is known"])[0]
+    return DamagedCheckpointError(f"Checkpoint {folder} is damaged: {what} ({type(error).__name__}: {reason}).")
+
+
+def _require_json(folder: Path, name: str) -> None:
+    try:
+        content = json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, f"{name} cannot be read", error) from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(
+            f"Checkpoint {folder} is damaged: {name} is not what was written (no JSON object)."
+        )
 
 
 def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
     """Refuse a checkpoint that this layout cannot read.
 
     Raises:
+        DamagedCheckpointError: its layout cannot be read.
         ValueError: if it is no checkpoint; or, where the optimizer is wanted, if it has none or another TP, PP or EP
         size.
     """
@@ -149,18 +172,25 @@ def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) ->
         raise ValueError(
             f"{folder} is no complete policy checkpoint: it has no {LAYOUT_FILE}; give a step folder's policy/."
         )
+    wanted = dataclasses.asdict(sizes)
+    for name in (LAYOUT_FILE, CONFIG_FNAME):
+        _require_json(folder, name)
     layout = json.loads(path.read_text())
+    try:
+        found = {key: layout["parallel"][key] for key in wanted}
+        has_optimizer = layout["with_optimizer"]
+    except (KeyError, TypeError) as error:
+        raise _damaged(folder, f"{LAYOUT_FILE} is not what was written", error) from error
     if not with_optimizer:  # weights alone can be read in any layout
         return
-    found = layout["parallel"]
-    wrong = {key: (found[key], value) for key, value in dataclasses.asdict(sizes).items() if found[key] != value}
+    wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value}
     if wrong:
         listed = ", ".join(f"{key} parallel size {was} there and {now} here" for key, (was, now) in wrong.items())
         raise ValueError(
             f"Checkpoint {folder} cannot be resumed: {listed}; its optimizer is sharded by that layout. Resume with "
             "the sizes it was written with, or start a new run from an export (nemo-offload-rl export)."
         )
-    if not layout["with_optimizer"]:
+    if not has_optimizer:
         raise ValueError(
             f"Checkpoint {folder} has no optimizer state (checkpointing.save_optimizer was false), so training cannot "
             "resume from it; start a new run from an export (nemo-offload-rl export)."
@@ -177,11 +207,18 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         with_optimizer: also read optimizer, scheduler and random states.
 
     Raises:
+        DamagedCheckpointError: a file cannot be read; other damage is found by the manifest's checksums alone.
         ValueError: see `check_layout`.
     """
     check_layout(folder, sizes, with_optimizer=with_optimizer)
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=True)
-    loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    try:
+        loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    except CheckpointException as error:  # of torch's reader, with what each rank has met
+        met = next((found[0] for found in error.failures.values()), error)
+        raise _damaged(folder, "it cannot be read, or is of another model", met) from error
+    except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise _damaged(folder, "it cannot be read, or is of another model", error) from error
     chunks = unwrap_model(state.model)
     for index, chunk in enumerate(chunks):
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])

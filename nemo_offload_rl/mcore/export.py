@@ -11,7 +11,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import save_file
+
+from nemo_offload_rl.mcore.together import gather, raise_together
+from nemo_offload_rl.storage.disk import as_by_umask, sync, system_error
 
 SHARD_BYTES = 4 * 2**30
 HF_CONFIG_DIR = "hf_config"
@@ -47,25 +51,46 @@ def write_hf_folder(
         bridge: the `AutoBridge` the weights come from.
         folder: where to; other files in it (a tokenizer) are kept.
         write: whether this rank writes.
+
+    Raises:
+        DiskFullError: on every rank, where the one that writes has no space.
+        OSError: on every rank, where its disk has failed.
     """
-    if not write:
-        for _ in named_weights:
-            pass
-        return
-    config = hf_config_of(bridge)
+    error = None
+    if write:
+        try:
+            _write(named_weights, bridge, folder)
+        except OSError as met:
+            error = met
+    for _ in named_weights:  # the others, and what is left where writing has failed
+        pass
+    raise_together(gather(error), folder)
+
+
+def _write(named_weights: Iterable[tuple[str, torch.Tensor]], bridge: Any, folder: Path) -> None:
     partial = folder.with_name(folder.name + ".partial")
     if partial.exists():
         shutil.rmtree(partial)
-    partial.mkdir(parents=True)
+    try:
+        partial.mkdir(parents=True)
+        _fill(named_weights, hf_config_of(bridge), partial)
+        folder.mkdir(parents=True, exist_ok=True)
+        for stale in folder.glob("model*.safetensors*"):
+            stale.unlink()
+        for path in partial.iterdir():
+            os.replace(path, folder / path.name)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
+
+
+def _fill(named_weights: Iterable[tuple[str, torch.Tensor]], config: Any, partial: Path) -> None:
     tied = bool(getattr(config, "tie_word_embeddings", False))
     wanted = ((name, tensor) for name, tensor in named_weights if not (tied and name == "lm_head.weight"))
     paths, where, total = [], {}, 0
     dtype = None
     for index, shard in enumerate(_shards(wanted, SHARD_BYTES)):
         path = partial / f"model-{index + 1:05d}.safetensors"
-        save_file(shard, path, metadata={"format": "pt"})
-        with open(path, "rb") as file:
-            os.fsync(file.fileno())
+        _save_shard(shard, path)
         paths.append(path)
         where.update(dict.fromkeys(shard, path))
         total += sum(tensor.nbytes for tensor in shard.values())
@@ -80,9 +105,15 @@ def write_hf_folder(
             "weight_map": {name: path.name for name, path in where.items()},
         }
         (partial / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=2))
-    folder.mkdir(parents=True, exist_ok=True)
-    for stale in folder.glob("model*.safetensors*"):
-        stale.unlink()
-    for path in partial.iterdir():
-        os.replace(path, folder / path.name)
-    partial.rmdir()
+
+
+def _save_shard(shard: dict[str, torch.Tensor], path: Path) -> None:
+    try:
+        save_file(shard, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        found = system_error(error, path)
+        if found is None:
+            raise
+        raise found from error
+    as_by_umask(path)  # safetensors makes it for its user alone
+    sync(path)

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
-import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Protocol
+
+from nemo_offload_rl.storage.disk import disk_full, is_disk_full
+
+logger = logging.getLogger(__name__)
 
 METRICS_FILE = "metrics.jsonl"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -44,7 +49,8 @@ class RunLogger:
     ) -> None:
         self.run_dir = Path(run_dir)
         self.run_dir.mkdir(parents=True, exist_ok=True)
-        self._sinks: list[MetricSink] = [JsonlSink(self.run_dir / METRICS_FILE, resumed_step)]
+        self._jsonl = JsonlSink(self.run_dir / METRICS_FILE, resumed_step)
+        self._sinks: list[MetricSink] = [self._jsonl]
         if tensorboard:
             self._sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
         if wandb is not None:
@@ -55,6 +61,11 @@ class RunLogger:
         for sink in self._sinks:
             sink.write(step, metrics)
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether metrics.jsonl has all that was logged."""
+        return self._jsonl.is_whole
+
     def close(self) -> None:
         """Closes every sink."""
         for sink in self._sinks:
@@ -62,56 +73,119 @@ class RunLogger:
 
 
 class JsonlSink:
-    """One JSON object a step, complete on disk after every write; a non-finite number is written as null."""
+    """One JSON object a step, complete on disk after every write; a non-finite number is written as null.
+
+    Where the disk is full rows are kept, and written as soon as there is space.
+
+    Raises:
+        DiskFullError: there is no space for the history of the run that is resumed, which stays.
+    """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
         rows = [] if resumed_step is None else [row for row in read_metrics(path) if _step_of(row) <= resumed_step]
+        self._path = path
         self._row: MetricRow = rows.pop() if rows else {}
         rewritten = path.with_suffix(".partial")
-        rewritten.write_bytes(b"".join(map(_json_line, rows)))
-        self._file = rewritten.open("r+b")
-        self._row_start = self._file.seek(0, os.SEEK_END)
-        if self._row:
-            self._write_row()
+        history = b"".join(map(_json_line, [*rows, self._row] if self._row else rows))
+        try:
+            rewritten.write_bytes(history)
+        except OSError as error:
+            rewritten.unlink(missing_ok=True)
+            if is_disk_full(error):
+                raise disk_full(path, error, len(history)) from error
+            raise
+        self._file = rewritten.open("r+b", buffering=0)
+        self._row_start = len(history) - (len(_json_line(self._row)) if self._row else 0)
+        self._kept = b""  # rows of earlier steps, from _row_start on, for which there was no space
+        self.is_whole = True
         rewritten.replace(path)  # a run killed while it resumes keeps its history
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Merges the metrics into the row of `step`."""
         if self._row and _step_of(self._row) != step:
             assert step > _step_of(self._row), f"metrics of step {step} after those of step {_step_of(self._row)}"
-            self._row_start = self._file.tell()
+            self._end_row()
             self._row = {}
         self._row |= {"step": step} | {name: _json_number(value) for name, value in metrics.items()}
         self._write_row()
 
     def close(self) -> None:
-        """Closes the file."""
+        """Closes the file, once more trying to write what is not in it."""
+        if not self.is_whole:
+            self._write_row()
+        if not self.is_whole:
+            first = json.loads(self._kept.splitlines()[0])["step"] if self._kept else _step_of(self._row)
+            logger.error(
+                "Metrics of step %d to %d are lost: %s is on a full disk.", first, _step_of(self._row), self._path
+            )
         self._file.close()
 
+    def _end_row(self) -> None:
+        line = _json_line(self._row)
+        if self.is_whole:
+            self._row_start += len(line)
+        else:
+            self._kept += line
+
     def _write_row(self) -> None:
-        self._file.seek(self._row_start)
-        self._file.write(_json_line(self._row))
-        self._file.truncate()
-        self._file.flush()
+        left = self._kept + _json_line(self._row)
+        try:
+            self._file.seek(self._row_start)
+            while left:
+                left = left[self._file.write(left) :]
+            self._file.truncate()
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self._file.truncate(self._row_start)  # half a row is none
+            if self.is_whole:
+                logger.warning(
+                    "%s. Metrics are kept in memory and written as soon as there is space.",
+                    disk_full(self._path, error),
+                )
+            self.is_whole = False
+            return
+        self._row_start += len(self._kept)
+        self._kept, self.is_whole = b"", True
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard."""
+    """Scalars for TensorBoard; where the disk is full they end, since its writer does."""
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
         purge_step = None if resumed_step is None else resumed_step + 1
-        self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
+        self._folder = folder
+        self._has_ended = False
+        with self._ending_where_full():
+            self._writer = SummaryWriter(log_dir=str(folder), purge_step=purge_step)
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Adds one point to each metric's curve."""
-        for name, value in metrics.items():
-            self._writer.add_scalar(name, value, step)
+        if self._has_ended:
+            return
+        with self._ending_where_full():
+            for name, value in metrics.items():
+                self._writer.add_scalar(name, value, step)
+            self._writer.flush()  # two minutes of points are lost with a killed run otherwise
 
     def close(self) -> None:
         """Writes what is pending."""
-        self._writer.close()
+        if self._has_ended:
+            return
+        with self._ending_where_full():
+            self._writer.close()
+
+    @contextmanager
+    def _ending_where_full(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            if not is_disk_full(error):
+                raise
+            self._has_ended = True
+            logger.warning("%s. TensorBoard has no more of this run.", disk_full(self._folder, error))
 
 
 class WandbSink:

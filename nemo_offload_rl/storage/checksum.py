@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
-from io import FileIO
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import xxhash
 
@@ -31,6 +30,17 @@ class FileSum:
     rank: int | None
 
 
+class RawFile(Protocol):
+    """A file that is opened for writing, without a buffer, such as `io.FileIO`."""
+
+    def write(self, data: Any, /) -> int | None:
+        """Write some of the bytes and return how many."""
+
+    def fileno(self) -> int:
+        """The file's descriptor."""
+        ...
+
+
 class HashingFile:
     """A file that is hashed while it is written, and that keeps its first error in place of raising it.
 
@@ -38,14 +48,14 @@ class HashingFile:
     the others waiting: they look at each other's `error` when all are through.
 
     Args:
-        file: opened for writing, without a buffer.
+        file: where the bytes go.
 
     Attributes:
         size: bytes that were to be written so far.
         error: the first; nothing is written after it.
     """
 
-    def __init__(self, file: FileIO) -> None:
+    def __init__(self, file: RawFile) -> None:
         self._file = file
         self._hash = xxhash.xxh3_128()
         self.size = 0
@@ -64,7 +74,7 @@ class HashingFile:
     def _write(self, piece: memoryview) -> None:
         try:
             while self.error is None and piece.nbytes:
-                piece = piece[self._file.write(piece) :]
+                piece = piece[self._file.write(piece) or 0 :]
         except OSError as error:
             self.error = error
 

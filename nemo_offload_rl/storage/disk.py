@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import errno
 import os
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+_RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
 # No space, no quota left, or a file above the limit of `ulimit -f`: what a user can mend while the run goes on.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
@@ -44,6 +48,27 @@ def disk_full(path: Path, error: OSError, needed_bytes: int | None = None) -> Di
     """The sentence for an error of which `is_disk_full` is true; takes what is free now."""
     assert error.errno is not None
     return DiskFullError(str(path), os.strerror(error.errno), needed_bytes, free_bytes(path))
+
+
+@contextmanager
+def full_disk_in_words(path: Path) -> Iterator[None]:
+    """Turn what is raised where there is no space for a path into the sentence.
+
+    Raises:
+        DiskFullError: there was no space.
+    """
+    try:
+        yield
+    except OSError as error:
+        if is_disk_full(error):
+            raise disk_full(path, error) from error
+        raise
+
+
+def system_error(error: Exception, path: Path) -> OSError | None:
+    """The error of the system behind one of a library in Rust, which has its number in its text alone; None without."""
+    number = _RUST_OS_ERROR.search(str(error))
+    return None if number is None else OSError(int(number.group(1)), os.strerror(int(number.group(1))), str(path))
 
 
 def free_bytes(path: Path) -> int | None:

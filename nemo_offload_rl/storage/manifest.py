@@ -120,6 +120,21 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
     return lines
 
 
+def require_whole(checkpoint: Path) -> None:
+    """Read all files of a checkpoint; one without a manifest, of an earlier version, is let through.
+
+    Raises:
+        DamagedCheckpointError: a file is not what was written.
+    """
+    try:
+        manifest = read_manifest(checkpoint)
+    except DamagedError as error:
+        raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {error}.") from error
+    lines = [] if manifest is None else find_damage(checkpoint, manifest.files)
+    if lines:
+        raise DamagedCheckpointError(f"Checkpoint {checkpoint} is damaged: {show_damage(lines)}.")
+
+
 def show_damage(lines: Iterable[str]) -> str:
     """The first of several lines of damage, and how many there are beside it."""
     first, *others = lines

@@ -6,6 +6,8 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import adapt_to_cpu
+from nemo_offload_rl.storage.disk import full_disk_in_words
+from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -18,9 +20,12 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         folder: where to; made if missing.
 
     Raises:
+        DamagedCheckpointError: `checkpoint` is not what was written.
+        DiskFullError: there is no space for the export.
         ValueError: as `read_export_source`.
     """
     source = read_export_source(checkpoint, folder)
+    require_whole(checkpoint)
     config = source.recipe
     if not torch.cuda.is_available():
         config, _ = adapt_to_cpu(config)
@@ -53,4 +58,5 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         worker.export_hf(str(folder))
     finally:
         worker.shutdown()
-    shutil.copytree(source.tokenizer, folder, dirs_exist_ok=True)
+    with full_disk_in_words(folder):  # with the modes of the user's umask, not of the checkpoint's files
+        shutil.copytree(source.tokenizer, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)

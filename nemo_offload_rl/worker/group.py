@@ -17,6 +17,9 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.environment import worker_environment
 from nemo_offload_rl.worker.rank_log import relay
@@ -30,6 +33,8 @@ MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.checked:CheckedPolicyWorker"
 
 # After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
 FAILURE_GRACE_S = 5.0
+# And this long where they have agreed that all of them fail, as where a disk is full.
+AGREED_GRACE_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 20.0
 
 _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
@@ -188,16 +193,33 @@ class PolicyWorkerGroup:
         """Export the weights on all ranks and send them from rank 0."""
         return self._run("send_weights", [transport])[0]
 
-    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Write a checkpoint, each rank its part."""
-        self._run("save_checkpoint", [folder, save_optimizer])
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
+        """Write a checkpoint, each rank its part.
+
+        Returns:
+            What all files in the folder are, by name, relative to it.
+
+        Raises:
+            DiskFullError: There is no space; the ranks can go on.
+            WorkerError: If a rank failed.
+        """
+        return self._run("save_checkpoint", [folder, save_optimizer])[0]
+
+    def find_damage(self, folder: str, files: Manifest) -> list[str]:
+        """What is wrong with a checkpoint's files, one line each; each file is read by one rank."""
+        return [line for lines in self._run("find_damage", [folder, files], from_all_ranks=True) for line in lines]
 
     def load_checkpoint(self, folder: str) -> None:
         """Read a checkpoint, each rank its part."""
         self._run("load_checkpoint", [folder])
 
     def export_hf(self, folder: str) -> None:
-        """Write the policy as a Hugging Face folder."""
+        """Write the policy as a Hugging Face folder.
+
+        Raises:
+            DiskFullError: There is no space; the ranks can go on.
+            WorkerError: If a rank failed.
+        """
         self._run("export_hf", [folder])
 
     def memory_stats(self) -> dict[str, float]:
@@ -289,7 +311,7 @@ class PolicyWorkerGroup:
         return [results[rank] for rank in reporting]
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """The results of all ranks; on a failure, ends the group and raises."""
+        """The results of all ranks; on a failure, ends the group and raises, unless all ranks can go on after it."""
         rank_of = {ref: rank for rank, ref in enumerate(refs)}
         pending = list(refs)
         results: dict[int, Any] = {}
@@ -303,7 +325,10 @@ class PolicyWorkerGroup:
                     results[rank_of[ref]] = ray.get(ref)
                 except RayError as error:
                     failures[rank_of[ref]] = error
-                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+                    grace_s = AGREED_GRACE_S if _is_disk_full(error) else FAILURE_GRACE_S
+                    deadline = min(deadline, time.monotonic() + grace_s)
+        if len(failures) == len(refs) and all(map(_is_disk_full, failures.values())):
+            raise _cause(failures[0])
         if failures:
             self._failure = _worker_error(verb, failures)
             self._kill()
@@ -326,12 +351,21 @@ class PolicyWorkerGroup:
         self._cluster.stop(actors, self._process_refs)
 
 
+def _cause(error: RayError) -> BaseException:
+    """What a rank has raised; Ray's own error where its process died."""
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def _is_disk_full(error: RayError) -> bool:
+    return isinstance(_cause(error), DiskFullError)
+
+
 def _worker_error(verb: str, failures: Mapping[int, RayError]) -> WorkerError:
     """The error of the rank whose process died, or else of the rank that failed first, with a line for each other."""
     died = [rank for rank, error in failures.items() if isinstance(error, (ActorDiedError, ActorUnavailableError))]
     first = died[0] if died else next(iter(failures))
     error = failures[first]
-    cause = error.cause if isinstance(error, RayTaskError) else error
+    cause = _cause(error)
     detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
     detail += [
         f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"

@@ -22,6 +22,8 @@ from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
@@ -70,6 +72,7 @@ class MegatronPolicyWorker:
     ) -> None:
         self._config = config
         self._rank = rank
+        self._world_size = world_size
         plan = settings(config)
         binding = bind_to_gpu(plan.numa, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
@@ -318,16 +321,28 @@ class MegatronPolicyWorker:
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
-    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Write the training state into `folder`, which must hold nothing yet; collective."""
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
+        """Write the training state into `folder`, which must hold nothing yet; collective.
+
+        Returns:
+            What all files in it are, by name, relative to it.
+
+        Raises:
+            DiskFullError: on every rank, where there is no space; the worker can go on.
+        """
         self._catch_up()
         read = self._engine.reader()  # what is on the host is read there
-        checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
+        return checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
+
+    def find_damage(self, folder: str, files: Manifest) -> list[str]:
+        """Read this rank's share of a checkpoint's files and say what is wrong with them, one line each."""
+        return find_damage(Path(folder), files.of_rank(self._rank, self._world_size))
 
     def load_checkpoint(self, folder: str) -> None:
         """Read what `save_checkpoint` wrote; collective.
 
         Raises:
+            DamagedCheckpointError: it cannot be read.
             ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
         """
         self._catch_up()

@@ -3,11 +3,12 @@
 They keep the promises of the worker group, of generation and of refit, so that loops can be tested whole in a second.
 """
 
+import io
 from collections.abc import Iterable
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
@@ -17,6 +18,8 @@ from nemo_offload_rl.generation.interface import GenerationOutput, GenerationReq
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import RefitReport, bucketize
+from nemo_offload_rl.storage.checksum import FileSum, file_sum
+from nemo_offload_rl.storage.manifest import Manifest, find_damage
 
 VOCABULARY = 14
 TOKENIZER = arithmetic_tokenizer()
@@ -114,10 +117,17 @@ class ToyPolicy:
         self.calls.append("send_weights")
         return transport.send(bucketize([("table", self.table.detach())], 1 << 20))
 
-    def save_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+    def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         Path(folder).mkdir()
         optimizer = self.optimizer.state_dict() if save_optimizer else None
-        torch.save({"table": self.table.detach(), "optimizer": optimizer}, Path(folder) / "state.pt")
+        content = io.BytesIO()
+        torch.save({"table": self.table.detach(), "optimizer": optimizer}, content)
+        path = Path(folder) / "state.pt"
+        path.write_bytes(content.getvalue())  # OSError where there is no space
+        return {path.name: file_sum(path, rank=0)}
+
+    def find_damage(self, folder: str, files: Manifest) -> list[str]:
+        return find_damage(Path(folder), files.of_rank(0, 1))
 
     def load_checkpoint(self, folder: str) -> None:
         state = torch.load(Path(folder) / "state.pt", weights_only=True)
@@ -126,7 +136,7 @@ class ToyPolicy:
 
     def export_hf(self, folder: str) -> None:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        save_file({"table": self.table.detach().contiguous()}, Path(folder) / "model.safetensors")
+        (Path(folder) / "model.safetensors").write_bytes(save({"table": self.table.detach().contiguous()}))
 
     def memory_stats(self) -> dict[str, float]:
         return {}

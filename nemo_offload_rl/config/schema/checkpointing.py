@@ -1,6 +1,6 @@
 """The section `checkpointing`: what is saved, when, and what is kept."""
 
-from typing import TypedDict
+from typing import Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
@@ -25,3 +25,6 @@ class CheckpointingConfig(TypedDict):
     save_period: PositiveInt
     # Save optimizer state too, without which a run cannot resume. Recommended: true.
     save_optimizer: bool
+    # What follows where the newest checkpoint is not as it was written: error (the run ends and names the file) or
+    # previous (it is set aside, and the run goes on from the newest that is whole). Recommended: error. Absent: error.
+    on_damaged: NotRequired[Literal["error", "previous"]]

@@ -1,10 +1,15 @@
 import json
+from pathlib import Path
 
 import pytest
+from support.limits import files_of_at_most
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
 from nemo_offload_rl.algorithms.state import TrainingState, Validation, read_metrics_of
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.storage.checksum import file_sum
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.storage.manifest import find_damage, read_manifest
 
 ACCURACY = "validation/accuracy"
 
@@ -15,7 +20,12 @@ def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2) -> Checkp
 
 def save(checkpoints, step, **metrics):
     named = {f"validation/{name}": value for name, value in metrics.items()}
-    return checkpoints.save(TrainingState("run", step=step), named, lambda path: (path / "weights").write_text("w"))
+    return checkpoints.save(TrainingState("run", step=step), named, weights)
+
+
+def weights(path):
+    (path / "weights").write_text("w")
+    return {}
 
 
 def steps(path):
@@ -24,7 +34,7 @@ def steps(path):
 
 def test_a_checkpoint_holds_what_was_written_and_the_state(tmp_path):
     state = TrainingState("logs/exp_001", 7, DataPosition(1, 30), [Validation(5, {ACCURACY: 0.5})])
-    written = folder(tmp_path / "new").save(state, {ACCURACY: 0.6}, lambda path: (path / "weights").write_text("w"))
+    written = folder(tmp_path / "new").save(state, {ACCURACY: 0.6}, weights)
     assert written == tmp_path / "new" / "step_7"
     assert (written / "weights").read_text() == "w"
     assert TrainingState.read(written) == state
@@ -36,7 +46,7 @@ def test_the_best_and_the_newest_are_kept(tmp_path):
     for step, accuracy in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.1)):
         save(checkpoints, step, accuracy=accuracy)
     assert steps(tmp_path) == [1, 4]
-    assert checkpoints.latest() == tmp_path / "step_4"
+    assert checkpoints.newest_first()[0] == tmp_path / "step_4"
 
 
 def test_lower_can_be_better(tmp_path):
@@ -44,7 +54,7 @@ def test_lower_can_be_better(tmp_path):
     for step, loss in ((1, 0.9), (2, 0.3), (3, 0.5), (4, 0.7), (10, 0.8)):
         save(checkpoints, step, val_loss=loss)
     assert steps(tmp_path) == [2, 3, 10]
-    assert checkpoints.latest().name == "step_10"
+    assert checkpoints.newest_first()[0].name == "step_10"
 
 
 def test_one_without_the_metric_ranks_last_and_the_older_of_equals_goes_first(tmp_path):
@@ -78,19 +88,73 @@ def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
 
     with pytest.raises(OSError, match="disk full"):
         checkpoints.save(TrainingState("run", step=2), {}, fail)
-    assert checkpoints.latest().name == "step_1"
+    assert checkpoints.newest_first()[0].name == "step_1"
     assert (tmp_path / "tmp_step_2" / "weights").exists()
     checkpoints.remove_unfinished()
     assert steps(tmp_path) == [1]
     save(checkpoints, 2)
-    assert checkpoints.latest().name == "step_2"
+    assert checkpoints.newest_first()[0].name == "step_2"
+
+
+@pytest.mark.parametrize("full", ["no space", "a file is too long"])
+def test_where_the_disk_is_full_nothing_of_the_checkpoint_stays_and_the_next_one_is_whole(tmp_path, full):
+    checkpoints = folder(tmp_path)
+    save(checkpoints, 1)
+
+    def fill(path):
+        if full == "no space":
+            (path / "weights").write_text("half")
+            Path("/dev/full").write_text("more")
+        with files_of_at_most(1000):
+            (path / "weights").write_text("w" * 2000)
+
+    reason = "No space left on device" if full == "no space" else "File too large"
+    with pytest.raises(DiskFullError, match=f"tmp_step_2 cannot be written: {reason} .* free"):
+        checkpoints.save(TrainingState("run", step=2), {}, fill)
+    assert steps(tmp_path) == [1]
+    assert save(checkpoints, 2).name == "step_2"
+
+
+def test_the_manifest_is_written_last_and_lists_every_file(tmp_path):
+    known = {}
+
+    def write(path):
+        (path / "policy").mkdir()
+        (path / "policy" / "weights").write_text("w")
+        known["policy/weights"] = file_sum(path / "policy" / "weights", rank=3)
+        return known
+
+    checkpoint = folder(tmp_path).save(TrainingState("run", step=1), {}, write)
+    files = read_manifest(checkpoint).files
+    assert set(files) == {"policy/weights", "training_state.json"}
+    assert files["policy/weights"] == known["policy/weights"]
+    assert files["training_state.json"].rank is None
+    assert find_damage(checkpoint, files) == []
+
+
+def test_a_damaged_checkpoint_can_be_set_aside_again_and_again(tmp_path):
+    checkpoints = folder(tmp_path)
+    for name in ("damaged_step_3", "damaged_step_3_1"):
+        assert checkpoints.set_aside(save(checkpoints, 3)).name == name
+    assert checkpoints.newest_first() == []
+    assert save(checkpoints, 3).exists()
+
+
+def test_one_whose_state_cannot_be_read_counts_as_the_worst(tmp_path, caplog):
+    checkpoints = folder(tmp_path)
+    best = save(checkpoints, 1, accuracy=0.9)
+    (best / "training_state.json").write_text("{")
+    for step in (2, 3):
+        save(checkpoints, step, accuracy=0.1)
+    assert steps(tmp_path) == [2, 3]
+    assert "training_state.json is not what was written (JSONDecodeError" in caplog.text
 
 
 def test_other_files_and_folders_are_left_alone(tmp_path):
     (tmp_path / "step_best").mkdir()
     (tmp_path / "step_9").write_text("a file")
     checkpoints = folder(tmp_path, keep_top_k=1)
-    assert checkpoints.latest() is None
+    assert checkpoints.newest_first() == []
     save(checkpoints, 1)
     save(checkpoints, 2)
     assert {path.name for path in tmp_path.iterdir()} == {"step_best", "step_9", "step_2"}
@@ -99,7 +163,7 @@ def test_other_files_and_folders_are_left_alone(tmp_path):
 def test_nothing_is_found_where_nothing_is(tmp_path):
     checkpoints = folder(tmp_path / "absent")
     checkpoints.remove_unfinished()
-    assert checkpoints.latest() is None
+    assert checkpoints.newest_first() == []
 
 
 def test_the_state_is_readable_json(tmp_path):
@@ -114,4 +178,4 @@ def test_off_means_nothing_is_written(tmp_path):
     checkpoints = NoCheckpoints()
     checkpoints.save(TrainingState("run", step=1), {}, lambda path: pytest.fail("was called"))
     checkpoints.remove_unfinished()
-    assert checkpoints.latest() is None
+    assert checkpoints.newest_first() == []

@@ -126,7 +126,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
     first = replace(SCHEDULE, max_num_steps=stop, val_at_end=False)
     reason, before, _ = Setting().run(first, checkpoints=checkpoints("parts"))
     assert reason is StopReason.STEPS
-    newest = checkpoints("parts").latest()
+    newest = checkpoints("parts").newest_first()[0]
     assert newest.name == f"step_{stop}"
 
     setting, state = Setting(), TrainingState.read(newest)

@@ -1,6 +1,10 @@
+import contextlib
 import json
+import os
+import re
 import shutil
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
 from types import SimpleNamespace
@@ -8,11 +12,12 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 from safetensors.torch import load_file
+from support.limits import files_of_at_most
 from support.toy_policy import ToyPolicy
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.job import Job, Session
+from nemo_offload_rl.algorithms.job import Ending, Job, Session
 from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.algorithms.sft import SFT, Validation
 from nemo_offload_rl.algorithms.step_end import StopReason
@@ -21,7 +26,9 @@ from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 
 RECIPE = Path(__file__).parents[3] / "examples" / "configs" / "sft_tiny_cpu.yaml"
 
@@ -56,9 +63,13 @@ def make_job(folder: Path, *overrides: str) -> Job:
     return replace(job, preparation=replace(job.preparation, build=build))
 
 
+def make_session() -> Session:
+    return Session(SimpleNamespace(has_gpus=False), Interrupt(), Console(file=StringIO(), width=120))
+
+
 @pytest.fixture
 def session() -> Session:
-    return Session(SimpleNamespace(has_gpus=False), Interrupt(), Console(file=StringIO(), width=120))
+    return make_session()
 
 
 def shown(session: Session) -> str:
@@ -73,7 +84,7 @@ def rows(folder: Path) -> list[dict]:
 
 
 def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, session):
-    assert make_job(tmp_path).run(session) is StopReason.STEPS
+    assert make_job(tmp_path).run(session) == Ending(StopReason.STEPS, is_saved=True)
     run_dir = tmp_path / "logs" / "exp_001"
     assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
     assert (run_dir / "sft.png").stat().st_size > 1000
@@ -81,7 +92,8 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     assert load_file(run_dir / "hf" / "model.safetensors")["table"].shape == (196, 14)
     assert load_tokenizer(str(run_dir / "hf")).decode([0, 9, 2]) == "092"
     newest = tmp_path / "checkpoints" / "step_4"
-    assert {path.name for path in newest.iterdir()} == {"policy", "tokenizer", "recipe.yaml", "training_state.json"}
+    names = {"policy", "tokenizer", "recipe.yaml", "training_state.json", "manifest.json"}
+    assert {path.name for path in newest.iterdir()} == names
     for place in ("metrics.jsonl", "run.log", "sft.png", "checkpoints", "hf"):
         assert place in shown(session)
     assert "SFT 3/4" in shown(session)
@@ -119,7 +131,7 @@ def test_without_checkpoints_every_run_is_a_new_one(tmp_path, session):
 
 def test_an_interrupted_run_exports_nothing(tmp_path, session):
     session.interrupt.requested = True
-    assert make_job(tmp_path).run(session) is StopReason.INTERRUPTED
+    assert make_job(tmp_path).run(session).reason is StopReason.INTERRUPTED
     assert not (tmp_path / "logs" / "exp_001" / "hf").exists()
     assert "ended after step 0: interrupted" in shown(session)
 
@@ -176,3 +188,145 @@ def test_a_job_can_start_from_a_folder(tmp_path):
     assert started.config["policy"]["model_name"] == str(tmp_path / "hf")
     assert started.config["policy"]["hf_config"] is None
     assert job.config["policy"]["hf_config"] is not None
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    """A run of four steps with checkpoints of step 2 and 4, and one of six; their paths are relative."""
+    folder = tmp_path_factory.mktemp("runs")
+    with contextlib.chdir(folder):
+        make_job(Path("four")).run(make_session())
+        make_job(Path("six"), "sft.max_num_steps=6").run(make_session())
+    return folder
+
+
+@pytest.fixture
+def two_checkpoints(runs, tmp_path, monkeypatch):
+    """The run of four steps, as if it had been run here."""
+    shutil.copytree(runs / "four", tmp_path / "four")
+    monkeypatch.chdir(tmp_path)
+    return Path("four")
+
+
+def flip_a_bit(path):
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 4
+    path.write_bytes(content)
+
+
+def cut(path):
+    path.write_bytes(path.read_bytes()[:-7])
+
+
+DAMAGES = {
+    "a bit of the weights": ("policy/state.pt", flip_a_bit, "policy/state.pt has other contents than were written"),
+    "weights cut off": ("policy/state.pt", cut, r"policy/state.pt has \d+ bytes, and \d+ were written"),
+    "no weights": ("policy/state.pt", Path.unlink, "policy/state.pt is missing"),
+    "a bit of the state": ("training_state.json", flip_a_bit, "training_state.json has other contents"),
+    "no recipe": ("recipe.yaml", Path.unlink, "recipe.yaml is missing"),
+    "a bit of the manifest": ("manifest.json", flip_a_bit, "manifest.json is not what was written"),
+    "manifest cut off": ("manifest.json", cut, "manifest.json is not what was written"),
+    "no manifest": ("manifest.json", Path.unlink, "manifest.json is missing"),
+    "no tokenizer": ("tokenizer/tokenizer.json", Path.unlink, "tokenizer/tokenizer.json is missing"),
+}
+
+
+def test_a_damaged_checkpoint_is_named_with_its_file_and_the_way_to_the_older_one(two_checkpoints, session):
+    job, newest = make_job(two_checkpoints, "sft.max_num_steps=6"), two_checkpoints / "checkpoints" / "step_4"
+    for name, spoil, what in DAMAGES.values():
+        content = (newest / name).read_bytes()
+        spoil(newest / name)
+        # Contents of what ranks wrote are seen by ranks alone, which the driver asks before they load.
+        notice = (
+            partial(job.run, session) if "other contents" in what else partial(job.check_checkpoint, session.console)
+        )
+        with pytest.raises(DamagedCheckpointError, match=what) as caught:
+            notice()
+        (newest / name).write_bytes(content)
+        assert str(caught.value).startswith(f"Checkpoint {newest} is damaged: ")
+        assert "the one before it, step_2, run the same command with ++checkpointing.on_damaged=prev" in str(
+            caught.value
+        )
+    job.check_checkpoint(session.console)
+
+
+@pytest.mark.parametrize("damage", ["a bit of the weights", "a bit of the state"])
+def test_a_run_can_go_on_from_the_newest_checkpoint_that_is_whole(runs, two_checkpoints, session, damage):
+    name, spoil, what = DAMAGES[damage]
+    checkpoints = two_checkpoints / "checkpoints"
+    spoil(checkpoints / "step_4" / name)
+    overrides = ["sft.max_num_steps=6", "++checkpointing.on_damaged=previous"]
+    assert make_job(two_checkpoints, *overrides).run(session).is_saved
+    assert rows(two_checkpoints / "logs/exp_001") == rows(runs / "six/logs/exp_001")
+    names = {path.name for path in checkpoints.iterdir()}
+    assert names == {"step_2", "step_4", "step_6", "damaged_step_4"}
+    told = " ".join(shown(session).split())
+    assert re.search(what, told)
+    assert f"It is kept as {checkpoints / 'damaged_step_4'}, and the run goes on from step_2." in told
+
+
+def test_no_run_starts_anew_because_all_checkpoints_are_damaged(two_checkpoints, session):
+    for step in (2, 4):
+        flip_a_bit(two_checkpoints / "checkpoints" / f"step_{step}" / "policy" / "state.pt")
+    with pytest.raises(
+        DamagedCheckpointError, match=r"No checkpoint is whole: .*step_4 is .*step_2 is .*start anew with"
+    ):
+        make_job(two_checkpoints, "++checkpointing.on_damaged=previous").run(session)
+    assert len(list((two_checkpoints / "checkpoints").iterdir())) == 2
+
+
+def as_before_manifests(checkpoint):
+    (checkpoint / "manifest.json").unlink()
+    state = json.loads((checkpoint / "training_state.json").read_text())
+    del state["manifest"]
+    (checkpoint / "training_state.json").write_text(json.dumps(state))
+
+
+def test_a_checkpoint_of_an_earlier_version_is_loaded_with_a_warning(runs, two_checkpoints, session):
+    as_before_manifests(two_checkpoints / "checkpoints" / "step_4")
+    make_job(two_checkpoints, "sft.max_num_steps=6").run(session)
+    assert rows(two_checkpoints / "logs/exp_001") == rows(runs / "six/logs/exp_001")
+    assert "step_4 was written by an earlier version and has no manifest.json" in " ".join(shown(session).split())
+
+
+def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two_checkpoints, session):
+    job, newest = make_job(two_checkpoints), two_checkpoints / "checkpoints" / "step_4"
+    as_before_manifests(newest)
+    garbage = ["", "{", "null", "[1]", "\x00"]
+    for name, contents in {
+        "recipe.yaml": garbage,
+        "training_state.json": [*garbage, '{"step": 4}', '{"step": "x", "run_dir": 3}'],
+    }.items():
+        before = (newest / name).read_bytes()
+        for content in contents:
+            (newest / name).write_text(content)
+            with pytest.raises(DamagedCheckpointError, match=rf"step_4 is damaged: {name} is no.* step_2,") as caught:
+                job.check_checkpoint(session.console)
+            assert "\n" not in str(caught.value)
+        (newest / name).write_bytes(before)
+
+
+def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_path, session):
+    with files_of_at_most(3000):  # a checkpoint's table takes more
+        ending = make_job(tmp_path, "sft.export_hf=false", "logger.tensorboard_enabled=false").run(session)
+    assert ending == Ending(StopReason.STEPS, is_saved=False)
+    assert not list((tmp_path / "checkpoints").iterdir())
+    told = " ".join(shown(session).split())
+    assert "Step 2 is not saved" in told
+    assert "its last state, of step 4, is not on disk: none is there" in told
+
+
+def test_an_export_for_which_there_is_no_space_is_said_in_a_sentence(tmp_path, session):
+    with files_of_at_most(3000), pytest.raises(DiskFullError, match="hf cannot be written: File too large"):
+        make_job(tmp_path, "checkpointing.enabled=false", "logger.tensorboard_enabled=false").run(session)
+
+
+def test_all_files_have_the_mode_of_the_users_umask(tmp_path, session):
+    before = os.umask(0o027)
+    try:
+        make_job(tmp_path).run(session)
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"metrics.jsonl", "run.log", "manifest.json", "tokenizer.json", "recipe.yaml", "sft.png"} <= modes.keys()
+    assert set(modes.values()) == {"0o640"}, modes

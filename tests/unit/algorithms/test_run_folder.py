@@ -3,6 +3,7 @@ from concurrent.futures import ThreadPoolExecutor
 from io import StringIO
 
 from rich.console import Console
+from support.limits import files_of_at_most
 
 from nemo_offload_rl.algorithms.run_folder import changed_keys, logged_to, new_run_folder, read_recipe, write_recipe
 
@@ -47,3 +48,14 @@ def test_the_log_is_in_the_folder_and_warnings_are_shown(tmp_path):
     assert "a warning" in log
     assert "a warning" in shown.getvalue()
     assert "a detail" not in shown.getvalue()
+
+
+def test_a_log_that_finds_no_space_is_told_once_and_ends_no_run(tmp_path, capsys):
+    shown = StringIO()
+    log = logging.getLogger("nemo_offload_rl")
+    with files_of_at_most(300), logged_to(tmp_path, Console(file=shown, width=500)):
+        for _ in range(10):
+            log.info("a line of sixty characters or so, which soon finds no space")
+    assert shown.getvalue().count("run.log cannot be written: File too large") == 1
+    assert capsys.readouterr().err == ""
+    assert (tmp_path / "run.log").stat().st_size == 300

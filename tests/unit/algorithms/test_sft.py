@@ -112,9 +112,9 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     _, whole = run(make())
     folder = CheckpointFolder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=1)
     _, before = run(make(), replace(SCHEDULE, max_num_steps=4), folder)
-    sft, state = make(), TrainingState.read(folder.latest())
+    sft, state = make(), TrainingState.read(folder.newest_first()[0])
     sft.position = state.position
-    sft.load(folder.latest())
+    sft.load(folder.newest_first()[0])
     _, after = run(sft, SCHEDULE, folder, state)
     assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
 

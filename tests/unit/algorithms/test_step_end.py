@@ -9,6 +9,7 @@ from nemo_offload_rl.algorithms.metric_names import logged_name
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.storage.disk import DiskFullError
 
 SCHEDULE = Schedule(
     max_num_steps=10, max_num_epochs=5, val_period=4, val_at_start=False, val_at_end=False, save_period=3, target=None
@@ -37,6 +38,22 @@ class Countdown:
 
     def save(self, folder):
         (folder / "weights").write_text("w")
+        return {}
+
+
+class FullAt(Countdown):
+    """Finds no space at some attempts to save, the first being 1."""
+
+    def __init__(self, *attempts):
+        super().__init__()
+        self.attempts = attempts
+        self.num_saves = 0
+
+    def save(self, folder):
+        self.num_saves += 1
+        if self.num_saves in self.attempts:
+            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
+        return super().save(folder)
 
 
 def run(tmp_path, *, algorithm=None, interrupt=None, checkpoints=None, state=None, **changes):
@@ -51,7 +68,9 @@ def run(tmp_path, *, algorithm=None, interrupt=None, checkpoints=None, state=Non
         outputs,
         interrupt or Interrupt(),
     )
-    return run.train(), algorithm, outputs
+    reason = run.train()
+    assert run.is_saved or isinstance(algorithm, FullAt)
+    return reason, algorithm, outputs
 
 
 def saved(tmp_path):
@@ -153,6 +172,30 @@ def test_a_resumed_run_starts_where_the_other_stopped(tmp_path):
     assert list(outputs.rows) == [6, 7, 8, 9, 10]
     assert algorithm.validated == [8]
     assert [validation.step for validation in TrainingState.read(tmp_path / "step_10").validations] == [4, 8]
+
+
+def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(tmp_path, caplog):
+    reason, _, outputs = run(tmp_path, algorithm=FullAt(2, 4))
+    assert reason is StopReason.STEPS
+    assert list(outputs.rows) == list(range(1, 11))
+    assert saved(tmp_path) == [3, 9, 10]  # 10 at the second attempt, at the end
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Step {step} is not saved: {tmp_path}/tmp_step_{step} cannot be written: No space left on device "
+        "(18.2 GB needed, 3.1 MB free). Free some space: the next save tries again."
+        for step in (6, 10)
+    ]
+
+
+def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
+    algorithm = FullAt(4, 5)
+    last = Run(
+        algorithm, SCHEDULE, TrainingState("run"), CheckpointFolder(tmp_path, None, True, None), algorithm.save,
+        Recorded(), Interrupt(),
+    )  # fmt: skip
+    assert last.train() is StopReason.STEPS
+    assert not last.is_saved
+    text = "The run ends, and its last state, of step 10, is not on disk: the newest that is there is of step 9."
+    assert caplog.messages[-1] == text
 
 
 def test_off_checkpoints_do_not_disturb(tmp_path):

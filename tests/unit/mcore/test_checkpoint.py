@@ -1,10 +1,17 @@
 import json
+import os
+from pathlib import Path
 
 import pytest
 import torch
+import xxhash
+from support.limits import files_of_at_most
+from support.ranks import free_port, run_ranks, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 
 
 def train(worker, seeds):
@@ -57,3 +64,133 @@ def test_weights_alone_load_into_a_policy_that_does_not_train(make_worker, tmp_p
     worker = make_worker(init_optimizer=False, seed=99)
     worker.load_checkpoint(str(tmp_path / "policy"))
     assert torch.equal(worker.get_logprobs(random_batch(3), mbs=3)["logprobs"], want)
+
+
+def test_files_are_hashed_while_they_are_written(make_worker, tmp_path):
+    worker = make_worker()
+    train(worker, [0])
+    sums = worker.save_checkpoint(str(tmp_path), save_optimizer=True)
+    contents = {str(path.relative_to(tmp_path)): path.read_bytes() for path in tmp_path.rglob("*") if path.is_file()}
+    assert sums.keys() == contents.keys()
+    assert {"__0_0.distcp", ".metadata", "layout.json", "hf_config/config.json"} <= contents.keys()
+    for name, content in contents.items():
+        assert (sums[name].size, sums[name].checksum) == (len(content), xxhash.xxh3_128(content).hexdigest()), name
+        assert sums[name].rank == 0
+
+
+def test_a_flipped_bit_is_found_by_the_rank_that_will_read_it(make_worker, tmp_path):
+    worker = make_worker()
+    manifest = write_manifest(tmp_path, worker.save_checkpoint(str(tmp_path), save_optimizer=True))
+    assert worker.find_damage(str(tmp_path), manifest) == []
+    weights = tmp_path / "__0_0.distcp"
+    content = bytearray(weights.read_bytes())
+    content[len(content) // 2] ^= 1
+    weights.write_bytes(content)
+    (line,) = worker.find_damage(str(tmp_path), read_manifest(tmp_path))
+    assert line.startswith("__0_0.distcp has other contents than were written")
+
+
+def test_training_goes_on_after_a_save_for_which_there_was_no_space(make_worker, tmp_path):
+    worker = make_worker()
+    want = train(worker, [0, 1])
+    worker = make_worker()
+    got = train(worker, [0])
+    with files_of_at_most(100_000), pytest.raises(DiskFullError, match=r"File too large .*needed") as caught:
+        worker.save_checkpoint(str(tmp_path / "full"), save_optimizer=True)
+    assert caught.value.needed_bytes > 1_000_000
+    assert (tmp_path / "full" / "__0_0.distcp").stat().st_size <= 100_000
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    assert got + train(worker, [1]) == want
+    with files_of_at_most(100_000), pytest.raises(DiskFullError, match="hf cannot be written: File too large"):
+        worker.export_hf(str(tmp_path / "hf"))
+    assert not list(tmp_path.glob("hf*"))
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert train(worker, [1]) == want[1:]
+
+
+def test_nothing_is_written_where_the_disk_has_too_little_space(make_worker, tmp_path, monkeypatch):
+    worker = make_worker()
+    free = os.statvfs(tmp_path)
+
+    class AlmostFull:
+        f_bavail, f_frsize, f_blocks = 10, 4096, free.f_blocks
+
+    monkeypatch.setattr(os, "statvfs", lambda path: AlmostFull)
+    with pytest.raises(DiskFullError, match=r"policy cannot be written: No space left .* needed, 41\.0 kB free"):
+        worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    assert not list((tmp_path / "policy").iterdir())
+
+
+def save_where_files_are_full(rank, world_size, ports):
+    """Save, with one file after the other on a device that is always full, and at last where none is."""
+    root, said = Path(os.environ["SAVE_BELOW"]), {}
+    worker = worker_of_rank(tiny_policy(tensor_model_parallel_size=2), rank, world_size, ports[0])
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+    for name in ("__0_0.distcp", "__1_0.distcp", ".metadata.tmp", "metadata.json", "layout.json.partial"):
+        folder = root / name
+        if rank == 0:
+            folder.mkdir()
+            (folder / name).symlink_to("/dev/full")
+        torch.distributed.barrier()
+        try:
+            worker.save_checkpoint(str(folder), save_optimizer=True)
+        except DiskFullError as error:
+            said[name] = str(error)
+    worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2)
+    sums = worker.save_checkpoint(str(root / "policy"), save_optimizer=True)
+    logprobs = worker.get_logprobs(random_batch(4), mbs=2)["logprobs"]
+    worker.load_checkpoint(str(root / "policy"))
+    assert torch.equal(worker.get_logprobs(random_batch(4), mbs=2)["logprobs"], logprobs)
+    worker.shutdown()
+    return said, {name: found.rank for name, found in sums.items() if name.endswith("distcp")}
+
+
+def test_an_error_of_one_ranks_disk_is_every_ranks(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
+    first, second = run_ranks(save_where_files_are_full, 2, num_ports=1)
+    assert first == second
+    said, ranks = first
+    assert len(said) == 5, said
+    for name, message in said.items():
+        assert message.startswith(f"{tmp_path / name} cannot be written: No space left on device"), message
+    assert ranks == {"__0_0.distcp": 0, "__1_0.distcp": 1}
+
+
+def test_files_have_the_mode_of_the_users_umask(make_worker, tmp_path):
+    worker = make_worker()
+    before = os.umask(0o027)
+    try:
+        worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+        worker.export_hf(str(tmp_path / "hf"))
+    finally:
+        os.umask(before)
+    modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
+    assert {"__0_0.distcp", "layout.json", "model.safetensors", "config.json"} <= modes.keys()
+    assert set(modes.values()) == {"0o640"}, modes
+
+
+@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "metadata.json", "layout.json"])
+@pytest.mark.parametrize("damage", ["missing", "empty", "half", "other"])
+def test_what_cannot_be_read_is_said_in_a_sentence(saved_checkpoint, name, damage):
+    worker, folder = saved_checkpoint
+    path = folder / name
+    content = path.read_bytes()
+    changed = {"missing": None, "empty": b"", "half": content[: len(content) // 2], "other": b"[1, 2]"}[damage]
+    path.unlink() if changed is None else path.write_bytes(changed)
+    try:
+        with pytest.raises(ValueError, match=r"is damaged: |is no complete policy checkpoint") as caught:
+            worker.load_checkpoint(str(folder))
+    finally:
+        path.write_bytes(content)
+    assert str(folder) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.fixture(scope="module")
+def saved_checkpoint(tmp_path_factory):
+    """A worker, and a checkpoint of its, to be left as it was found."""
+    worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
+    folder = tmp_path_factory.mktemp("policy")
+    worker.save_checkpoint(str(folder), save_optimizer=True)
+    yield worker, folder
+    worker.shutdown()

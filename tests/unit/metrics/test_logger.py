@@ -2,9 +2,11 @@ import json
 import sys
 
 import pytest
+from support.limits import files_of_at_most
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 from nemo_offload_rl.metrics.logger import RunLogger, read_metrics
+from nemo_offload_rl.storage.disk import DiskFullError
 
 
 def test_metrics_of_a_step_are_one_object_on_disk_at_once(tmp_path):
@@ -98,3 +100,61 @@ def test_a_broken_history_names_its_line(tmp_path, line):
     path.write_text(f'{{"step": 1}}\n{line}\n')
     with pytest.raises(ValueError, match=r"metrics\.jsonl:2"):
         read_metrics(path)
+
+
+def test_metrics_that_find_no_space_are_kept_and_written_later(tmp_path, caplog):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    path = tmp_path / "metrics.jsonl"
+    for step in range(3):
+        logger.log(step, {"train/loss": float(step)})
+    with files_of_at_most(path.stat().st_size + 20):
+        for step in range(3, 6):
+            logger.log(step, {"train/loss": float(step)})
+            logger.log(step, {"train/lr": 0.5})
+        assert not logger.is_whole
+        assert [row["step"] for row in read_metrics(path)] == [0, 1, 2]  # whole rows alone
+    assert len(caplog.records) == 1
+    assert "File too large" in caplog.text
+    logger.log(5, {"train/grad_norm": 2.0})
+    assert logger.is_whole
+    rows = read_metrics(path)
+    assert [row["step"] for row in rows] == list(range(6))
+    assert rows[-1] == {"step": 5, "train/loss": 5.0, "train/lr": 0.5, "train/grad_norm": 2.0}
+    logger.log(6, {"train/loss": 6.0})
+    logger.close()
+    assert [row["step"] for row in read_metrics(path)] == list(range(7))
+
+
+def test_metrics_that_find_no_space_to_the_end_are_told(tmp_path, caplog):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    logger.log(0, {"train/loss": 0.0})
+    with files_of_at_most(40):
+        logger.log(1, {"train/loss": 1.0})
+        logger.log(2, {"train/loss": 2.0})
+        logger.close()
+    assert caplog.messages[-1] == f"Metrics of step 1 to 2 are lost: {tmp_path}/metrics.jsonl is on a full disk."
+    assert not logger.is_whole
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == [0]
+
+
+def test_history_stays_where_there_is_no_space_to_write_it_again(tmp_path):
+    logger = RunLogger(tmp_path, tensorboard=False)
+    for step in range(5):
+        logger.log(step, {"train/loss": 0.0})
+    logger.close()
+    with files_of_at_most(40), pytest.raises(DiskFullError, match=r"metrics\.jsonl cannot be written: File too large"):
+        RunLogger(tmp_path, tensorboard=False, resumed_step=4)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
+    assert len(read_metrics(tmp_path / "metrics.jsonl")) == 5
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # TensorBoard's thread ends so
+def test_tensorboard_ends_where_there_is_no_space_and_metrics_go_on(tmp_path, caplog):
+    logger = RunLogger(tmp_path, tensorboard=True)
+    with files_of_at_most(2000):
+        for step in range(5):
+            logger.log(step, {f"train/{number}": 0.0 for number in range(40)})
+    assert caplog.text.count("TensorBoard has no more of this run") == 1
+    logger.log(5, {"train/loss": 1.0})
+    logger.close()
+    assert [row["step"] for row in read_metrics(tmp_path / "metrics.jsonl")] == list(range(6))

@@ -1,0 +1,97 @@
+"""Which checkpoint a run goes on from: the newest, or by ``checkpointing.on_damaged`` the newest that is whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Literal
+
+from nemo_offload_rl.algorithms.checkpoints import Checkpoints
+from nemo_offload_rl.algorithms.run_folder import read_recipe
+from nemo_offload_rl.algorithms.state import TrainingState, was_written_with_manifest
+from nemo_offload_rl.storage.manifest import (
+    MANIFEST_FILE,
+    DamagedCheckpointError,
+    DamagedError,
+    find_damage,
+    read_manifest,
+    show_damage,
+)
+
+OnDamaged = Literal["error", "previous"]
+
+
+def choose(
+    checkpoints: Checkpoints, on_damaged: OnDamaged, look: Callable[[Path], list[str]], say: Callable[[str], None]
+) -> Path | None:
+    """The checkpoint to go on from.
+
+    Args:
+        checkpoints: of the run.
+        on_damaged: whether a damaged one is an error, or is set aside for the one before it.
+        look: says what is wrong with a checkpoint, one line a file.
+        say: tells the user something.
+
+    Returns:
+        The newest, in which nothing is wrong; or None where there are no checkpoints.
+
+    Raises:
+        DamagedCheckpointError: it is damaged and that is an error; or none is whole.
+    """
+    damaged: list[tuple[Path, list[str]]] = []
+    for checkpoint in checkpoints.newest_first():
+        lines = look(checkpoint)
+        if not lines:
+            for other, found in damaged:
+                aside = checkpoints.set_aside(other)
+                say(f"{_says(other, found)}. It is kept as {aside}, and the run goes on from {checkpoint.name}.")
+            return checkpoint
+        damaged.append((checkpoint, lines))
+        if on_damaged == "error":
+            older = checkpoints.newest_first()[len(damaged) :]
+            whole = next((other for other in older if not damage_seen_by_driver(other)), None)
+            raise DamagedCheckpointError(f"{_says(checkpoint, lines)}. {_remedy(checkpoint, whole)}")
+    if damaged:
+        listed = "; ".join(_says(checkpoint, lines) for checkpoint, lines in damaged)
+        raise DamagedCheckpointError(f"No checkpoint is whole: {listed}. {_remedy(damaged[0][0], None)}")
+    return None
+
+
+def damage_seen_by_driver(checkpoint: Path) -> list[str]:
+    """What is wrong with a checkpoint, one line a file: sizes of all files, contents of those that the driver wrote."""
+    try:
+        manifest = read_manifest(checkpoint)
+        if manifest is not None and (
+            lines := manifest.wrong_sizes(checkpoint) or find_damage(checkpoint, manifest.of_driver())
+        ):
+            return lines
+        if manifest is None and was_written_with_manifest(checkpoint):
+            return [f"{MANIFEST_FILE} is missing"]
+        TrainingState.read(checkpoint)
+        read_recipe(checkpoint)
+    except DamagedError as error:
+        return [str(error)]
+    return []
+
+
+def warn_without_manifest(checkpoint: Path, say: Callable[[str], None]) -> None:
+    """Tells the user where damage cannot be seen."""
+    if read_manifest(checkpoint) is None:
+        say(
+            f"{checkpoint} was written by an earlier version and has no {MANIFEST_FILE}: whether its files are as they "
+            "were written cannot be checked."
+        )
+
+
+def _says(checkpoint: Path, lines: Sequence[str]) -> str:
+    return f"Checkpoint {checkpoint} is damaged: {show_damage(lines)}"
+
+
+def _remedy(checkpoint: Path, older: Path | None) -> str:
+    if older is None:
+        return (
+            f"No older one can be used: start anew with another checkpointing.checkpoint_dir, or remove {checkpoint}."
+        )
+    return (
+        f"To go on from the one before it, {older.name}, run the same command with ++checkpointing.on_damaged=previous."
+    )

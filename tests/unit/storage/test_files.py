@@ -1,0 +1,171 @@
+"""Checksums, manifests and full disks; locks have a file of their own."""
+
+import contextlib
+import errno
+import json
+import os
+import pickle
+from pathlib import Path
+
+import pytest
+import xxhash
+
+from nemo_offload_rl.storage.checksum import PIECE_BYTES, FileSum, HashingFile, file_sum
+from nemo_offload_rl.storage.disk import (
+    DiskFullError,
+    as_by_umask,
+    free_bytes,
+    full_disk_in_words,
+    require_free,
+    system_error,
+    write_whole,
+)
+from nemo_offload_rl.storage.manifest import (
+    DamagedCheckpointError,
+    DamagedError,
+    find_damage,
+    read_manifest,
+    require_whole,
+    write_manifest,
+)
+
+
+@pytest.mark.parametrize("size", [0, 1, PIECE_BYTES - 1, PIECE_BYTES, 3 * PIECE_BYTES + 7])
+def test_a_file_is_hashed_as_it_is_written(tmp_path, size):
+    content = os.urandom(size)
+    path = tmp_path / "file"
+    with path.open("wb", buffering=0) as raw:
+        file = HashingFile(raw)
+        assert file.write(content[: size // 3]) == size // 3
+        file.write(memoryview(content)[size // 3 :])
+        file.sync()
+    assert path.read_bytes() == content
+    assert file.error is None
+    assert file.sum(2) == file_sum(path, 2) == FileSum(size, xxhash.xxh3_128(content).hexdigest(), 2)
+
+
+def test_an_error_is_kept_and_nothing_is_written_after_it():
+    with open("/dev/full", "wb", buffering=0) as raw:
+        file = HashingFile(raw)
+        assert file.write(b"abc") == 3
+        file.write(b"def")
+        file.sync()
+    assert file.error.errno == errno.ENOSPC
+    assert file.size == 6
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """Two files, of which a rank has written one."""
+    (tmp_path / "policy").mkdir()
+    (tmp_path / "policy" / "weights").write_bytes(b"weights")
+    (tmp_path / "state").write_bytes(b"state")
+    return tmp_path
+
+
+def test_each_file_of_a_rank_is_checked_by_one_rank_whatever_their_number(folder):
+    known = {f"file_{rank}": FileSum(rank, "", rank) for rank in range(5)}
+    for rank in range(5):
+        (folder / f"file_{rank}").write_bytes(bytes(rank))
+    manifest = write_manifest(folder, known)
+    assert manifest == read_manifest(folder)
+    for world_size in (1, 2, 5, 8):
+        shares = [set(manifest.of_rank(rank, world_size)) for rank in range(world_size)]
+        assert sorted(name for share in shares for name in share) == sorted(known)
+    assert set(manifest.of_rank(4, 8)) == {"file_4"}  # its own, whose pages it will read
+    assert set(manifest.of_driver()) == {"policy/weights", "state"}
+
+
+def test_a_manifest_is_not_written_over_what_was_cut_off_meanwhile(folder):
+    with pytest.raises(DamagedError, match="weights has 7 bytes, and 9 were written, right after"):
+        write_manifest(folder, {"policy/weights": FileSum(9, "", 0)})
+    with pytest.raises(DamagedError, match="gone is missing right after"):
+        write_manifest(folder, {"gone": FileSum(9, "", 0)})
+    assert read_manifest(folder) is None
+
+
+def test_damage_is_found_file_by_file(folder):
+    files = write_manifest(folder, {}).files
+    assert find_damage(folder, files) == []
+    (folder / "state").write_bytes(b"stabe")
+    (line,) = find_damage(folder, files)
+    assert line.startswith("state has other contents than were written (xxh3_128 ")
+    (folder / "policy" / "weights").unlink()
+    assert find_damage(folder, files)[0] == "policy/weights is missing"
+    with pytest.raises(DamagedCheckpointError, match=r"weights is missing \(and 1 more of its files are damaged\)\.$"):
+        require_whole(folder)
+
+
+def test_a_manifest_with_any_bit_flipped_is_refused(folder):
+    write_manifest(folder, {})
+    path = folder / "manifest.json"
+    content = path.read_bytes()
+    whole, num_let_through = read_manifest(folder), 0
+    for index in range(0, len(content), 3):
+        path.write_bytes(content[:index] + bytes([content[index] ^ 1]) + content[index + 1 :])
+        with contextlib.suppress(DamagedError):
+            assert read_manifest(folder) == whole  # the bit was in a blank between two entries
+            num_let_through += 1
+    assert num_let_through < len(content) / 30
+
+
+def test_other_checksums_are_said(folder):
+    write_manifest(folder, {})
+    path = folder / "manifest.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"algorithm": "md5"}))
+    with pytest.raises(DamagedError, match="checksums by md5, and only xxh3_128"):
+        read_manifest(folder)
+
+
+def test_a_file_is_there_whole_or_not_at_all(tmp_path):
+    path = tmp_path / "file"
+    write_whole(path, "first")
+    (tmp_path / "file.partial").symlink_to("/dev/full")
+    with pytest.raises(OSError, match="No space"):
+        write_whole(path, "second")
+    assert path.read_text() == "first"
+    assert [item.name for item in tmp_path.iterdir()] == ["file"]
+
+
+def test_the_sentence_has_the_path_and_the_sizes_and_can_travel():
+    error = pickle.loads(pickle.dumps(DiskFullError("a/b", "No space left on device", 18_200_000_000, 512)))
+    assert str(error) == "a/b cannot be written: No space left on device (18.2 GB needed, 512 bytes free)"
+    assert str(DiskFullError("a/b", "Disk quota exceeded", None, None)) == "a/b cannot be written: Disk quota exceeded"
+
+
+def test_what_is_no_lack_of_space_stays_what_it_is(tmp_path):
+    with pytest.raises(FileNotFoundError), full_disk_in_words(tmp_path):
+        (tmp_path / "absent").read_text()
+    with (
+        pytest.raises(DiskFullError, match=r"cannot be written: No space left on device .* free"),
+        full_disk_in_words(tmp_path),
+    ):
+        Path("/dev/full").write_text("x")
+
+
+def test_space_is_that_of_the_disk_that_the_path_will_be_on(tmp_path):
+    free = free_bytes(tmp_path / "new" / "folder")
+    assert free > 0
+    require_free(tmp_path, 10, 10)
+    require_free(tmp_path, 10, None)
+    with pytest.raises(DiskFullError, match=r"No space left on device \(11 bytes needed, 10 bytes free\)"):
+        require_free(tmp_path, 11, 10)
+
+
+def test_libraries_in_rust_have_the_systems_error_in_their_text(tmp_path):
+    found = system_error(Exception("I/O error: No space left on device (os error 28)"), tmp_path)
+    assert (found.errno, found.strerror) == (errno.ENOSPC, "No space left on device")
+    assert system_error(Exception("not this"), tmp_path) is None
+
+
+@pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o002, 0o664), (0o077, 0o600)])
+def test_a_file_gets_the_mode_that_the_users_umask_gives(tmp_path, umask, mode):
+    path = tmp_path / "file"
+    path.touch(0o600)
+    before = os.umask(umask)
+    try:
+        as_by_umask(path)
+        assert os.umask(umask) == umask  # still
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == mode
