@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.config.schema import MasterConfig
 
 EXIT_OK, EXIT_ERROR = 0, 2
@@ -56,7 +57,8 @@ def _parser() -> argparse.ArgumentParser:
     validate.add_argument(
         "--deep",
         action="store_true",
-        help="also build the Megatron configs, whose own checks then speak, and compare a small twin of the model with "
+        help="also read data, tokenizer and reward, build the Megatron configs, whose own checks then speak, and "
+        "compare a small twin of the model with "
         "what transformers computes (up to 20 seconds, the second time some)",
     )
     validate.set_defaults(run=_validate)
@@ -96,7 +98,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _validate(options: argparse.Namespace) -> None:
-    from nemo_offload_rl.config import load
+    from nemo_offload_rl.config import check_named_files, load
 
     validated = load(options.recipe, options.overrides)
     notes = [f"note: {note}" for note in validated.notes]
@@ -108,9 +110,20 @@ def _validate(options: argparse.Namespace) -> None:
         for one in (validated.warm_start, validated):
             if one is not None:
                 check_model_folder(one.config)
+        check_named_files(validated)
+        _read_what_is_named(validated)
         notes += _check_deeply(validated.config)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     sys.stdout.write(_as_yaml(validated.recipe.config))
+
+
+def _read_what_is_named(recipe: "ValidatedRecipe") -> None:
+    """Data, prompts, tokenizer and reward, as a run reads them before it starts anything."""
+    from nemo_offload_rl.algorithms.job import Job
+
+    for one in (recipe, recipe.warm_start):
+        if one is not None:
+            Job.prepare(one)
 
 
 def _check_deeply(config: "MasterConfig") -> list[str]:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from nemo_offload_rl.algorithms.locks import lock_folders, warm_start_folder
-from nemo_offload_rl.config import RecipeError, ValidatedRecipe, load
+from nemo_offload_rl.config import RecipeError, ValidatedRecipe, check_named_files, load
 from nemo_offload_rl.config.model_folder import ModelFolderError, check_model_folder
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.environments import RewardError
@@ -100,6 +100,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
             f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
             f"examples/run_{recipe.algorithm}.py."
         )
+    check_named_files(recipe)
     return recipe
 
 

@@ -1,6 +1,7 @@
 """Recipes: reading, checking and adapting them. Imports neither torch nor ray."""
 
 from nemo_offload_rl.config.cpu import adapt_to_cpu
+from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError
 from nemo_offload_rl.config.recipe import Recipe, load_recipe
 from nemo_offload_rl.config.validate import ValidatedRecipe, load, validate
@@ -12,6 +13,7 @@ __all__ = [
     "RecipeError",
     "ValidatedRecipe",
     "adapt_to_cpu",
+    "check_named_files",
     "load",
     "load_recipe",
     "validate",

@@ -31,7 +31,8 @@ class MegatronOptimizerConfig(TypedDict):
     lr: PositiveFloat
     # Learning rate at the end of the decay. 0 to lr; equal to lr with a constant schedule.
     min_lr: NonNegativeFloat
-    # Decoupled weight decay. 0 or more; recommended 0.01.
+    # Decoupled weight decay, of matrices: biases and all other one-dimensional parameters, such as those of norms, get
+    # none, unless apply_wd_to_qk_layernorm gives it to the norms of queries and keys. 0 or more; recommended 0.01.
     weight_decay: NonNegativeFloat
     # Whether parameters are bfloat16. True exactly when policy.precision is bfloat16.
     bf16: bool

@@ -38,6 +38,42 @@ def test_mistakes_are_one_message_and_status_2(recipe, override, algorithm, mess
     assert captured.out == ""
 
 
+def test_missing_files_are_all_named_before_torch_is_imported(tmp_path):
+    """Of a run; `validate` looks at keys and values alone, and `validate --deep` as a run does."""
+    (tmp_path / "rows.jsonl").write_text("{}\n")
+    dataset = "{{_override_: true, dataset_name: {}, data_path: {}, input_key: q, output_key: a}}"
+    overrides = [
+        f"data.train={dataset.format('ResponseDataset', 'row.jsonl')}",
+        f"data.validation={dataset.format('HFDataset', 'rows.jsonl')}",
+        "+data.default.prompt_file=/absent/prompt.txt",
+        "policy.tokenizer.name=./absent",
+        "++warm_start.overrides=['+data.default.system_prompt_file=nope.txt','policy.tokenizer.name=./absent']",
+    ]
+    code = (
+        "import sys; from nemo_offload_rl.algorithms.runner import run; from nemo_offload_rl.cli import main\n"
+        "recipe, overrides = sys.argv[1], sys.argv[2:]\n"
+        "print(main(['validate', recipe, *overrides]), file=sys.stderr)\n"
+        "print(main(['validate', '--deep', recipe, *overrides]), file=sys.stderr)\n"
+        "print(run(recipe, overrides, 'grpo'), 'torch' in sys.modules, file=sys.stderr)"
+    )
+    arguments = [sys.executable, "-c", code, str(CONFIGS / "grpo_tiny_cpu.yaml"), *overrides]
+    result = subprocess.run(arguments, capture_output=True, text=True, check=True, cwd=tmp_path)
+    _, plain, rest = result.stderr.partition("0\n")
+    assert plain, result.stderr
+    deep, _, of_run = rest.partition("\n2\n")
+    assert of_run.splitlines()[-1] == "2 False"
+    for text in (deep, of_run):
+        for message in (
+            f"data.train.data_path: there is no file row.jsonl in {tmp_path}, where this was started; did you mean "
+            "rows.jsonl?",
+            "data.validation.data_path: rows.jsonl is a file, but dataset_name is HFDataset: ResponseDataset reads one",
+            "data.default.prompt_file: there is no file /absent/prompt.txt\n",
+            "policy.tokenizer.name: there is no folder absent in",
+            "data.default.system_prompt_file: there is no file nope.txt in",
+        ):
+            assert message in text
+
+
 def test_a_wrong_recipe_is_answered_before_torch_is_imported():
     code = (
         "import sys; from nemo_offload_rl.algorithms.runner import run; "

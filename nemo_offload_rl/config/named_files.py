@@ -1,0 +1,57 @@
+"""Files and folders that a recipe names: a run looks for them before it loads any library, `validate` does not."""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
+from nemo_offload_rl.config.validate import ValidatedRecipe
+
+_READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
+
+
+def check_named_files(recipe: ValidatedRecipe) -> None:
+    """Refuse a recipe whose data or prompts are not there.
+
+    Raises:
+        RecipeError: with every file and folder that is missing or of the wrong kind, those of the warm start included.
+    """
+    problems = [
+        Problem(key, one.recipe.origin(key), message)
+        for one in (recipe, recipe.warm_start)
+        if one is not None
+        for key, message in _missing(one)
+    ]
+    if problems:
+        raise RecipeError(show_file(recipe.recipe.path), problems)
+
+
+def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
+    data = recipe.config["data"]
+    for role, dataset in (("train", data["train"]), ("validation", data.get("validation"))):
+        if dataset is None or dataset["dataset_name"] == "arithmetic":
+            continue
+        key, path = f"data.{role}.data_path", Path(dataset["data_path"])
+        wants_folder = dataset["dataset_name"] == "HFDataset"
+        if not os.path.exists(path):  # false also where the path cannot be looked at
+            yield key, _absent(path, "folder" if wants_folder else "file")
+        elif path.is_dir() is not wants_folder:
+            found = "a folder" if path.is_dir() else "a file"
+            yield key, f"{path} is {found}, but dataset_name is {dataset['dataset_name']}: {_READS}"
+    shared = data.get("default", {})
+    for name, text in (
+        ("prompt_file", shared.get("prompt_file")),
+        ("system_prompt_file", shared.get("system_prompt_file")),
+    ):
+        if text is not None and not os.path.exists(text):
+            yield f"data.default.{name}", _absent(Path(text), "file")
+    tokenizer = recipe.config["policy"]["tokenizer"]["name"]
+    if tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
+        yield "policy.tokenizer.name", _absent(Path(tokenizer), "folder")
+
+
+def _absent(path: Path, kind: str) -> str:
+    started_in = "" if path.is_absolute() else f" in {Path.cwd()}, where this was started"
+    around = os.listdir(path.parent) if os.access(path.parent, os.R_OK | os.X_OK) and path.parent.is_dir() else []
+    near = nearest(path.name, around)
+    return f"there is no {kind} {path}{started_in}" + (f"; did you mean {path.parent / near}?" if near else "")
