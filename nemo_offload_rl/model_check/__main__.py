@@ -48,10 +48,6 @@ def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
     start = time.perf_counter()
-    from nemo_offload_rl.mcore import cpu_device, quiet
-
-    quiet.install()
-    cpu_device.install()
     from nemo_offload_rl.model_check.compare import check
 
     imports = {"imports": time.perf_counter() - start}

@@ -57,7 +57,7 @@ def _timed(stages: dict[str, float] | None, name: str) -> Iterator[None]:
 def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -> list[Difference]:
     """Compare a small twin of the policy's model as transformers and as Megatron compute it.
 
-    The caller's process has no process group yet; where there is no CUDA, `mcore.cpu_device.install()` has run.
+    The caller's process has no process group yet.
 
     Args:
         policy: a recipe's policy section.

@@ -1,0 +1,201 @@
+"""Which models Megatron computes as transformers does: small twins of families with each of their flags.
+
+    python benchmarks/model_check.py [--family qwen2] [--output docs/results/model_check_cpu.json]
+
+Each case is what `python -m nemo_offload_rl.model_check` does for one config, all in one process: with the local layer
+specification where there is no GPU; with Transformer Engine's, padded and packed, where there is one. The settings of
+Megatron are those of examples/configs/grpo_math_1B_megatron.yaml. Beside the JSON it writes the table as Markdown.
+"""
+
+import argparse
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.model_check.process import ENVIRONMENT
+
+os.environ.update(ENVIRONMENT)  # before torch is imported
+
+import torch
+from result_file import Cell, print_rows, write_result
+
+from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.model_check.compare import check
+from nemo_offload_rl.model_check.result import GRADIENT_LIMIT, LOGPROB_LIMIT
+
+RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+
+Fields = Mapping[str, Any]
+
+ROPES: Mapping[str, Fields] = {
+    "linear rope": {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4},
+    "llama3 rope": {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+        "rope_theta": 5e5,
+    },
+    "yarn rope": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 32768,
+        "rope_theta": 1e6,
+    },
+    "dynamic rope": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+}
+EVERY_FAMILY: Mapping[str, Fields] = {
+    "plain": {},
+    "tied": {"tie_word_embeddings": True},
+    "untied": {"tie_word_embeddings": False},
+    **{name: {"rope_parameters": dict(rope)} for name, rope in ROPES.items()},
+}
+WINDOWS = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
+OF_FAMILY: Mapping[str, Mapping[str, Fields]] = {
+    "llama": {
+        "attention biases": {"attention_bias": True},
+        "MLP biases": {"mlp_bias": True},
+        "all biases": {"attention_bias": True, "mlp_bias": True},
+        "gelu": {"hidden_act": "gelu"},
+        "few keys": {"num_key_value_heads": 8},
+        "one key": {"num_key_value_heads": 1},
+    },
+    "mistral": {"window": {"sliding_window": 4096}, "no window": {"sliding_window": None}},
+    "qwen2": {"windows in late layers": WINDOWS},
+    "qwen3": {"windows in late layers": WINDOWS, "biases": {"attention_bias": True}},
+    "qwen3_moe": {
+        "weights of experts normalized": {"norm_topk_prob": True},
+        "first layer dense": {"mlp_only_layers": [0]},
+        "every second layer dense": {"decoder_sparse_step": 2},
+        "windows": {"use_sliding_window": True, "sliding_window": 4096},
+        "biases": {"attention_bias": True},
+    },
+    "gemma": {},
+    "deepseek_v3": {"no groups of experts": {"n_group": 1, "topk_group": 1}, "no query rank": {"q_lora_rank": None}},
+}
+OTHER_FAMILIES = ("gemma2", "gemma3_text", "mixtral", "olmoe", "glm4_moe", "gpt_oss", "qwen3_next")
+"""Checked without further flags."""
+
+
+def main() -> None:
+    """Checks every case, prints the table, writes the result."""
+    arguments = parse_arguments()
+    megatron = megatron_settings()
+    rows = [row_of(*case, megatron) for case in cases(arguments.family)]
+    print_rows([{name: row[name] for name in ("family", "flags", "verdict")} for row in rows])
+    write_result(arguments.output, rows)
+    arguments.output.with_suffix(".md").write_text(page_of(json.loads(arguments.output.read_text())))
+
+
+def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
+    """Family, name of the flags, fields of the config."""
+    for family, flags in OF_FAMILY.items():
+        if only in (None, family):
+            for name, fields in {**EVERY_FAMILY, **flags}.items():
+                yield family, name, fields
+    for family in OTHER_FAMILIES:
+        if only in (None, family):
+            yield family, "plain", {}
+
+
+def megatron_settings() -> dict[str, Any]:
+    """The recipe's policy.megatron_cfg, as it is on this machine."""
+    config: Any = load(RECIPE).config
+    if not torch.cuda.is_available():
+        config, _ = adapt_to_cpu(config)
+    settings: dict[str, Any] = config["policy"]["megatron_cfg"]
+    return settings
+
+
+def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str, Cell]:
+    """One case's row."""
+    policy = {"model_name": family, "hf_config": {"model_type": family, **fields}, "megatron_cfg": megatron}
+    row: dict[str, Cell] = {"family": family, "flags": name}
+    start = time.perf_counter()
+    try:
+        result = check(policy)
+    except ValueError as error:
+        row |= {"verdict": "refused", "why": str(error)}
+    else:
+        row |= {"verdict": "right" if result.is_right else "WRONG", "layers": result.layers}
+        for difference in result.differences:
+            row |= {
+                f"{difference.batches}_logprob": finite(difference.logprob),
+                f"{difference.batches}_gradient": finite(difference.gradient),
+                f"{difference.batches}_parameter": difference.parameter,
+            }
+        row |= {f"{stage.replace(' ', '_').lower()}_s": round(spent, 3) for stage, spent in result.seconds.items()}
+    row["seconds"] = round(time.perf_counter() - start, 2)
+    print(json.dumps(row), flush=True)
+    return row
+
+
+def finite(value: float) -> float | None:
+    """The number, or None for what JSON has no number for."""
+    return value if abs(value) < float("inf") else None
+
+
+def page_of(result: Mapping[str, Any]) -> str:
+    """The result as a Markdown page."""
+    kinds = [kind for kind in ("padded", "packed") if any(f"{kind}_logprob" in row for row in result["rows"])]
+    head = ["family", "flags", "verdict", *(f"{kind}: {what}" for kind in kinds for what in ("log-probs", "gradients"))]
+    lines = [table_line(head), table_line(["---"] * len(head))]
+    for row in result["rows"]:
+        numbers = [shown(row, f"{kind}_{what}") for kind in kinds for what in ("logprob", "gradient")]
+        lines.append(table_line([row["family"], row["flags"], row["verdict"], *numbers]))
+    refused = [
+        f"- {row['family']}, {row['flags']}: {row['why'].replace('<', '&lt;')}"
+        for row in result["rows"]
+        if "why" in row
+    ]
+    layers = sorted({row["layers"] for row in result["rows"] if "layers" in row})
+    return "\n".join(
+        [
+            "# What Megatron computes as transformers does",
+            "",
+            f"Small twins with random weights, float32, layers: {', '.join(layers)}. The largest differences: of a",
+            f"token's log-prob, of which rounding makes at most {LOGPROB_LIMIT:g}, and of a parameter's gradient",
+            f"(relative, {GRADIENT_LIMIT:g}). [Model check](../model-check.md) tells how it is done.",
+            "",
+            *lines,
+            "",
+            "## Why others are refused",
+            "",
+            *refused,
+            "",
+            "## How it was measured",
+            "",
+            f"- machine: {result['machine']}",
+            f"- commit: {result['commit']}, {result['date']}",
+            f"- command: `{result['command']}`",
+            "",
+        ]
+    )
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def shown(row: Mapping[str, Any], name: str) -> str:
+    """A number of a row, or what stands for none."""
+    if name not in row:
+        return "-"
+    return "not a number" if row[name] is None else f"{row[name]:.2g}"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--family", help="check this family alone")
+    parser.add_argument("--output", type=Path, default=Path("build/model_check.json"), help="the JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
