@@ -147,11 +147,11 @@ def page_of(result: Mapping[str, Any]) -> str:
     for row in result["rows"]:
         numbers = [shown(row, f"{kind}_{what}") for kind in kinds for what in ("logprob", "gradient")]
         lines.append(table_line([row["family"], row["flags"], row["verdict"], *numbers]))
-    refused = [
-        f"- {row['family']}, {row['flags']}: {row['why'].replace('<', '&lt;')}"
-        for row in result["rows"]
-        if "why" in row
-    ]
+    cases_of: dict[str, list[str]] = {}
+    for row in result["rows"]:
+        if "why" in row:
+            cases_of.setdefault(row["why"], []).append(f"{row['family']} ({row['flags']})")
+    refused = [f"- {', '.join(cases_of[why])}: {why}" for why in cases_of]
     layers = sorted({row["layers"] for row in result["rows"] if "layers" in row})
     return "\n".join(
         [

@@ -128,8 +128,9 @@ def _refusals(sentence: str) -> Iterator[None]:
     try:
         yield
     except kinds as error:
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
         said = textwrap.shorten(str(error), width=400, placeholder=" ...")
-        raise UnbuildableError(f"{sentence}: {type(error).__name__}: {said}") from error
+        raise UnbuildableError(f"{sentence}: {kind}{said}") from error
 
 
 def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, torch.nn.Module]:
