@@ -38,6 +38,8 @@ def biases_of(config: Any) -> Biases:
 def add_biases(config: Any, provider: Any) -> None:
     """Have a finalized provider's layers made with the biases of a Hugging Face config."""
     biases = biases_of(config)
+    if provider.add_bias_linear:
+        return  # a recipe may give all linear layers biases
     if biases.output or biases.mlp:
         provider.transformer_layer_spec = with_biases(provider.transformer_layer_spec, biases)
 
@@ -51,16 +53,15 @@ def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callab
     """
 
     def biased(config: Any, vp_stage: int | None = None) -> Any:
-        assert not config.add_bias_linear, "every linear layer has biases already"
         made = _call(spec, config, vp_stage)
         layers = made.layer_specs if hasattr(made, "layer_specs") else [made]
         for layer in {id(layer): layer for layer in layers}.values():
             parts = layer.submodules
             if biases.output:
-                attention = parts.self_attention.submodules
+                attention: Any = get_submodules(parts.self_attention)
                 attention.linear_proj = _always_biased(attention.linear_proj)
             if biases.mlp:
-                mlp = get_submodules(parts.mlp)
+                mlp: Any = get_submodules(parts.mlp)
                 mlp.linear_fc1, mlp.linear_fc2 = _always_biased(mlp.linear_fc1), _always_biased(mlp.linear_fc2)
         return made
 

@@ -12,6 +12,7 @@ Transformer Engine's fused kernels take no factor.
 import copy
 import functools
 import math
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -61,21 +62,15 @@ def scale(config: Any, provider: Any) -> None:
     assert provider.seq_len_interpolation_factor is None and provider.softmax_scale is None
     if factor != 1.0:
         provider.softmax_scale = factor**2 / math.sqrt(2 * len(inverse))
-    provider.hf_inverse_frequencies = inverse
-    kind: Any = type(provider)
-    provider.__class__ = _with_frequencies(kind)
+    # Of this provider alone: a class of its own could not be sent to other pipeline stages, as exports do.
+    provider.provide = functools.partial(_provide, provider.provide, inverse)
 
 
-@functools.cache
-def _with_frequencies(provider_class: Any) -> type:
-    """A class of providers whose models get the frequencies that are at hand."""
-
-    def provide(self: Any, *args: Any, **kwargs: Any) -> Any:
-        model = provider_class.provide(self, *args, **kwargs)
-        _replace_frequencies(model, self.hf_inverse_frequencies)
-        return model
-
-    return type(provider_class.__name__, (provider_class,), {"provide": provide, "__module__": __name__})
+def _provide(provide: Callable[..., Any], inverse: Tensor, *args: Any, **kwargs: Any) -> Any:
+    """Build a model chunk as `provide` does, with these frequencies."""
+    model = provide(*args, **kwargs)
+    _replace_frequencies(model, inverse)
+    return model
 
 
 def _replace_frequencies(model: Any, inverse: Tensor) -> None:

@@ -28,5 +28,3 @@ def set_windows(config: Any, provider: Any) -> None:
         return
     provider.window_size = (config.sliding_window - 1, 0)
     provider.window_attn_skip_freq = None if all(windowed) else [int(has) for has in windowed]
-    # Of the ways to share sequences between context-parallel ranks, the default one knows no windows.
-    provider.cp_comm_type = "a2a"

@@ -5,8 +5,9 @@ from typing import Any
 
 import pytest
 import torch
-from support.tiny import tiny_policy
+from support.tiny import random_batch, tiny_policy
 
+from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import cpu_device, parallel
 from nemo_offload_rl.mcore.architectures import bridges, rotary
@@ -33,10 +34,7 @@ BIASED = {"attention_bias": True}
 FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "llama": {
         "plain": {},
-        "linear": {"rope_parameters": LINEAR},
-        "llama3": {"rope_parameters": LLAMA3},
         "llama3, other factors": {"rope_parameters": LLAMA3 | {"low_freq_factor": 2.0, "high_freq_factor": 6.0}},
-        "yarn": {"rope_parameters": YARN},
         "yarn in full": {"rope_parameters": YARN_IN_FULL},
         "yarn with mscales": {"rope_parameters": YARN_WITH_MSCALES},
         "rope by its former name": {"rope_scaling": {"type": "yarn", "factor": 4.0}, "rope_theta": 1e5},
@@ -49,7 +47,6 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     "mistral": {
         "plain": {"sliding_window": None},
         "window": {"sliding_window": 4096},
-        "yarn": {"sliding_window": None, "rope_parameters": YARN},
         "llama3 and window": {"sliding_window": 4096, "rope_parameters": LLAMA3},
         "gelu": {"sliding_window": None, "hidden_act": "gelu_pytorch_tanh"},
     },
@@ -58,13 +55,11 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
         "window": WINDOW | {"max_window_layers": 4},
         "window in layers by name": WINDOW
         | {"layer_types": [*["sliding_attention", "full_attention"] * 2, *["sliding_attention"] * 2]},
-        "yarn": {"rope_parameters": YARN},
         "linear and window": WINDOW | {"max_window_layers": 0, "rope_parameters": LINEAR},
     },
     "qwen3": {
         "plain": {},
         "window": WINDOW | {"max_window_layers": 2},
-        "yarn": {"rope_parameters": YARN},
         "biases": BIASED,
         "all at once": BIASED | WINDOW | {"max_window_layers": 2, "rope_parameters": YARN_IN_FULL},
         "a key that is not read": {"partial_rotary_factor": 0.5},
@@ -80,9 +75,12 @@ FLAGS: dict[str, dict[str, dict[str, Any]]] = {
     },
     "gemma": {"plain": {"head_dim": 32}},
 }
-TIED = {family: name for family, flags in FLAGS.items() for name in list(flags)[-1:] if family != "gemma"}
+for flags in FLAGS.values():
+    if flags is not FLAGS["gemma"]:
+        scalings = {"linear": LINEAR, "llama3": LLAMA3, "yarn": YARN}
+        flags |= {name: flags["plain"] | {"rope_parameters": scaling} for name, scaling in scalings.items()}
 CASES = [(family, name, False) for family, flags in FLAGS.items() for name in flags]
-CASES += [(family, name, True) for family, name in TIED.items()]
+CASES += [(family, name, True) for family in FLAGS for name in ("plain", "yarn") if family != "gemma"]
 
 
 def policy_of(family: str, name: str, tied: bool) -> dict[str, Any]:
@@ -146,6 +144,18 @@ def test_weights_come_back_bit_for_bit_under_their_names(family, name, tied):
         want["lm_head.weight"] = want["model.embed_tokens.weight"]
     assert set(got) == set(want)
     assert [key for key in want if not torch.equal(got[key], want[key])] == []
+
+
+@pytest.mark.parametrize(("family", "name"), [("llama", "all biases"), ("qwen3_moe", "all at once")])
+def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, family, name):
+    policy = policy_of(family, name, False)
+    worker = make_worker(policy)
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2)
+    worker = make_worker(policy, seed=99)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert worker.train(random_batch(4, seed=1), NLLLoss(), gbs=4, mbs=2) == want
 
 
 REFUSED = [
