@@ -22,6 +22,7 @@ from nemo_offload_rl.mcore.model_config import (
     make_provider,
 )
 from nemo_offload_rl.mcore.prime import prime_optimizer_state
+from nemo_offload_rl.mcore.weight_names import check_weights
 
 
 @dataclass
@@ -72,6 +73,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
     provider = make_provider(policy, bridge)
     hooks: list[Callable[[list[Any]], Any]] = []
     if has_pretrained_weights(policy):
+        hooks.append(functools.partial(check_weights, bridge, f"policy.model_name {policy['model_name']!r}"))
         hooks.append(bridge.load_hf_weights)
     else:
         hooks.append(functools.partial(_init_random_weights, bridge, seed=seed))
@@ -209,6 +211,7 @@ def load_weights(bridge: Any, chunks: list[Any], weights: Mapping[str, torch.Ten
 
     source = WeightsInMemory()
     source.config = bridge.hf_pretrained
+    loader = type(bridge)(source)
     with contextlib.redirect_stdout(io.StringIO()):  # a progress bar
-        type(bridge)(source).load_hf_weights(chunks)
+        loader.load_hf_weights(check_weights(loader, "The model in memory", chunks))
     return chunks
