@@ -10,7 +10,7 @@ CONFIGS = Path(__file__).parent / "configs"
 
 
 def main() -> int:
-    """Returns the exit status: 0 done, 1 failed, 2 wrong recipe, 130 interrupted."""
+    """Returns the exit status: see docs/getting-started.md."""
     parser = argparse.ArgumentParser(description="Run a GRPO recipe.")
     parser.add_argument("--config", type=Path, default=CONFIGS / "grpo_tiny_cpu.yaml", help="the recipe (YAML)")
     parser.add_argument(

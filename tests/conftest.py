@@ -25,10 +25,20 @@ def pytest_xdist_auto_num_workers() -> int:
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Tests that are marked `gpu` are skipped where there is none."""
-    if torch.cuda.is_available():
-        return
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--reliability",
+        action="store_true",
+        help="also run what is marked `reliability`: runs that are hit everywhere, and 2,000 steps (half an hour)",
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Tests that are marked `gpu` are skipped where there is none, those marked `reliability` without their option."""
+    skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA GPU"}
+    if not config.getoption("--reliability"):
+        skipped["reliability"] = "takes many minutes: --reliability runs it"
     for item in items:
-        if item.get_closest_marker("gpu") is not None:
-            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))
+        for marker, reason in skipped.items():
+            if item.get_closest_marker(marker) is not None:
+                item.add_marker(pytest.mark.skip(reason=reason))

@@ -1,36 +1,161 @@
-"""Ctrl-C: once to stop after the step, twice to stop now."""
+"""Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM (a scheduler's) and SIGHUP (a terminal that was closed).
+
+This module imports nothing of weight, so that the handlers are there before anything that takes long.
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import signal
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Self
 
+from nemo_offload_rl.algorithms.progress import Progress
+
 logger = logging.getLogger(__name__)
+
+# `timeout`, uv and make pass on what the terminal has already sent to the whole group: one key press comes twice.
+_ONE_PRESS_S = 0.5
+# A library may catch what a handler raises, or a call into native code may never return to it.
+_STUCK_S = 10.0
+
+
+class Stopped(KeyboardInterrupt):
+    """The run ends now; raised where a signal finds it."""
 
 
 class Interrupt:
-    """While it is entered, the first SIGINT is only noted, and the second raises KeyboardInterrupt.
+    """While it is entered, a signal stops the run: at the end of the step where there is one, or else at once.
+
+    Inside ``finishing`` the first signal is noted, and the step and its checkpoint are completed. A second Ctrl-C, or
+    the end of the grace period after SIGTERM or SIGHUP, stops the run at once. A SIGHUP that was ignored before, as
+    under nohup, stays ignored.
+
+    Args:
+        clock: gives the time in seconds.
+        stuck_s: after how many seconds a run that was stopped, and has not ended, is ended without any cleaning; what
+            the driver has started ends with it.
 
     Attributes:
-        requested: whether there was one.
+        requested: whether the run is to end.
+        stopped: whether it was told to do so at once.
+        signal: the first signal, or None.
+        progress: what is lost where the run stops at once.
+        grace_period_s: how long a step and its checkpoint may take after SIGTERM or SIGHUP; None for any time.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Callable[[], float] = time.monotonic, stuck_s: float = _STUCK_S) -> None:
         self.requested = False
+        self.stopped = False
+        self.signal: signal.Signals | None = None
+        self.progress = Progress()
+        self.grace_period_s: float | None = None
+        self._clock = clock
+        self._stuck_s = stuck_s
+        self._finishing = False
+        self._closing = False
+        self._grace_is_over = False
+        self._first_s = 0.0
+        self._timers: list[threading.Timer] = []
 
     def __enter__(self) -> Self:
-        self._previous_handler = signal.signal(signal.SIGINT, self._on_signal)
+        self._previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
+        for number, previous in self._previous.items():
+            if not (number == signal.SIGHUP and previous is signal.SIG_IGN):
+                signal.signal(number, self._on_signal)
         return self
 
     def __exit__(
         self, error_type: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        signal.signal(signal.SIGINT, self._previous_handler)
+        for timer in self._timers:
+            timer.cancel()
+        for number, previous in self._previous.items():
+            signal.signal(number, previous)
 
-    def _on_signal(self, signal_number: int, frame: FrameType | None) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
-        self.requested = True
-        logger.warning("Interrupted: finishing this step and saving. Press Ctrl-C again to stop at once.")
+    @contextmanager
+    def finishing(self) -> Iterator[None]:
+        """Inside, a first signal is only noted."""
+        self._finishing = True
+        try:
+            yield
+        finally:
+            self._finishing = False
+
+    def close(self) -> None:
+        """From now on everything is being ended anyway, and signals change nothing."""
+        self._closing = True
+
+    def check(self) -> None:
+        """Stop now if a signal has come: for places behind long calls into libraries, which may catch anything."""
+        if self.signal is not None:
+            self._stop()
+
+    @property
+    def exit_status(self) -> int:
+        """Of a run that a signal has ended: 128 + its number; 1 after a Ctrl-C with which steps are lost."""
+        number = self.signal or signal.SIGINT
+        return 1 if number == signal.SIGINT and self.progress.num_lost else 128 + number
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self._closing:
+            return
+        if not self.requested:
+            self.requested = True
+            self.signal = signal.Signals(number)
+            self._first_s = self._clock()
+            if not self._finishing:
+                logger.warning("%s: stopping.", self._word)
+                self._stop()
+            self._finish_step()
+        elif self._grace_is_over:
+            logger.warning("The step and its checkpoint took longer than checkpointing.grace_period_s: stopping now.")
+            self._stop()
+        elif number == signal.SIGINT and self._clock() - self._first_s >= _ONE_PRESS_S:
+            logger.warning("Interrupted again: stopping now.")
+            self._stop()
+
+    @property
+    def _word(self) -> str:
+        return "Interrupted" if self.signal is None or self.signal == signal.SIGINT else self.signal.name
+
+    def _finish_step(self) -> None:
+        if self.signal == signal.SIGINT:
+            logger.warning("Interrupted: finishing this step and saving. Press Ctrl-C again to stop at once.")
+        elif self.grace_period_s is None:
+            logger.warning("%s: finishing this step and saving.", self._word)
+        else:
+            logger.warning(
+                "%s: finishing this step and saving, for at most %g s (checkpointing.grace_period_s).",
+                self._word,
+                self.grace_period_s,
+            )
+            self._after(self.grace_period_s, self._end_grace)
+
+    def _end_grace(self) -> None:
+        """Runs in a timer's thread: only the main one may stop the run."""
+        main = threading.main_thread().ident
+        if self._finishing and main is not None and self.signal is not None:
+            self._grace_is_over = True
+            self._after(self._stuck_s, self._end_process)
+            signal.pthread_kill(main, self.signal)
+
+    def _stop(self) -> None:
+        self.stopped = True
+        self._after(self._stuck_s, self._end_process)
+        raise Stopped
+
+    def _end_process(self) -> None:
+        os.write(2, f"The run did not stop within {self._stuck_s:g} s and is cut off. {self.progress}\n".encode())
+        os._exit(self.exit_status)
+
+    def _after(self, seconds: float, call: Callable[[], None]) -> None:
+        timer = threading.Timer(seconds, call)
+        timer.daemon = True
+        timer.start()
+        self._timers.append(timer)

@@ -18,6 +18,7 @@ from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, Checkpoints
 from nemo_offload_rl.algorithms.interrupt import Interrupt
 from nemo_offload_rl.algorithms.locks import lock_run_folder
 from nemo_offload_rl.algorithms.metric_names import logged_name
+from nemo_offload_rl.algorithms.progress import Progress
 from nemo_offload_rl.algorithms.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.algorithms.run_folder import (
     HF_FOLDER,
@@ -139,7 +140,9 @@ class Job:
         self._report(run_dir, ending.reason, session.console)
         return ending
 
-    def run_in(self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None) -> Ending:
+    def run_in(
+        self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None, name: str = "run"
+    ) -> Ending:
         """Runs with metrics, log and export in a folder, which no other run may have meanwhile.
 
         Args:
@@ -147,6 +150,7 @@ class Job:
             session: what it runs on.
             checkpoints: where checkpoints go.
             newest: the checkpoint to go on from, or None to start afresh.
+            name: what the user is told that this is.
 
         Raises:
             DamagedCheckpointError: that checkpoint cannot be used.
@@ -154,6 +158,7 @@ class Job:
             LockedError: another run has the folder.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
+        session.interrupt.progress = Progress(name, checkpoint=newest, saves=not isinstance(checkpoints, NoCheckpoints))
         with ExitStack() as stack:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
@@ -161,11 +166,15 @@ class Job:
             for note in [*self.notes, *adaptations]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
+            session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
-            stack.callback(algorithm.shutdown)
+            # Where the run was stopped at once, the cluster ends them: they may be in the middle of a step.
+            stack.callback(lambda: None if session.interrupt.stopped else algorithm.shutdown())
             self.when_built()
             ending = self._train(algorithm, run_dir, session, checkpoints, newest)
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
+            if ending.reason is not StopReason.INTERRUPTED:
+                session.interrupt.check()  # a signal that came behind the last step
             section = self.config[self.algorithm]
             if section.get("export_hf") and ending.reason is not StopReason.INTERRUPTED:
                 with full_disk_in_words(run_dir / HF_FOLDER):
@@ -204,6 +213,8 @@ class Job:
         if newest is not None:
             newest = self._choose_by_contents(algorithm, checkpoints, session.console)
             state = replace(TrainingState.read(newest), run_dir=str(run_dir))
+            done = session.interrupt.progress
+            done.num_done, done.num_saved, done.checkpoint = state.step, state.step, newest
             algorithm.position = state.position
             algorithm.load(newest)
         section = self.config["logger"]

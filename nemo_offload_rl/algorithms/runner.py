@@ -5,33 +5,25 @@ Recipes are validated before torch or Ray is imported, so that a mistake in one 
 
 from __future__ import annotations
 
-import logging
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from rich.console import Console
+from nemo_offload_rl.algorithms.interrupt import Interrupt
 
-from nemo_offload_rl.algorithms.locks import lock_folders, warm_start_folder
-from nemo_offload_rl.config import RecipeError, ValidatedRecipe, check_named_files, load
-from nemo_offload_rl.config.model_folder import ModelFolderError, check_model_folder
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.environments import RewardError
-from nemo_offload_rl.storage.disk import DiskFullError
-from nemo_offload_rl.storage.lock import LockedError
-from nemo_offload_rl.storage.manifest import DamagedCheckpointError
-
+# Everything of weight is imported once signals are handled: see `run`.
 if TYPE_CHECKING:
-    from nemo_offload_rl.algorithms.job import Ending, Job, Session
-    from nemo_offload_rl.placement.cluster import Cluster
+    from rich.console import Console
 
-logger = logging.getLogger(__name__)
+    from nemo_offload_rl.algorithms.job import Ending, Job, Session
+    from nemo_offload_rl.config import ValidatedRecipe
+    from nemo_offload_rl.placement.cluster import Cluster
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
 EXIT_WRONG_RECIPE = 2
-EXIT_INTERRUPTED = 130
 
 
 def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> int:
@@ -43,8 +35,33 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         algorithm: a key of ``ALGORITHMS``, which the recipe must be of.
 
     Returns:
-        The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names, 130 interrupted.
+        The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names; 130, 143 or 129 where SIGINT,
+        SIGTERM or SIGHUP ended it, but 1 after a SIGINT with which steps are lost.
     """
+    with Interrupt() as interrupt:
+        try:
+            return _run(recipe_path, overrides, algorithm, interrupt)
+        except BaseException as error:
+            if interrupt.stopped:  # whatever a library has made of it
+                sys.stderr.write(f"{interrupt.progress}\n")
+                return interrupt.exit_status
+            if isinstance(error, Exception):
+                error.add_note(str(interrupt.progress))
+            raise
+
+
+def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, interrupt: Interrupt) -> int:
+    from rich.console import Console
+
+    from nemo_offload_rl.algorithms.locks import lock_folders
+    from nemo_offload_rl.config import RecipeError
+    from nemo_offload_rl.config.model_folder import ModelFolderError
+    from nemo_offload_rl.data.errors import DataError
+    from nemo_offload_rl.environments import RewardError
+    from nemo_offload_rl.storage.disk import DiskFullError
+    from nemo_offload_rl.storage.lock import LockedError
+    from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+
     errors, console = Console(stderr=True), Console()
     with ExitStack() as stack:
         try:
@@ -58,35 +75,41 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
         ) as error:  # fmt: skip
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
+        interrupt.check()
 
-        from nemo_offload_rl.algorithms.interrupt import Interrupt
         from nemo_offload_rl.algorithms.job import Session
         from nemo_offload_rl.algorithms.last_words import add_last_words
         from nemo_offload_rl.algorithms.step_end import StopReason
         from nemo_offload_rl.generation.interface import GenerationError
         from nemo_offload_rl.worker.group import WorkerError
 
-        interrupt = stack.enter_context(Interrupt())
+        interrupt.grace_period_s = job.config["checkpointing"].get("grace_period_s")
         try:
             cluster = stack.enter_context(_start_cluster([one for one in (warm_start, job) if one is not None]))
         except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
+        stack.callback(interrupt.close)
         try:
             ending = _run_jobs(job, warm_start, locks.release_warm_start, Session(cluster, interrupt, console))
         # Of the run folder; of the checkpoint's contents; of a row, or of what a reward function returned.
         except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
+            _print_error(errors, interrupt.progress)
             return EXIT_FAILED
         except (WorkerError, GenerationError) as error:
             if not isinstance(error.cause, ValueError):
+                error.add_note(f"What the workers printed is in {cluster.logs_folder}.")
                 add_last_words(error)
                 raise
             _print_error(errors, error.cause)
+            if interrupt.progress.num_lost:
+                _print_error(errors, interrupt.progress)
             return EXIT_FAILED
-    if not ending.is_saved:
-        return EXIT_FAILED
-    return EXIT_INTERRUPTED if ending.reason is StopReason.INTERRUPTED else EXIT_DONE
+        if ending.reason is StopReason.INTERRUPTED:
+            console.print(str(interrupt.progress), markup=False, highlight=False, soft_wrap=True)
+            return interrupt.exit_status if ending.is_saved else EXIT_FAILED
+        return EXIT_DONE if ending.is_saved else EXIT_FAILED
 
 
 class _WrongAlgorithmError(ValueError):
@@ -94,6 +117,8 @@ class _WrongAlgorithmError(ValueError):
 
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
+    from nemo_offload_rl.config import check_named_files, load
+
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:
         raise _WrongAlgorithmError(
@@ -106,6 +131,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
 
 def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
     from nemo_offload_rl.algorithms.job import Job
+    from nemo_offload_rl.config.model_folder import check_model_folder
     from nemo_offload_rl.placement.cluster import starts_ray_here
 
     if starts_ray_here():  # the machines of a cluster that is joined may have other folders
@@ -140,6 +166,7 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
 
 def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:
     from nemo_offload_rl.algorithms.job import Ending
+    from nemo_offload_rl.algorithms.locks import warm_start_folder
     from nemo_offload_rl.algorithms.step_end import StopReason
     from nemo_offload_rl.algorithms.warm_start import run_warm_start
 
@@ -151,5 +178,5 @@ def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[],
     return job.run(session)
 
 
-def _print_error(console: Console, error: BaseException) -> None:
+def _print_error(console: Console, error: object) -> None:
     console.print(str(error), style="red", markup=False, highlight=False, soft_wrap=True)

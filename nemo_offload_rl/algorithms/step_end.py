@@ -163,10 +163,11 @@ class Run:
         if self.state.step == 0 and self._schedule.val_at_start:
             self._metrics = self._validate()
             self._finish()
-        while (reason := self._reason_to_stop()) is None:
-            self._step()
-        if not self.is_saved:
-            self._save()
+        with self._interrupt.finishing():
+            while (reason := self._reason_to_stop()) is None:
+                self._step()
+            if not self.is_saved:
+                self._save()
         if not self.is_saved:
             newest = f"the newest that is there is of step {self._saved_step}" if self._saved_step else "none is there"
             logger.error("The run ends, and its last state, of step %d, is not on disk: %s.", self.state.step, newest)
@@ -178,10 +179,12 @@ class Run:
         return self.state.step == self._saved_step
 
     def _step(self) -> None:
-        start = time.perf_counter()
+        start, progress = time.perf_counter(), self._interrupt.progress
+        progress.in_step = True
         metrics = self._algorithm.step(self.state.step + 1, self._timer)
         metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
         self.state.step += 1
+        progress.num_done, progress.in_step = self.state.step, False
         self.state.position = self._algorithm.position
         self._metrics = metrics
         if self._is_validation_due():
@@ -229,10 +232,12 @@ class Run:
     def _save(self) -> None:
         try:
             with self._timer.phase("checkpointing"):
-                self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
+                checkpoint = self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
         except DiskFullError as error:
             logger.warning(
                 "Step %d is not saved: %s. Free some space: the next save tries again.", self.state.step, error
             )
             return
         self._saved_step = self.state.step
+        if checkpoint is not None:
+            self._interrupt.progress.num_saved, self._interrupt.progress.checkpoint = self.state.step, checkpoint

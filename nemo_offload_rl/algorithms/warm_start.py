@@ -30,7 +30,7 @@ def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
         return folder / HF_FOLDER
     if folder.exists():
         shutil.rmtree(folder)
-    if job.run_in(folder, session, NoCheckpoints(), None).reason is StopReason.INTERRUPTED:
+    if job.run_in(folder, session, NoCheckpoints(), None, "warm start").reason is StopReason.INTERRUPTED:
         return None
     write_recipe(folder, job.config)
     return folder / HF_FOLDER

@@ -16,6 +16,7 @@ from nemo_offload_rl.generation.interface import (
     GenerationRequest,
     RefitInfo,
 )
+from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 
 # The share of a rank's GPU that generation takes in Ray's books; the policy worker has the rest.
@@ -28,6 +29,7 @@ class GeneratorActor:
     """A `TransformersGenerator` in its own process."""
 
     def __init__(self, num_threads: int) -> None:
+        ignore_ending_signals()
         self._num_threads = num_threads
 
     def process(self) -> tuple[str, int]:

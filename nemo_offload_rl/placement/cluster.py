@@ -10,6 +10,7 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
@@ -21,7 +22,8 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_offload_rl.placement.reaper import ENDING_SIGNALS, Reaper, ending_signals_blocked
+from nemo_offload_rl.placement.reaper import Reaper
+from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ending_signals_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +53,8 @@ class Cluster:
         master_port_range: First and last port that ranks may meet at; None for any free one.
         threads_per_rank: CPU threads that each rank may use when all ranks compute at once.
         threads_per_node: CPU threads that one process may use while the others of its node wait.
+        logs_folder: Where Ray's processes write what they print; None where Ray was not started here.
+        keep_logs: Whether that folder stays when Ray ends here; it does after an error in the `with` block, too.
     """
 
     def __init__(
@@ -78,6 +82,8 @@ class Cluster:
         self.master_port_range = master_port_range
         self._groups: list[PlacementGroup] = []
         self._reaper: Reaper | None = None
+        self.logs_folder: Path | None = None
+        self.keep_logs = False
         self._must_stop_ray = not ray.is_initialized()
         if self._must_stop_ray:
             self._start_ray(num_nodes, gpus_per_node, log_to_driver)
@@ -134,19 +140,15 @@ class Cluster:
         for process in alive:
             logger.warning("Process %d of an actor did not end within %d s.", process.pid, _EXIT_TIMEOUT_S)
 
-    def shutdown(self, *, keep_logs: bool = False) -> None:
-        """Give the bundles back; end Ray, and wait for all of its processes, where this object started it.
-
-        Args:
-            keep_logs: Leave what Ray's processes have written into its session folder, which goes with Ray otherwise.
-        """
+    def shutdown(self) -> None:
+        """Give the bundles back; end Ray, and wait for all of its processes, where this object started it."""
         if self._must_stop_ray and ray.is_initialized():
             for group in self._groups:
                 remove_placement_group(group)
             _disconnect_and_kill()
         self._groups = []
         if self._reaper is not None:
-            self._reaper.finish(keep_logs=keep_logs)
+            self._reaper.finish(keep_logs=self.keep_logs)
             self._reaper = None
 
     def __enter__(self) -> Self:
@@ -155,7 +157,8 @@ class Cluster:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        self.shutdown(keep_logs=isinstance(error, Exception))
+        self.keep_logs |= isinstance(error, Exception)
+        self.shutdown()
 
     def _start_ray(self, num_nodes: int, gpus_per_node: int, log_to_driver: bool) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
@@ -175,7 +178,7 @@ class Cluster:
         with ending_signals_blocked(), _handlers_kept():
             self._reaper = Reaper(get_default_ray_temp_dir())
             try:
-                ray.init(
+                context = ray.init(
                     address="local",
                     num_cpus=available_threads(),
                     num_gpus=num_gpus,
@@ -189,6 +192,7 @@ class Cluster:
             except BaseException:
                 self._reaper.finish(keep_logs=True)
                 raise
+        self.logs_folder = Path(context.address_info["session_dir"], "logs")
 
     def _reserve(self, num_nodes: int) -> None:
         bundle: dict[str, float] = {"GPU": 1, "CPU": 1} if self.has_gpus else {"CPU": _CPUS_PER_RANK_WITHOUT_GPU}

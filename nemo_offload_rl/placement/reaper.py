@@ -16,14 +16,11 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 
 MARK = "NEMO_OFFLOAD_RL_DRIVER"
 """Name of the environment variable."""
-
-ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 _KEEP = b"keep"
 _CHECK_PERIOD_S = 1.0
@@ -39,7 +36,9 @@ class Reaper:
 
     def __init__(self, session_root: str) -> None:
         mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        arguments = [f"{MARK}={mark}", str(os.getpid()), session_root, repr(time.time())]
+        pattern = f"session_*_{os.getpid()}"  # earlier processes of this number may have left some
+        others = [str(path) for path in Path(session_root).glob(pattern)]
+        arguments = [f"{MARK}={mark}", str(os.getpid()), session_root, pattern, *others]
         # -I and -S: up in 20 ms, whatever the user's environment says. stdout is the driver's alone: a pipe that reads
         # it sees its end when the driver ends.
         self._process = subprocess.Popen(
@@ -61,20 +60,6 @@ class Reaper:
         """
         os.environ.pop(MARK, None)
         self._process.communicate(_KEEP if keep_logs else b"", timeout=_KILL_TIMEOUT_S + 5)
-
-
-@contextmanager
-def ending_signals_blocked() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP wait; processes that are started inside, and theirs, never get them.
-
-    A terminal sends them to a group of processes and a scheduler to all of a job, but the driver alone is to take
-    notice: it ends the others when the time has come. SIGKILL is all that ends them before.
-    """
-    blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
-    try:
-        yield
-    finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, blocked)
 
 
 def _wait_for_driver(driver: int) -> bytes:
@@ -115,7 +100,7 @@ def _open_if_marked(pid: int, mark: bytes) -> int | None:
     """A descriptor of the process, through which no other that gets its number later can be hit; None without mark."""
     try:
         descriptor = os.pidfd_open(pid)
-    except ProcessLookupError:
+    except OSError:  # it has ended: ESRCH, or EINVAL where it is just being reaped
         return None
     try:
         environment = Path(f"/proc/{pid}/environ").read_bytes()
@@ -127,22 +112,22 @@ def _open_if_marked(pid: int, mark: bytes) -> int | None:
     return None
 
 
-def _delete_session(root: Path, driver: int, started: float) -> None:
-    """Delete the session folder of this driver, not those of earlier processes of its number."""
-    for folder in root.glob(f"session_*_{driver}"):
-        if folder.stat().st_ctime >= started:
+def _delete_session(root: Path, pattern: str, others: Sequence[str]) -> None:
+    """Delete the folders of a pattern that were not there when the driver started, and a link to one."""
+    for folder in root.glob(pattern):
+        if str(folder) not in others:
             shutil.rmtree(folder, ignore_errors=True)
     latest = root / "session_latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
 
 
-def _main(mark: str, driver: str, session_root: str, started: str) -> None:
-    signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+def _main(mark: str, driver: str, session_root: str, pattern: str, *others: str) -> None:
+    signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     keep_logs = _wait_for_driver(int(driver)) == _KEEP
     _kill_marked(mark)
     if not keep_logs:
-        _delete_session(Path(session_root), int(driver), float(started))
+        _delete_session(Path(session_root), pattern, others)
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ from typing import Any
 import ray
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.worker.rank_log import RankLog, Record
 from nemo_offload_rl.worker.wire import WireBatch
 
@@ -17,6 +18,7 @@ class WorkerActor:
     """Builds a worker in its own process and runs its methods by name."""
 
     def __init__(self) -> None:
+        ignore_ending_signals()
         self._worker: Any = None
         self._log = RankLog()
         self._log.listen()

@@ -17,7 +17,7 @@ import nemo_offload_rl
 
 PACKAGE = "nemo_offload_rl"
 ROOT = Path(nemo_offload_rl.__file__).parent
-LEAVES = frozenset({"metrics", "placement.numa", "offload.types", "storage"})
+LEAVES = frozenset({"metrics", "placement.numa", "placement.signals", "offload.types", "storage"})
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ LAYERS = {
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
     "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
     "placement.numa": layer(never="torch ray megatron"),
+    "placement.signals": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
     "config": layer("storage", never="torch ray megatron transformer_engine transformers"),
     "offload.activation_share": layer(never="torch ray megatron"),
@@ -59,7 +60,9 @@ LAYERS = {
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
-    "generation": layer("data.batch", "metrics", "refit", "hf_config", never="megatron transformer_engine"),
+    "generation": layer(
+        "data.batch", "metrics", "placement.signals", "refit", "hf_config", never="megatron transformer_engine"
+    ),
     "worker": layer(
         "plan", "model_check", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract",
         "hf_config", *LEAVES

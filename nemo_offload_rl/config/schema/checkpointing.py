@@ -4,7 +4,7 @@ from typing import Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, PositiveInt
+from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, PositiveFloat, PositiveInt
 
 
 @with_config(STRICT)
@@ -28,3 +28,7 @@ class CheckpointingConfig(TypedDict):
     # What follows where the newest checkpoint is not as it was written: error (the run ends and names the file) or
     # previous (it is set aside, and the run goes on from the newest that is whole). Recommended: error. Absent: error.
     on_damaged: NotRequired[Literal["error", "previous"]]
+    # Seconds that a step and its checkpoint may take once SIGTERM or SIGHUP asks the run to end; then it stops where it
+    # is. Above 0; recommended 10 less than the scheduler waits before it kills (Slurm's KillWait, Kubernetes'
+    # terminationGracePeriodSeconds); null: as long as they take. Absent: as null.
+    grace_period_s: NotRequired[PositiveFloat | None]

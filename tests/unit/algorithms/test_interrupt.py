@@ -1,18 +1,105 @@
+import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
+from nemo_offload_rl.algorithms.progress import Progress
 
 
-def test_the_first_is_noted_and_the_second_stops():
-    with Interrupt() as interrupt:
+class Clock:
+    """Seconds that a test sets."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def send(number: signal.Signals) -> None:
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_the_first_signal_in_a_step_is_noted_and_elsewhere_stops(number, status):
+    with Interrupt() as interrupt, interrupt.finishing():
         assert not interrupt.requested
-        os.kill(os.getpid(), signal.SIGINT)
-        assert interrupt.requested
-        with pytest.raises(KeyboardInterrupt):
-            os.kill(os.getpid(), signal.SIGINT)
+        send(number)
+        assert (interrupt.requested, interrupt.stopped, interrupt.exit_status) == (True, False, status)
+    with Interrupt() as interrupt:
+        with pytest.raises(Stopped):
+            send(number)
+        assert (interrupt.requested, interrupt.stopped, interrupt.exit_status) == (True, True, status)
+
+
+def test_a_second_ctrl_c_stops_but_not_the_same_key_press_passed_on():
+    clock = Clock()
+    with Interrupt(clock) as interrupt, interrupt.finishing():
+        send(signal.SIGINT)
+        clock.now = 0.4
+        send(signal.SIGINT)
+        clock.now = 0.6
+        with pytest.raises(Stopped):
+            send(signal.SIGINT)
+
+
+def test_a_scheduler_may_repeat_itself_and_ctrl_c_still_stops():
+    clock = Clock()
+    with Interrupt(clock) as interrupt, interrupt.finishing():
+        for clock.now in (0.0, 5.0, 10.0):
+            send(signal.SIGTERM)
+        send(signal.SIGHUP)
+        assert not interrupt.stopped
+        with pytest.raises(Stopped):
+            send(signal.SIGINT)
+        assert interrupt.exit_status == 143
+
+
+def test_the_end_of_the_grace_period_stops():
+    with Interrupt() as interrupt, interrupt.finishing():
+        interrupt.grace_period_s = 0.05
+        send(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            time.sleep(30)
+
+
+def test_without_a_grace_period_and_after_ctrl_c_nothing_presses():
+    for number, grace_period_s in [(signal.SIGTERM, None), (signal.SIGINT, 0.05)]:
+        with Interrupt() as interrupt, interrupt.finishing():
+            interrupt.grace_period_s = grace_period_s
+            send(number)
+            time.sleep(0.3)
+            assert not interrupt.stopped
+
+
+def test_a_library_that_catches_the_exception_is_told_again():
+    with Interrupt() as interrupt:
+        interrupt.check()
+        with contextlib.suppress(KeyboardInterrupt):  # as a library may
+            send(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            interrupt.check()
+
+
+def test_while_everything_ends_nothing_is_stopped():
+    with Interrupt() as interrupt:
+        interrupt.close()
+        send(signal.SIGTERM)
+        send(signal.SIGINT)
+        assert not interrupt.requested
+
+
+def test_a_ctrl_c_with_which_steps_are_lost_is_a_failure():
+    interrupt = Interrupt()
+    interrupt.progress = Progress(num_done=5, num_saved=4)
+    assert interrupt.exit_status == 1
+    interrupt.signal = signal.SIGTERM
+    assert interrupt.exit_status == 143
 
 
 def test_afterwards_everything_is_as_before():
@@ -26,3 +113,63 @@ def test_afterwards_everything_is_as_before():
     with pytest.raises(RuntimeError):
         fail_inside()
     assert signal.getsignal(signal.SIGINT) is before
+
+
+def test_a_closed_terminal_is_nothing_to_nohup():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupt() as interrupt:
+            send(signal.SIGHUP)
+            assert not interrupt.requested
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+# A main thread that catches whatever a handler raises.
+STUCK = """
+import ctypes, os, signal, sys, threading, time
+from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.progress import Progress
+
+with Interrupt(stuck_s=0.2) as interrupt, interrupt.finishing():
+    interrupt.progress = Progress(num_done=6, in_step=True, num_saved=4)
+    interrupt.grace_period_s = 0.1
+    threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGTERM)).start()
+    print(os.getpid(), flush=True)
+    while True:
+        try:
+            time.sleep(60)
+        except KeyboardInterrupt:
+            pass
+"""
+
+
+def test_a_run_that_does_not_heed_is_cut_off_saying_what_is_lost():
+    done = subprocess.run([sys.executable, "-c", STUCK], capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 143
+    assert done.stderr.endswith(
+        "The run did not stop within 0.2 s and is cut off. "
+        "Steps 5 to 7 (7 unfinished) are lost. The same command starts the run afresh.\n"
+    )
+
+
+AFRESH = "The same command starts the run afresh"
+STEP_4 = Path("c/step_4")
+
+
+@pytest.mark.parametrize(
+    ("progress", "lost", "then"),
+    [
+        (Progress(), "No step is lost.", f"{AFRESH}."),
+        (Progress(num_done=4, num_saved=4, checkpoint=STEP_4), "No step is lost.", "goes on from c/step_4."),
+        (Progress("run", 4, True, 4, STEP_4), "Step 5 since c/step_4 (unfinished) is lost.", "goes on from c/step_4."),
+        (Progress("run", 5, False, 4, STEP_4), "Step 5 since c/step_4 is lost.", "goes on from c/step_4."),
+        (Progress("run", 6, True, 4, STEP_4), "Steps 5 to 7 since c/step_4 (7 unfinished) are lost.", "c/step_4."),
+        (Progress(num_done=3), "Steps 1 to 3 are lost.", f"{AFRESH}."),
+        (Progress(num_done=1, saves=False), "Step 1 is lost.", f"{AFRESH} (checkpointing.enabled is false)."),
+        (Progress("warm start", 3, True), "Steps 1 to 4 (4 unfinished) are lost.", "starts the warm start afresh."),
+    ],
+)
+def test_what_is_lost_in_words(progress, lost, then):
+    assert str(progress).startswith(f"{lost} The same command ")
+    assert str(progress).endswith(then)

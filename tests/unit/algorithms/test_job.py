@@ -3,6 +3,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from dataclasses import replace
 from functools import partial
 from io import StringIO
@@ -16,7 +17,7 @@ from support.limits import files_of_at_most
 from support.toy_policy import ToyPolicy
 
 from nemo_offload_rl import config
-from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
 from nemo_offload_rl.algorithms.job import Ending, Job, Session
 from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.algorithms.sft import SFT, Validation
@@ -158,6 +159,43 @@ def test_the_warm_start_is_given_free_once_its_model_has_been_read(tmp_path, ses
     ).starting_from(tmp_path, lambda: calls.append("free"))
     job.run(session)
     assert calls == ["built", "free"]
+
+
+def test_a_signal_behind_the_last_step_exports_nothing(tmp_path, session):
+    job = make_job(tmp_path)
+
+    def build(policy, cluster):
+        algorithm = job.preparation.build(policy, cluster)
+        algorithm.shutdown = lambda: pytest.fail("what was stopped at once is left to the cluster's end")
+        algorithm.export_hf = lambda folder: os.kill(os.getpid(), signal.SIGTERM)
+        return algorithm
+
+    with session.interrupt, pytest.raises(Stopped):
+        replace(job, preparation=replace(job.preparation, build=build)).run(session)
+    assert str(session.interrupt.progress) == (
+        f"No step is lost. The same command goes on from {tmp_path / 'checkpoints' / 'step_4'}."
+    )
+
+
+def test_an_interrupted_warm_start_has_lost_its_steps(tmp_path, session):
+    job = make_job(tmp_path)
+
+    def build(policy, cluster):
+        algorithm = job.preparation.build(policy, cluster)
+        step = algorithm.step
+
+        def signalled(number, timer):
+            os.kill(os.getpid(), signal.SIGINT)
+            return step(number, timer)
+
+        algorithm.step = signalled
+        return algorithm
+
+    with session.interrupt:
+        changed = replace(job, preparation=replace(job.preparation, build=build))
+        assert run_warm_start(changed, tmp_path / "warm_start", session) is None
+    assert session.interrupt.exit_status == 1
+    assert str(session.interrupt.progress).startswith("Step 1 is lost. The same command starts the warm start afresh")
 
 
 def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):

@@ -1,11 +1,14 @@
+import os
+import signal
 from dataclasses import replace
 
 import pytest
 from support.toy_policy import Recorded
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
-from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
 from nemo_offload_rl.algorithms.metric_names import logged_name
+from nemo_offload_rl.algorithms.progress import Progress
 from nemo_offload_rl.algorithms.state import TrainingState
 from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.data.loader import DataPosition
@@ -218,3 +221,35 @@ def test_metric_names():
     for wrong in ("accuracy", "validation:accuracy", "val/accuracy"):
         with pytest.raises(ValueError, match="val:NAME or train:NAME"):
             logged_name(wrong)
+
+
+def test_what_is_done_and_what_is_saved_is_known_wherever_a_run_stops(tmp_path):
+    class StoppedInStep5(Countdown):
+        def step(self, step, timer):
+            if step == 5:
+                raise Stopped
+            return super().step(step, timer)
+
+    interrupt = Interrupt()
+    with pytest.raises(Stopped):
+        run(tmp_path, algorithm=StoppedInStep5(), interrupt=interrupt)
+    assert interrupt.progress == Progress("run", 4, in_step=True, num_saved=3, checkpoint=tmp_path / "step_3")
+    assert interrupt.progress.num_lost == 2
+
+
+def test_a_signal_is_noted_in_a_step_and_stops_before_the_first(tmp_path):
+    class Signalled(Countdown):
+        def step(self, step, timer):
+            os.kill(os.getpid(), signal.SIGTERM)
+            return super().step(step, timer)
+
+        def validate(self, step):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    with Interrupt() as interrupt:
+        reason, _, _ = run(tmp_path, algorithm=Signalled(), interrupt=interrupt)
+    assert reason is StopReason.INTERRUPTED
+    assert saved(tmp_path) == [1]
+    with Interrupt() as interrupt, pytest.raises(Stopped):
+        run(tmp_path / "again", algorithm=Signalled(), interrupt=interrupt, val_at_start=True)
+    assert interrupt.progress.num_lost == 0

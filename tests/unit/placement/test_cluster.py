@@ -21,7 +21,13 @@ with Cluster(num_nodes=1, gpus_per_node=3) as cluster:
     assert addresses <= {"127.0.0.1", "::ffff:127.0.0.1"}, addresses
 
     class Where:
+        def __init__(self):
+            from nemo_offload_rl.placement.signals import ignore_ending_signals
+
+            ignore_ending_signals()
+
         def bundle(self):
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT, signal.SIGTERM})  # as multiprocessing does
             return ray.util.get_current_placement_group() is not None
 
     ray.cloudpickle.register_pickle_by_value(__import__("sys").modules["__main__"])

@@ -10,7 +10,8 @@ from pathlib import Path
 import psutil
 import pytest
 
-from nemo_offload_rl.placement.reaper import MARK, Reaper, ending_signals_blocked
+from nemo_offload_rl.placement.reaper import MARK, Reaper
+from nemo_offload_rl.placement.signals import ending_signals_blocked
 
 # A driver with what Ray makes: a session folder, and a grandchild in a group of its own whose parent is gone.
 DRIVER = """
@@ -19,7 +20,7 @@ from pathlib import Path
 from nemo_offload_rl.placement.reaper import Reaper
 
 root = Path(sys.argv[1])
-(root / f"session_yesterday_{os.getpid()}0").mkdir()
+(root / f"session_yesterday_{os.getpid()}").mkdir()
 reaper = Reaper(str(root))
 folder = root / f"session_today_{os.getpid()}"
 folder.mkdir()

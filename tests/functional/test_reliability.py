@@ -1,0 +1,160 @@
+"""A run that is killed or asked to end leaves nothing behind, and goes on as if nothing had been.
+
+`--reliability` runs the whole matrix, docs/reliability.md lists it; without it, one run is hit twice and goes on twice.
+"""
+
+import shutil
+import time
+
+import pytest
+from support.examples import Finished
+from support.reliability import (
+    EVENTS,
+    PHASES,
+    START_PHASES,
+    LiveRun,
+    in_generation,
+    in_saving,
+    in_training,
+    listening_addresses,
+    require_no_shared_memory,
+    running,
+    seconds_until_gone,
+    session_folders,
+    to_the_end,
+)
+
+from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder
+
+pytestmark = pytest.mark.slow
+
+DEATHS = ("kill_policy", "kill_generation")
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory) -> Finished:
+    done = to_the_end(tmp_path_factory.mktemp("undisturbed"))
+    assert done.status == 0, done.output
+    assert len(done.metrics()) == 6
+    return done
+
+
+def newest(run: LiveRun) -> int:
+    """Step of the newest checkpoint; 0 where there is none."""
+    folder = CheckpointFolder(run.checkpoints, None, higher_is_better=True, keep_top_k=None).latest()
+    return 0 if folder is None else int(folder.name.removeprefix("step_"))
+
+
+def require_nothing_left(run: LiveRun, event: str) -> float:
+    """The processes of a run that was hit are gone, and so is all that they had beside its folder."""
+    seconds = seconds_until_gone(run.family)
+    output = run.output
+    assert ("Traceback" in output) == (event in DEATHS), output
+    assert "*** SIG" not in output, output  # the native stacks of a signal that a library took for a crash
+    require_no_shared_memory(run.shared_memory)
+    for folder in session_folders(run.process.pid):
+        assert event in DEATHS, "only of dead workers the output is kept"
+        assert f"{folder}/logs" in output
+        shutil.rmtree(folder)
+    if event != "kill_driver":  # which has had no time to; the next start removes it
+        assert not list(run.checkpoints.glob("tmp_*")), output
+    return seconds
+
+
+def require_words(run: LiveRun, event: str, saved: int) -> None:
+    """The last lines say what happened, what is lost, and from where the run goes on."""
+    if event == "kill_driver":
+        return
+    *_, first, last = run.output.splitlines()
+    if event in DEATHS:
+        assert first.startswith("The run failed: "), run.output
+        assert "its process ended without an error of its own: it was killed" in first
+        assert " lost." in last
+    else:
+        assert "No step is lost." in last, run.output
+    goes_on = f"goes on from {run.checkpoints / f'step_{saved}'}." if saved else "starts the run afresh."
+    assert last.endswith(f"The same command {goes_on}"), run.output
+
+
+def hit(folder, event: str, phase: str) -> float:
+    """Start or go on with a run, and hit it; returns the seconds until everything was gone."""
+    strike, status = EVENTS[event]
+    with running(folder) as run:
+        (PHASES | START_PHASES)[phase](run)
+        strike(run)
+        assert run.end() == status, run.output
+        seconds = require_nothing_left(run, event)
+        require_words(run, event, newest(run))
+    return seconds
+
+
+def require_equal_to(undisturbed: Finished, folder) -> None:
+    """Going on from what is left ends as the undisturbed run did."""
+    done = to_the_end(folder)
+    assert done.status == 0, done.output
+    assert done.metrics() == undisturbed.metrics()
+    assert not list((folder / "checkpoints").glob("tmp_*"))
+
+
+def test_a_run_that_is_killed_and_then_asked_to_end_goes_on_bit_for_bit(undisturbed, tmp_path):
+    hit(tmp_path, "kill_driver", "saving")  # of step 4, which may be whole by then
+    with running(tmp_path) as run:
+        in_training(run, 6)
+        addresses = listening_addresses(run.look_at_family())
+        listening = set().union(*addresses.values())
+        assert listening
+        assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, addresses
+        EVENTS["sigterm"][0](run)
+        assert run.end() == 143, run.output
+        require_nothing_left(run, "sigterm")
+        assert newest(run) >= 4
+        require_words(run, "sigterm", newest(run))
+    require_equal_to(undisturbed, tmp_path)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("event", EVENTS)
+def test_whatever_hits_a_run_it_goes_on_bit_for_bit(undisturbed, tmp_path, event, phase, record_property):
+    record_property("seconds_until_gone", round(hit(tmp_path, event, phase), 2))
+    require_equal_to(undisturbed, tmp_path)
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("phase", START_PHASES)
+@pytest.mark.parametrize("event", ["kill_driver", "sigterm", "ctrl_c"])
+def test_a_run_that_is_hit_while_it_starts_leaves_nothing(tmp_path, event, phase, record_property):
+    record_property("seconds_until_gone", round(hit(tmp_path, event, phase), 2))
+    assert not (tmp_path / "checkpoints").exists()
+
+
+# A step that takes minutes: nothing waits for it.
+ENDLESS = [
+    "policy.generation.max_new_tokens=240",
+    "grpo.num_prompts_per_step=1024",
+    "grpo.num_generations_per_prompt=8",
+]
+
+
+@pytest.mark.reliability
+@pytest.mark.parametrize("event", ["ctrl_c", "sigterm"])
+def test_a_step_that_is_not_waited_for_is_said_to_be_lost(undisturbed, tmp_path, event):
+    with running(tmp_path) as run:
+        in_saving(run, 2)
+        EVENTS["ctrl_c"][0](run)
+        assert run.end() == 130, run.output
+    overrides = [*ENDLESS, "policy.train_global_batch_size=8192", "++checkpointing.grace_period_s=2"]
+    with running(tmp_path, overrides) as run:
+        run.wait_until(lambda: "Going on from" in run.output)
+        in_generation(run, newest(run) + 1)
+        EVENTS[event][0](run)
+        if event == "ctrl_c":
+            run.wait_until(lambda: "Press Ctrl-C again" in run.output)
+            time.sleep(1)  # sooner it would be the same key press, passed on
+            EVENTS[event][0](run)
+        assert run.end() == {"ctrl_c": 1, "sigterm": 143}[event], run.output
+        require_nothing_left(run, event)
+        lost, folder = newest(run) + 1, run.checkpoints / f"step_{newest(run)}"
+        last_line = f"Step {lost} since {folder} (unfinished) is lost. The same command goes on from {folder}."
+        assert run.output.rstrip().endswith(last_line), run.output
+    require_equal_to(undisturbed, tmp_path)

@@ -1,0 +1,294 @@
+"""Runs that are hit from outside at a known place, and what they leave behind.
+
+Nothing in the package takes part: the place is seen in metrics, folders, rewards and the CPU time of processes.
+"""
+
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from support.examples import Finished, command, environment
+
+NUM_STEPS = 6
+SAVE_PERIOD = 2
+ROWS_PER_STEP = 16
+
+# A model of 70,000 parameters. Answers are long, and rows are trained on one by one, so that there is time to hit both.
+TINIEST = [
+    "~warm_start",
+    "policy.hf_config.hidden_size=64",
+    "policy.hf_config.num_hidden_layers=2",
+    "policy.hf_config.num_attention_heads=2",
+    "policy.hf_config.num_key_value_heads=1",
+    "policy.hf_config.intermediate_size=128",
+    "policy.hf_config.max_position_embeddings=256",
+    "policy.max_total_sequence_length=256",
+    "policy.generation.max_new_tokens=200",
+    "policy.generation.stop_token_ids=[]",
+    "policy.train_global_batch_size=16",
+    "policy.train_micro_batch_size=1",
+    "policy.megatron_cfg.scheduler.lr_decay_iters=10",
+    "grpo.num_prompts_per_step=4",
+    "grpo.num_generations_per_prompt=4",
+    f"grpo.max_num_steps={NUM_STEPS}",
+    "grpo.val_period=3",
+    "grpo.max_val_samples=8",
+    "grpo.val_at_start=false",
+    "grpo.val_at_end=false",
+    "env.arithmetic.reward=python",
+    "++env.arithmetic.reward_function=support.rewards:noted",
+    "logger.tensorboard_enabled=false",
+    f"checkpointing.save_period={SAVE_PERIOD}",
+]
+
+_TIMEOUT_S = 240
+_SHARED_MEMORY = "/dev/shm"
+_POLICY, _GENERATOR = "ray::WorkerActor", "ray::GeneratorActor"
+
+
+@dataclass
+class LiveRun:
+    """A run of examples/run_grpo.py that is going on; its output goes to a file.
+
+    Attributes:
+        folder: of its logs and checkpoints.
+        process: the driver.
+        timeout_s: how long its parts are waited for.
+        shared_memory: files of /dev/shm before it started.
+        family: the driver, and all processes that were its descendants when they were last asked for.
+    """
+
+    folder: Path
+    process: subprocess.Popen
+    timeout_s: float
+    shared_memory: frozenset[str]
+    family: list[psutil.Process] = field(default_factory=list)
+
+    @property
+    def output(self) -> str:
+        """What it has printed since it started."""
+        return (self.folder / "output.txt").read_text()
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.folder / "checkpoints"
+
+    def num_rows(self) -> int:
+        """Steps whose metrics are logged."""
+        path = self.folder / "logs" / "exp_001" / "metrics.jsonl"
+        return path.read_bytes().count(b"\n") if path.exists() else 0
+
+    def num_rewards(self) -> int:
+        """Answers that were judged."""
+        path = rewards_file(self.folder)
+        return path.stat().st_size if path.exists() else 0
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Look every two milliseconds; fail where the run ends before."""
+        deadline = time.monotonic() + self.timeout_s
+        while not condition():
+            assert self.process.poll() is None, self.output
+            assert time.monotonic() < deadline, self.output
+            time.sleep(0.002)
+
+    def look_at_family(self) -> list[psutil.Process]:
+        driver = psutil.Process(self.process.pid)
+        self.family = [driver, *driver.children(recursive=True)]
+        return self.family
+
+    def actor(self, title: str) -> psutil.Process:
+        """The process of an actor, by what Ray calls it."""
+        (found,) = [one for one in self.look_at_family() if _title(one).startswith(title)]
+        return found
+
+    def end(self) -> int:
+        """Wait for the driver's end and return its status."""
+        return self.process.wait(timeout=self.timeout_s)
+
+
+def rewards_file(folder: Path) -> Path:
+    return folder / "rewards"
+
+
+@contextmanager
+def running(folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIMEOUT_S) -> Iterator[LiveRun]:
+    """Start a run, or go on with the one that has left checkpoints in the folder; none of it outlives the block."""
+    rewards_file(folder).unlink(missing_ok=True)
+    shared_memory = frozenset(os.listdir(_SHARED_MEMORY))
+    with open(folder / "output.txt", "w") as output:
+        process = subprocess.Popen(
+            command("run_grpo.py", folder, [*TINIEST, *overrides]),
+            cwd=folder,
+            env=environment() | {"REWARDS_FILE": str(rewards_file(folder))},
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    run = LiveRun(folder, process, timeout_s, shared_memory)
+    try:
+        yield run
+    finally:
+        if process.poll() is None:
+            for one in run.look_at_family():
+                one.kill()
+            process.wait()
+
+
+def to_the_end(folder: Path, overrides: Iterable[str] = ()) -> Finished:
+    """Run until it ends, from the newest checkpoint where there is one."""
+    with running(folder, overrides) as run:
+        status = run.end()
+    return Finished(folder, status, run.output)
+
+
+# ---- where a run is
+
+
+def in_generation(run: LiveRun, step: int) -> None:
+    """Wait until the generation worker samples for a step: it has computed for a while since the step before ended."""
+    run.wait_until(lambda: run.num_rows() >= step - 1)
+    _wait_for_work(run, run.actor(_GENERATOR), 0.15)
+
+
+def in_training(run: LiveRun, step: int) -> None:
+    """Wait until the policy trains for a step: it has computed for a while since the last answer was judged."""
+    run.wait_until(lambda: run.num_rows() >= step - 1)
+    judged = run.num_rewards()
+    run.wait_until(lambda: run.num_rewards() >= judged + ROWS_PER_STEP)
+    _wait_for_work(run, run.actor(_POLICY), 0.04)
+
+
+def in_saving(run: LiveRun, step: int) -> None:
+    """Wait until the checkpoint of a step is being written."""
+    run.wait_until((run.checkpoints / f"tmp_step_{step}").exists)
+
+
+def with_ray_starting(run: LiveRun) -> None:
+    """Wait until Ray's first process is there."""
+    run.wait_until(lambda: len(session_folders(run.process.pid)) == 1 and len(run.look_at_family()) > 2)
+
+
+def in_building(run: LiveRun) -> None:
+    """Wait until the policy's process imports what it needs to build the model."""
+    run.wait_until(lambda: any(_title(one).startswith(_POLICY) for one in run.look_at_family()))
+    _wait_for_work(run, run.actor(_POLICY), 0.5)
+
+
+# Where a run can be hit -> how to get there.
+PHASES: dict[str, Callable[[LiveRun], None]] = {
+    "generation": lambda run: in_generation(run, 4),
+    "training": lambda run: in_training(run, 4),
+    "saving": lambda run: in_saving(run, 4),
+}
+START_PHASES: dict[str, Callable[[LiveRun], None]] = {"ray_start": with_ray_starting, "building": in_building}
+
+# ---- what hits it
+
+
+def kill_driver(run: LiveRun) -> None:
+    run.look_at_family()
+    run.process.kill()
+
+
+def kill_policy(run: LiveRun) -> None:
+    run.actor(_POLICY).kill()
+
+
+def kill_generation(run: LiveRun) -> None:
+    run.actor(_GENERATOR).kill()
+
+
+def terminate(run: LiveRun) -> None:
+    """As a scheduler does: SIGTERM to every process of the job."""
+    for one in reversed(run.look_at_family()):
+        one.send_signal(signal.SIGTERM)
+
+
+def press_ctrl_c(run: LiveRun) -> None:
+    """As a terminal does: SIGINT to every process of the group."""
+    run.look_at_family()
+    os.killpg(run.process.pid, signal.SIGINT)
+
+
+# What can hit a run -> (how, the driver's status then).
+EVENTS: dict[str, tuple[Callable[[LiveRun], None], int]] = {
+    "kill_driver": (kill_driver, -signal.SIGKILL),
+    "kill_policy": (kill_policy, 1),
+    "kill_generation": (kill_generation, 1),
+    "sigterm": (terminate, 143),
+    "ctrl_c": (press_ctrl_c, 130),
+}
+
+# ---- what is left
+
+
+def seconds_until_gone(family: Iterable[psutil.Process], timeout_s: float = 30) -> float:
+    """Wait until all processes have ended.
+
+    Raises:
+        AssertionError: some have not.
+    """
+    start = time.monotonic()
+    while left := [one for one in family if _is_alive(one)]:
+        assert time.monotonic() - start < timeout_s, f"still there: {[(one.pid, _title(one)) for one in left]}"
+        time.sleep(0.02)
+    return time.monotonic() - start
+
+
+def require_no_shared_memory(before: frozenset[str], timeout_s: float = 30) -> None:
+    """No shared-memory file is there that was not there before; those of other runs come and go."""
+    deadline = time.monotonic() + timeout_s
+    new = set(os.listdir(_SHARED_MEMORY)) - before
+    while new:
+        assert time.monotonic() < deadline, f"left in {_SHARED_MEMORY}: {sorted(new)}"
+        time.sleep(0.2)
+        new &= set(os.listdir(_SHARED_MEMORY))
+
+
+def listening_addresses(family: Iterable[psutil.Process]) -> dict[str, set[str]]:
+    """Addresses that processes listen on, by their titles."""
+    found: dict[str, set[str]] = {}
+    for one in family:
+        try:
+            connections = one.net_connections("inet")
+        except psutil.NoSuchProcess:
+            continue
+        listening = {c.laddr.ip for c in connections if c.status == psutil.CONN_LISTEN or c.type == 2}
+        found.setdefault(_title(one), set()).update(listening)
+    return found
+
+
+def session_folders(driver: int) -> list[Path]:
+    """Ray's folders of a driver."""
+    return sorted(Path("/tmp/ray").glob(f"session_*_{driver}"))
+
+
+def _wait_for_work(run: LiveRun, worker: psutil.Process, seconds: float) -> None:
+    begin = _cpu_seconds(worker)
+    run.wait_until(lambda: _cpu_seconds(worker) >= begin + seconds)
+
+
+def _cpu_seconds(process: psutil.Process) -> float:
+    times = process.cpu_times()
+    return times.user + times.system
+
+
+def _is_alive(process: psutil.Process) -> bool:
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _title(process: psutil.Process) -> str:
+    try:
+        return " ".join(process.cmdline())[:80]
+    except psutil.NoSuchProcess:
+        return "gone"
