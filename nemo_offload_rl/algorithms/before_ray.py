@@ -9,6 +9,7 @@ import torch
 
 from nemo_offload_rl.config import adapt_to_cpu
 from nemo_offload_rl.config.graph_modules import check_graph_environment
+from nemo_offload_rl.config.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
@@ -32,7 +33,8 @@ def check_before_ray(config: Mapping[str, Any], algorithm: str) -> None:
     has_gpus = torch.cuda.device_count() > 0
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
-        hf_config(policy)  # of the hub, or of its cache where that cannot be reached
+        fields = hf_config(policy).to_dict()  # of the hub, or of its cache where that cannot be reached
+        check_model(fields, policy["megatron_cfg"] if has_gpus else adapt_to_cpu(config)[0]["policy"]["megatron_cfg"])
     megatron = policy["megatron_cfg"]
     if has_gpus and megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
@@ -49,15 +51,18 @@ def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) ->
 
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
-        ValueError: the host memory for activations is not known, or the model cannot be split as the recipe says.
+        ValueError: the host memory for activations is not known, or the model cannot be split as the recipe says, or
+            Megatron would not compute it as transformers does.
     """
     if not has_gpus:
         config, _ = adapt_to_cpu(config)
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         return
+    fields = hf_config(policy).to_dict()
+    check_model(fields, policy["megatron_cfg"])
     try:
-        plan_run(config, hf_config(policy).to_dict(), algorithm=algorithm)
+        plan_run(config, fields, algorithm=algorithm)
     except UnknownArchitectureError as error:
         activations = settings(policy).activations
         if activations is not None:

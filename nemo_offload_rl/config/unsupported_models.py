@@ -8,7 +8,24 @@ from nemo_offload_rl.config.problems import show, show_choices
 
 # Families whose flags are followed one by one (mcore/architectures). Of others the check by a small twin tells.
 FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FUSED_ACTIVATIONS = ("silu", "swish")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_model(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> None:
+    """Refuse a model, or a setting for it, with which something else would be computed than by transformers.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        megatron_cfg: the recipe's section.
+
+    Raises:
+        ValueError: what, why and the remedy.
+    """
+    if (found := why_unsupported(fields)) is not None:
+        raise ValueError(f"The model {found}.")
+    if (found := why_unfused(fields, megatron_cfg)) is not None:
+        raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
@@ -26,6 +43,27 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
     if family not in FOLLOWED_FAMILIES:
         return None
     return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+
+
+def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
+    """What is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
+
+    megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4).
+
+    Args:
+        fields: of the model's Hugging Face config.
+        megatron_cfg: the recipe's section.
+    """
+    fused = "bias_activation_fusion" in megatron_cfg and megatron_cfg["bias_activation_fusion"]
+    if not fused or "model_type" not in fields or fields["model_type"] not in FOLLOWED_FAMILIES:
+        return None
+    activation = fields["hidden_act"] if "hidden_act" in fields else "silu"
+    if activation in FUSED_ACTIVATIONS:
+        return None
+    return (
+        f"is true, but the model's hidden_act is {show(activation)}, which megatron-core's fused kernel does not "
+        "compute exactly; set it to false"
+    )
 
 
 def _ropes(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:

@@ -14,9 +14,9 @@ from megatron.core.optimizer import OptimizerConfig
 from nemo_offload_rl.config.activation_modules import check_modules_fit_model
 from nemo_offload_rl.config.graph_modules import check_graphs_fit_model
 from nemo_offload_rl.config.model_kind import has_dense_layers, has_expert_layers
-from nemo_offload_rl.config.unsupported_models import why_unsupported
+from nemo_offload_rl.config.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore.architectures import activations, biases, bridges, dense_layers
+from nemo_offload_rl.mcore.architectures import biases, bridges, dense_layers
 from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.export import hf_config_of
 from nemo_offload_rl.mcore.parallel import ParallelSizes
@@ -249,8 +249,7 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
             Engine, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
-    if found := why_unsupported(config.to_dict()):
-        raise ValueError(f"The model {found}.")
+    check_model(config.to_dict(), policy["megatron_cfg"])
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
     _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
@@ -259,7 +258,6 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
         dense_layers.check_layers(policy["megatron_cfg"], provider)
     provider.apply_overrides_and_finalize(overrides=overrides)
     if corrected:
-        activations.check_activation(config, provider)
         biases.add_biases(config, provider)
     return provider
 

@@ -6,24 +6,11 @@ megatron-core's fused kernels, which know SiLU, and for GELU only its approximat
 
 from typing import Any
 
-_FUSED = ("silu", "swish")
+from nemo_offload_rl.config.unsupported_models import FUSED_ACTIVATIONS
 
 
 def set_activation(bridge: Any, config: Any, provider: Any) -> None:
     """Set a provider's activation function, without a kernel that computes another."""
     provider.activation_func = bridge.hf_to_megatron_activation(config.hidden_act)
-    if config.hidden_act not in _FUSED:
+    if config.hidden_act not in FUSED_ACTIVATIONS:
         provider.bias_activation_fusion = False
-
-
-def check_activation(config: Any, provider: Any) -> None:
-    """Refuse the fused kernel where a recipe asks for it and the model has another activation function.
-
-    Raises:
-        ValueError: it does.
-    """
-    if provider.bias_activation_fusion and config.hidden_act not in _FUSED:
-        raise ValueError(
-            f"policy.megatron_cfg.bias_activation_fusion is true, but the model's hidden_act is {config.hidden_act!r}, "
-            "which megatron-core's fused kernel does not compute exactly; set it to false."
-        )

@@ -132,6 +132,13 @@ def test_a_value_that_the_model_cannot_have_is_said():
         hf_config(policy | {"hf_config": {"model_type": "vit"}})
 
 
+def test_what_would_be_computed_otherwise_than_by_transformers_is_refused(check):
+    gelu = "+policy.hf_config_overrides.hidden_act=gelu"
+    with pytest.raises(ValueError, match=r"bias_activation_fusion is true, but the model's hidden_act is 'gelu'"):
+        check(gelu, f"++{MEGATRON}.bias_activation_fusion=true")
+    check(gelu, f"++{MEGATRON}.bias_activation_fusion=false")
+
+
 def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     check(*OFFLOAD, *CAPTURE, UNKNOWN, environ=EXPANDS)
