@@ -5,6 +5,7 @@ Recipes are validated before torch or Ray is imported, so that a mistake in one 
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -118,6 +119,7 @@ class _WrongAlgorithmError(ValueError):
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
     from nemo_offload_rl.config import check_named_files, load
+    from nemo_offload_rl.config.model_folder import check_model_folder
 
     recipe = load(recipe_path, overrides)
     if recipe.algorithm != algorithm:
@@ -125,19 +127,26 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
             f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
             f"examples/run_{recipe.algorithm}.py."
         )
+    if _starts_ray_here():  # the machines of a cluster that is joined may have other folders
+        for one in (recipe.warm_start, recipe):
+            if one is not None:
+                check_model_folder(one.config)
     check_named_files(recipe)
     return recipe
 
 
-def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
-    from nemo_offload_rl.algorithms.job import Job
-    from nemo_offload_rl.config.model_folder import check_model_folder
+def _starts_ray_here() -> bool:
+    """As `placement.cluster.starts_ray_here`, but without importing Ray, which takes seconds, where nothing has yet."""
+    if "ray" not in sys.modules:
+        return "RAY_ADDRESS" not in os.environ
     from nemo_offload_rl.placement.cluster import starts_ray_here
 
-    if starts_ray_here():  # the machines of a cluster that is joined may have other folders
-        for one in (recipe.warm_start, recipe):
-            if one is not None:
-                check_model_folder(one.config)
+    return starts_ray_here()
+
+
+def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
+    from nemo_offload_rl.algorithms.job import Job
+
     return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
 
 

@@ -109,6 +109,9 @@ def _section_problems(
     for name, value in values.items():
         if name == MODEL_TYPE:
             continue
+        if not isinstance(name, str):
+            yield f"{path}.{name}", f"a key is text; found {show(name)}"
+            continue
         message = _of_unknown_family(path, name, value) if known is None else _field_problem(path, name, value, known)
         if message is not None:
             yield f"{path}.{name}", message
@@ -132,7 +135,7 @@ def _field_problem(path: str, name: str, value: Any, known: HfFamily) -> str | N
 
 
 def _nearest_key(path: str, name: str, names: Iterable[str]) -> str:
-    close = nearest(str(name), names, cutoff=0.75)
+    close = nearest(name, names, cutoff=0.75)
     return f"; nearest valid key: {path}.{close}" if close else ""
 
 

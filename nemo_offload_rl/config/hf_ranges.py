@@ -71,7 +71,7 @@ def is_size(name: str) -> bool:
 def out_of_range(name: str, value: Any) -> str | None:
     """What is wrong with a number of a Hugging Face config, or with one of a list; None where nothing is."""
     numbers = list(_numbers(value))
-    if any(not math.isfinite(number) for number in numbers):
+    if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"must be a finite number; found {show(value)}"
     fits = next((one for one in _RANGES if one.names.fullmatch(name)), None)
     if fits is None or all(fits.has(number) for number in numbers):

@@ -77,7 +77,7 @@ def _of_one_kind(
 
 
 def _unknown(name: str, rope_type: str, is_default: bool, known: set[str]) -> str:
-    close = nearest(name, known)
+    close = nearest(str(name), known)
     message = "unknown key" + (f"; nearest valid key: {close}" if close else "")
     others = [other for other, keys in rope_validators().items() if name in keys[0] | keys[1]]
     if is_default and others:

@@ -14,10 +14,10 @@ from nemo_offload_rl.config.schema.value_types import (
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
 class HfConfigFields(TypedDict):
-    """Sections `policy.hf_config` and `policy.hf_config_overrides`: the fields that rules and plan read, and any other.
+    """Sections `policy.hf_config` and `policy.hf_config_overrides`: the fields that rules and plan read.
 
-    They are named as Hugging Face names them. Families that have lists where others have numbers (of the MLP's sizes)
-    are why those are not here.
+    They are named as Hugging Face names them; config.hf_check knows the other fields of a family. Families that have
+    lists where others have numbers (of the MLP's sizes) are why those are not here.
     """
 
     # The family, such as qwen3 or llama. Absent: in hf_config an error; in hf_config_overrides that of the model.

@@ -8,7 +8,7 @@ from pydantic_core import PydanticCustomError
 # Values keep their YAML type ("1" is no int), and a key that the schema lacks is an error.
 STRICT = ConfigDict(strict=True, extra="forbid")
 # Strict too, but further keys are fields of another library's config: Megatron's are checked by config.megatron_fields,
-# Hugging Face's by transformers.
+# Hugging Face's by config.hf_check.
 STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
 
 PositiveInt = Annotated[int, Field(ge=1)]

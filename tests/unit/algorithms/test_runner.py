@@ -74,10 +74,12 @@ def test_missing_files_are_all_named_before_torch_is_imported(tmp_path):
             assert message in text
 
 
-def test_a_wrong_recipe_is_answered_before_torch_is_imported():
+@pytest.mark.parametrize("overrides", [["grpo.nonsense=1"], ["policy.model_name=./nope", "policy.hf_config=null"]])
+def test_a_wrong_recipe_is_answered_before_torch_is_imported(overrides):
+    overrides = ["~warm_start", *overrides]
     code = (
         "import sys; from nemo_offload_rl.algorithms.runner import run; "
-        f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, ['grpo.nonsense=1'], 'grpo'); "
+        f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, {overrides!r}, 'grpo'); "
         "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)

@@ -1,10 +1,12 @@
 """What must hold between keys: for each rule a recipe that breaks it, through overrides of an exemplar."""
 
 import json
+import math
 import re
 from pathlib import Path
 
 import pytest
+import torch
 
 import nemo_offload_rl
 from nemo_offload_rl.config import load
@@ -313,6 +315,29 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
 def test_values_that_no_optimizer_takes_are_refused(override, message, error_of):
     """torch's optimizers refuse most of them; Transformer Engine's compute NaN, or train on silently."""
     assert message in error_of(f"{MEGATRON}.optimizer.{override}")
+
+
+@pytest.mark.parametrize(
+    ("key", "argument"),
+    [
+        ("lr", {"lr": -1e-3}),
+        ("lr", {"lr": math.nan}),
+        ("adam_eps", {"eps": -1e-8}),
+        ("weight_decay", {"weight_decay": -0.1}),
+        ("adam_beta1", {"betas": (1.0, 0.9)}),
+        ("adam_beta2", {"betas": (0.9, 1.0)}),
+        ("adam_beta2", {"betas": (0.9, -0.1)}),
+        ("sgd_momentum", {"momentum": -0.1}),
+    ],
+    ids=str,
+)
+def test_what_torch_refuses_is_refused(key, argument, error_of):
+    kind = torch.optim.SGD if key == "sgd_momentum" else torch.optim.AdamW
+    with pytest.raises(ValueError, match="Invalid"):
+        kind([torch.zeros(1)], **argument)
+    [value] = argument.values()
+    value = value[key.endswith("2")] if isinstance(value, tuple) else value
+    assert f"optimizer.{key}: must be " in error_of(f"{MEGATRON}.optimizer.{key}={value}")
 
 
 @pytest.mark.parametrize("name", ["adam_beta1", "adam_beta2", "adam_eps"])

@@ -100,7 +100,7 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
         (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
         (["--link", "nan"], "--link is a speed in GB/s above 0; found nan"),
         (["--link", "inf"], "--link is a speed in GB/s above 0; found inf"),
-        (["policy.hf_config.model_type=opt"], "The model's model_type is 'opt', whose sizes are not known here"),
+        (["policy.hf_config.model_type=olmoe"], "The model's model_type is 'olmoe', whose sizes are not known here"),
     ],
 )
 def test_what_cannot_be_planned_is_one_error(capsys, arguments, message):
@@ -109,7 +109,7 @@ def test_what_cannot_be_planned_is_one_error(capsys, arguments, message):
 
 
 def test_a_model_of_unknown_sizes_still_has_a_table(capsys):
-    unknown = "policy.hf_config.model_type=opt"
+    unknown = "policy.hf_config.model_type=olmoe"
     assert main(["plan", BENCHMARK, unknown]) == 2
     written = capsys.readouterr()
     assert row(written.out, "reference_weights") == ["reference_weights", "host", "swapped in", "host", "host"]
