@@ -95,7 +95,7 @@ def test_the_largest_stage_is_shown_and_the_others_named(capsys):
             ["--gpus", "3", "policy.megatron_cfg.tensor_model_parallel_size=2"],
             "do not divide the 3 ranks of the cluster",
         ),
-        (["--gpus", "0"], "cluster.gpus_per_node: must be at least 1; found 0"),
+        (["--gpus", "0"], "--gpus is a number of GPUs of each node, 1 or more; found 0"),
         (["policy.residency.host_memory_limit_gib=1"], "policy.residency.host_memory_limit_gib=21, or null"),
         (["--link", "0"], "--link is a speed in GB/s above 0; found 0"),
         (["--link", "nan"], "--link is a speed in GB/s above 0; found nan"),
