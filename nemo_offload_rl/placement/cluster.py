@@ -85,9 +85,9 @@ class Cluster:
         self.logs_folder: Path | None = None
         self.keep_logs = False
         self._must_stop_ray = not ray.is_initialized()
-        if self._must_stop_ray:
-            self._start_ray(num_nodes, gpus_per_node, log_to_driver)
         try:
+            if self._must_stop_ray:
+                self._start_ray(num_nodes, gpus_per_node, log_to_driver)
             nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             num_gpus = int(sum(resources.get("GPU", 0) for resources in nodes))
             _require_gpus(num_gpus, num_nodes, gpus_per_node, "the Ray cluster")
@@ -95,7 +95,8 @@ class Cluster:
             self.threads_per_node = max(1, int(min(resources.get("CPU", 1) for resources in nodes)))
             self.threads_per_rank = max(1, self.threads_per_node * len(nodes) // self.world_size)
             self._reserve(num_nodes)
-        except BaseException:
+        except BaseException as error:  # a signal that came while Ray started is raised once it has
+            self.keep_logs = isinstance(error, Exception)
             self.shutdown()
             raise
 
@@ -177,21 +178,17 @@ class Cluster:
         )  # idle workers cannot become actors with an environment
         with ending_signals_blocked(), _handlers_kept():
             self._reaper = Reaper(get_default_ray_temp_dir())
-            try:
-                context = ray.init(
-                    address="local",
-                    num_cpus=available_threads(),
-                    num_gpus=num_gpus,
-                    include_dashboard=False,
-                    # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a
-                    # path with a space in it.
-                    runtime_env={"py_executable": shlex.quote(sys.executable)},
-                    **_object_store_options(num_gpus > 0),
-                    **logging_options,
-                )
-            except BaseException:
-                self._reaper.finish(keep_logs=True)
-                raise
+            context = ray.init(
+                address="local",
+                num_cpus=available_threads(),
+                num_gpus=num_gpus,
+                include_dashboard=False,
+                # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path
+                # with a space in it.
+                runtime_env={"py_executable": shlex.quote(sys.executable)},
+                **_object_store_options(num_gpus > 0),
+                **logging_options,
+            )
         self.logs_folder = Path(context.address_info["session_dir"], "logs")
 
     def _reserve(self, num_nodes: int) -> None:
