@@ -4,7 +4,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
@@ -99,6 +99,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _validate(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config import check_named_files, load
+    from nemo_offload_rl.config.yaml_source import as_yaml
 
     validated = load(options.recipe, options.overrides)
     notes = [f"note: {note}" for note in validated.notes]
@@ -114,7 +115,7 @@ def _validate(options: argparse.Namespace) -> None:
         _read_what_is_named(validated)
         notes += _check_deeply(validated.config)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
-    sys.stdout.write(_as_yaml(validated.recipe.config))
+    sys.stdout.write(as_yaml(validated.recipe.config))
 
 
 def _read_what_is_named(recipe: "ValidatedRecipe") -> None:
@@ -157,12 +158,6 @@ def _build_megatron_configs(config: "MasterConfig") -> list[str]:
         if str(error).startswith("policy."):
             raise
         raise ValueError(f"policy.megatron_cfg: Megatron refuses this combination: {error}") from error
-
-
-def _as_yaml(config: dict[str, Any]) -> str:
-    import yaml
-
-    return yaml.safe_dump(config, sort_keys=False, allow_unicode=True, width=120)
 
 
 def _export(options: argparse.Namespace) -> None:

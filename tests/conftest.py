@@ -19,6 +19,12 @@ def ray_cluster() -> Iterator[Cluster]:
         yield cluster
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Tests that have a short form and a whole one."""
+    parser.addoption("--fuzz", action="store_true", help="2,000 mutated recipes and 500 data files instead of some")
+    parser.addoption("--fuzz-seed", type=int, default=1, metavar="N", help="seed of the mutations")
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_auto_num_workers() -> int:
     """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""

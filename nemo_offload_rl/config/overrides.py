@@ -83,6 +83,8 @@ def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], 
     *sections, name = path.split(".")
     if not all([*sections, name]):
         return "has an empty key; write section.key=value"
+    if len(sections) >= MAX_DEPTH:
+        return f"names a key more than {MAX_DEPTH} levels deep; no key lies that deep"
     if override.is_delete():
         return _delete(root, sections, name, override)
     parent, missing = _find(root, sections)

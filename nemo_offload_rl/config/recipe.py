@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.interpolation import InterpolationError, Resolver, leaves, written_interpolations
-from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_VALUES, MIN_INTEGER
+from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_PROBLEMS, MAX_VALUES, MIN_INTEGER
 from nemo_offload_rl.config.overrides import apply_overrides, merge
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.yaml_source import Node, read_yaml
@@ -193,6 +193,8 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
             _put(plain, path, resolver.resolve(path))
         except InterpolationError as error:
             problems.append(Problem(path, origins[path], str(error)))
+            if len(problems) > MAX_PROBLEMS:
+                break
     return plain, written, problems
 
 

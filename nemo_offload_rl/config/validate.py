@@ -103,7 +103,7 @@ class _Findings:
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
-        self.problems: list[Problem] = list(recipe.problems)
+        self.problems: list[Problem] = list(recipe.problems[: MAX_PROBLEMS + 1])
         self._paths = {problem.path for problem in recipe.problems}
 
     def without_consequences(self) -> list[Problem]:

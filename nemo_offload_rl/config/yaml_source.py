@@ -37,6 +37,13 @@ _RecipeLoader.yaml_implicit_resolvers = {
 }
 _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
+
+class _RecipeDumper(yaml.SafeDumper):
+    """`safe_dump`, but a text that a recipe's reader would take for a number is put into quotes."""
+
+
+_RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
 _TAG = "tag:yaml.org,2002:"
 # Tags that may stand before a scalar, and the ones that its text may have by itself.
 _SCALAR_TAGS = {
@@ -92,6 +99,11 @@ class Node:
             for index, node in enumerate(self.value):
                 found |= node.origins(f"{prefix}{index}")
         return found
+
+
+def as_yaml(config: dict[str, Any]) -> str:
+    """A recipe's values as a text that is read as the same values."""
+    return yaml.dump(config, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
 def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:

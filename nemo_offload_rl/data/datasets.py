@@ -54,6 +54,10 @@ def load_hf_folder(path: Path, split: str | None, input_key: str, output_key: st
     return HFProblems(rows, path, input_key, output_key)
 
 
+# What datasets and pyarrow raise of files that are damaged or of another form: they look up what is not there.
+_DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
+
+
 class HFProblems(Sequence[Problem]):
     """Rows of a Hugging Face dataset as problems."""
 
@@ -75,7 +79,13 @@ class HFProblems(Sequence[Problem]):
     def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
-        return _problem_of(self._rows[index], self._input_key, self._output_key, where=f"{self._path} row {index}")
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        try:
+            row = self._rows[index]
+        except _DAMAGED as error:
+            raise DataError(f"{self._path} row {index} cannot be read: {type(error).__name__}: {error}") from error
+        return _problem_of(row, self._input_key, self._output_key, where=f"{self._path} row {index}")
 
 
 def _open_folder(path: Path, split: str | None) -> Any:
@@ -98,14 +108,20 @@ def _open_folder(path: Path, split: str | None) -> Any:
 
     try:
         return Dataset.from_parquet([str(file) for file in files])
-    except (DatasetGenerationError, ValueError) as error:  # pyarrow's errors are ValueErrors
+    except (DatasetGenerationError, *_DAMAGED) as error:
         raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
 
 
 def _saved_dataset(path: Path, split: str | None) -> Any:
     from datasets import Dataset, DatasetDict, load_from_disk
 
-    saved = load_from_disk(str(path))
+    try:
+        saved = load_from_disk(str(path))
+    except _DAMAGED as error:
+        raise DataError(
+            f"The dataset {path} is not what datasets' save_to_disk writes, or is damaged: {type(error).__name__}: "
+            f"{str(error)[:200]}; save it anew."
+        ) from error
     if isinstance(saved, DatasetDict):
         if split not in saved:
             raise DataError(

@@ -146,9 +146,26 @@ class PromptFormat:
         return [user] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}, user]
 
     def _render(self, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
-        return self.tokenizer.apply_chat_template(
-            turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self.chat_template_kwargs
-        )
+        from jinja2 import TemplateError
+
+        try:
+            return self.tokenizer.apply_chat_template(
+                turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self.chat_template_kwargs
+            )
+        # What a template's own expressions raise, too: 1/0, an argument of the wrong type, a list without end.
+        except (
+            TemplateError,
+            ArithmeticError,
+            AttributeError,
+            LookupError,
+            MemoryError,
+            TypeError,
+            ValueError,
+        ) as error:
+            raise DataError(
+                "policy.tokenizer.chat_template, or that of the tokenizer, cannot be rendered with "
+                f"chat_template_kwargs {self.chat_template_kwargs}: {type(error).__name__}: {_shortened(str(error))}"
+            ) from error
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]

@@ -7,6 +7,9 @@ import pytest
 
 from nemo_offload_rl.config import RecipeError, limits, load
 from nemo_offload_rl.config.recipe import load_recipe
+from nemo_offload_rl.config.yaml_source import as_yaml
+
+CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
 @pytest.fixture(autouse=True)
@@ -234,3 +237,27 @@ def test_what_an_override_would_drop_is_refused(override, message):
 def test_an_alias_of_a_section_with_a_merge_is_read_twice():
     text = "a: &a {x: 1, y: 1}\nb: &b {<<: *a, x: 2}\nc: *b\n"
     assert load_recipe(write("recipe.yaml", text)).config["c"] == {"x": 2, "y": 1}
+
+
+def test_an_override_names_no_key_deeper_than_the_limit():
+    error = error_of("a: 1\n", "+a" + ".a" * 500 + "=1")
+    assert "...: names a key more than 32 levels deep; no key lies that deep" in error
+
+
+def test_thousands_of_references_to_nothing_are_as_few_problems():
+    text = "".join(f"a{number}: ${{b{number}}}\n" for number in range(4000))
+    with pytest.raises(RecipeError, match=r"recipe\.yaml: more than 100 problems"):
+        load(write("recipe.yaml", f"grpo: {{}}\n{text}"))
+
+
+@pytest.mark.parametrize("value", ["1e5", "1e-8", ".5", "1:30", "2026-08-01", "null", "0x10", "~", "yes", 1e-8, 1e22])
+def test_what_is_printed_is_read_as_the_same_value(value):
+    printed = as_yaml({"a": {"b": value}})
+    assert load_recipe(write("recipe.yaml", printed)).config == {"a": {"b": value}}
+
+
+def test_a_warm_start_that_names_itself(tmp_path):
+    text = (CONFIGS / "grpo_tiny_cpu.yaml").read_text().replace("common/", f"{CONFIGS}/common/")
+    path = write("recipe.yaml", text.replace("sft_tiny_cpu.yaml", "recipe.yaml"))
+    with pytest.raises(RecipeError, match=r"warm_start\.recipe: must be an sft recipe; found one of grpo"):
+        load(path)

@@ -2,12 +2,15 @@
 
 import os
 
+import datasets
 import pytest
 
 from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.limits import MAX_LINE_CHARS
-from nemo_offload_rl.data.prompts import read_prompt_file, read_text_file
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 GOOD = b'{"question": "1+1", "answer": "2"}\n'
 
@@ -99,3 +102,36 @@ def test_a_template_may_name_the_prompt_twice(tmp_path):
     path = tmp_path / "prompt.txt"
     path.write_text("{0}? Again: {0} {{}}")
     assert read_prompt_file(str(path), "data.default.prompt_file").format("1+1") == "1+1? Again: 1+1 {}"
+
+
+DAMAGED = {
+    "state.json of another form": ("state.json", b"[]"),
+    "an empty state.json": ("state.json", b""),
+    "dataset_info.json of another form": ("dataset_info.json", b"null"),
+    "an empty table": ("data-00000-of-00001.arrow", b""),
+    "no table": ("data-00000-of-00001.arrow", None),
+}
+
+
+@pytest.mark.parametrize(("name", "content"), DAMAGED.values(), ids=DAMAGED)
+def test_a_damaged_dataset_is_named(tmp_path, name, content):
+    folder = tmp_path / "saved"
+    datasets.Dataset.from_list([{"question": "1+1", "answer": "2"}]).save_to_disk(str(folder))
+    if content is None:
+        (folder / name).unlink()
+    else:
+        (folder / name).write_bytes(content)
+    with pytest.raises(DataError, match="saved is not what datasets' save_to_disk writes, or is damaged"):
+        load_hf_folder(folder, None, "question", "answer")
+
+
+@pytest.mark.parametrize(
+    "template", ["{{", "{{ nope() }}", "{{ 1/0 }}", "{{ raise_exception('no') }}", "{{ 1 + 'x' }}"]
+)
+def test_a_chat_template_that_fails_is_named(template):
+    tokenizer = arithmetic_tokenizer()
+    tokenizer.chat_template = template
+    with pytest.raises(
+        DataError, match=r"policy\.tokenizer\.chat_template, or that of the tokenizer, cannot be rendered"
+    ):
+        PromptFormat(tokenizer, max_tokens=10).prompts([Problem("1+1", "2")])
