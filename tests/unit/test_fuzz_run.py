@@ -39,4 +39,4 @@ def test_each_fate_of_a_case_is_told_apart():
         ("ZeroDivisionError", "the process ended (-9)", "MemoryError", "_TooSlow"), report.failures, strict=True
     ):
         assert word in failure
-    assert report.slowest_s >= 1
+    assert 0.5 < report.slowest_s < 5
