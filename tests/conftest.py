@@ -20,7 +20,12 @@ def ray_cluster() -> Iterator[Cluster]:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Tests that have a short form and a whole one."""
+    """What runs only, or runs whole only, where it is asked for."""
+    parser.addoption(
+        "--reliability",
+        action="store_true",
+        help="also run what is marked `reliability`: runs that are hit everywhere, and 2,000 steps (half an hour)",
+    )
     parser.addoption("--fuzz", action="store_true", help="2,000 mutated recipes and 500 data files instead of some")
     parser.addoption("--fuzz-seed", type=int, default=1, metavar="N", help="seed of the mutations")
 
@@ -29,14 +34,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--reliability",
-        action="store_true",
-        help="also run what is marked `reliability`: runs that are hit everywhere, and 2,000 steps (half an hour)",
-    )
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
