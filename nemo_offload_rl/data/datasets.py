@@ -151,7 +151,9 @@ def _text(row: dict[str, Any], key: str, where: str) -> str:
                 f"{where}: the field {key!r} has half of a character (a lone surrogate, \\ud800 to \\udfff)."
             )
         return value
-    if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+    if isinstance(value, int) and not isinstance(value, bool):
+        return str(value)
+    if isinstance(value, float) and math.isfinite(value):
         return str(value)
     found = "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else repr(value)
     raise DataError(f"{where}: the field {key!r} must be a text or a number, found {found}.")

@@ -51,12 +51,13 @@ def test_what_is_odd_and_right_is_read(tmp_path):
     path.write_bytes(
         b'{"question": "1", "answer": "' + b"x" * 10**7 + b'"}\r'
         b'{"question": "\\u0000", "answer": 2.50, "score": NaN}\r'
+        b'{"question": "2", "answer": ' + b"9" * 400 + b"}\r"
         b'{"id": 1, "question": "a\xe2\x80\xa8b", "answer": "\\ud83d\\ude00", "id": 2}'
     )
     problems = load_jsonl(path, "question", "answer")
-    assert [problem.prompt for problem in problems] == ["1", "\0", "a\u2028b"]
-    assert [problem.answer[:3] for problem in problems] == ["xxx", "2.5", "\U0001f600"]
-    assert problems[2].where == f"{path}:3"
+    assert [problem.prompt for problem in problems] == ["1", "\0", "2", "a\u2028b"]
+    assert [problem.answer[:3] for problem in problems] == ["xxx", "2.5", "999", "\U0001f600"]
+    assert problems[3].where == f"{path}:4"
 
 
 NO_FILES = {
