@@ -87,6 +87,19 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     return sharded
 
 
+def readable_state(
+    state: TrainingState, *, with_optimizer: bool, read: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """What `save` gives to megatron-core, for the same arguments."""
+    sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
+    for entry in nested_values(sharded):
+        # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
+        # the hooks of DistributedDataParallel.
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            entry.data = read(entry.data)
+    return sharded
+
+
 def save(
     state: TrainingState,
     folder: Path,
@@ -120,12 +133,7 @@ def save(
         )
     strategy = HashingSaveStrategy(folder)
     strategy.make_folder()
-    sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
-    for entry in nested_values(sharded):
-        # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
-        # the hooks of DistributedDataParallel.
-        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
-            entry.data = read(entry.data)
+    sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
     failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=_METADATA))
     if torch.distributed.get_rank() > 0:
         return strategy.settle([], failure)

@@ -13,6 +13,9 @@ from nemo_offload_rl.algorithms.last_words import add_last_words
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import free_port
 from nemo_offload_rl.worker.group import PolicyWorkerGroup, WorkerError
 
@@ -106,6 +109,21 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
         assert environment["TOY_VARIABLE"] == "from the recipe"
         assert arguments["address"] == f"{environment['MASTER_ADDR']}:{environment['MASTER_PORT']}"
     assert seen[0]["address"] == seen[1]["address"]
+
+
+def test_ranks_go_on_where_none_of_them_finds_space(group):
+    pids = _pids_of(group)
+    with pytest.raises(DiskFullError, match=r"a full disk cannot be written: .*\(20 bytes needed, 10 bytes free\)"):
+        group.save_checkpoint("a full disk", True)
+    assert group.prepare_refit_info() == {"weight": ((2, 3), torch.bfloat16)}
+    assert _pids_of(group) == pids
+
+
+def test_each_file_of_a_checkpoint_is_looked_at_by_one_rank(group, tensor_parallel_group):
+    files = Manifest({f"file_{rank}": FileSum(0, "", rank) for rank in (0, 1, 2, None)})
+    for ranks in (group, tensor_parallel_group):
+        lines = ranks.find_damage("step_1", files)
+        assert lines == [f"file_{file} of step_1, as rank {rank} sees it" for file, rank in ((0, 0), (2, 0), (1, 1))]
 
 
 def test_memory_is_that_of_the_fullest_rank(group):

@@ -9,6 +9,7 @@ import time
 import torch
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.storage.disk import DiskFullError
 
 
 class CannotTravelError(Exception):
@@ -95,8 +96,15 @@ class ToyWorker:
         raise AssertionError(folder)
 
     def save_checkpoint(self, folder, save_optimizer):
+        if folder == "a full disk":
+            raise DiskFullError(folder, "No space left on device", 20, 10)
         with open(f"{folder}/{self.rank}", "w") as file:
             print(self.seen, save_optimizer, file=file)
+
+    def find_damage(self, folder, files):
+        return [
+            f"{name} of {folder}, as rank {self.rank} sees it" for name in files.of_rank(self.rank, self.world_size)
+        ]
 
     def shutdown(self):
         if self.config["toy"].get("hangs_in_shutdown"):
