@@ -1,0 +1,41 @@
+"""A run whose model Megatron computes otherwise than transformers, as a user meets it."""
+
+import pytest
+from support.examples import ROOT, run_example
+
+from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.model_check import cache
+from nemo_offload_rl.model_check.alone import alone
+from nemo_offload_rl.model_check.result import CheckResult, Difference
+from nemo_offload_rl.model_check.twin import twin_config
+
+pytestmark = pytest.mark.slow
+
+SHORT = ["sft.max_num_steps=1", "policy.train_global_batch_size=32", "policy.train_micro_batch_size=16"]
+
+
+@pytest.fixture
+def known_as_wrong(tmp_path, monkeypatch):
+    """An earlier check of the recipe's model has found a difference; no family that is built has one any more."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config, _ = adapt_to_cpu(load(ROOT / "examples" / "configs" / "sft_tiny_cpu.yaml").config)
+    policy = config["policy"]
+    key = cache.key_of(alone(policy, twin_config(hf_config(policy)).to_dict()), device="cpu")
+    cache.write(key, CheckResult((Difference("padded", 0.25, 0.5, "model.norm.weight"),), "cpu", "local", {}))
+
+
+def test_a_wrong_model_ends_the_run_in_one_sentence(tmp_path, known_as_wrong):
+    done = run_example("run_sft.py", tmp_path, SHORT)
+    assert done.status == 1
+    assert "model otherwise than transformers: log-probs of a small twin differ by 0.25" in done.output
+    assert "policy.skip_model_check" in done.output.strip().splitlines()[-1]
+    assert "Traceback" not in done.output
+
+
+def test_a_wrong_model_is_trained_where_the_recipe_says_so(tmp_path, known_as_wrong):
+    done = run_example("run_sft.py", tmp_path, [*SHORT, "policy.skip_model_check=true"])
+    assert done.status == 0, done.output
+    assert "The model is trained though Megatron computes it otherwise than transformers" in (
+        tmp_path / "logs" / "exp_001" / "run.log"
+    ).read_text()
