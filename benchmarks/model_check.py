@@ -55,24 +55,35 @@ EVERY_FAMILY: Mapping[str, Fields] = {
     **{name: {"rope_parameters": dict(rope)} for name, rope in ROPES.items()},
 }
 WINDOWS = {"use_sliding_window": True, "sliding_window": 4096, "max_window_layers": 20}
+BY_NAME = {**WINDOWS, "layer_types": ["sliding_attention", "full_attention", *["sliding_attention"] * 30]}
+YARN_IN_FULL = {
+    **ROPES["yarn rope"], "attention_factor": 1.7, "beta_fast": 8.0, "beta_slow": 0.5, "truncate": False
+}  # fmt: skip
+AT_ONCE = {"attention_bias": True, "use_sliding_window": True, "sliding_window": 4096, "rope_parameters": YARN_IN_FULL}
 OF_FAMILY: Mapping[str, Mapping[str, Fields]] = {
     "llama": {
         "attention biases": {"attention_bias": True},
         "MLP biases": {"mlp_bias": True},
         "all biases": {"attention_bias": True, "mlp_bias": True},
         "gelu": {"hidden_act": "gelu"},
+        "yarn rope in full": {"rope_parameters": YARN_IN_FULL},
         "few keys": {"num_key_value_heads": 8},
         "one key": {"num_key_value_heads": 1},
     },
     "mistral": {"window": {"sliding_window": 4096}, "no window": {"sliding_window": None}},
-    "qwen2": {"windows in late layers": WINDOWS},
-    "qwen3": {"windows in late layers": WINDOWS, "biases": {"attention_bias": True}},
+    "qwen2": {"windows in late layers": WINDOWS, "windows in layers by name": BY_NAME},
+    "qwen3": {
+        "windows in late layers": WINDOWS,
+        "biases": {"attention_bias": True},
+        "all at once": {**AT_ONCE, "max_window_layers": 20},
+    },
     "qwen3_moe": {
         "weights of experts normalized": {"norm_topk_prob": True},
         "first layer dense": {"mlp_only_layers": [0]},
         "every second layer dense": {"decoder_sparse_step": 2},
         "windows": {"use_sliding_window": True, "sliding_window": 4096},
         "biases": {"attention_bias": True},
+        "all at once": {**AT_ONCE, "mlp_only_layers": [1]},
     },
     "gemma": {},
     "deepseek_v3": {"no groups of experts": {"n_group": 1, "topk_group": 1}, "no query rank": {"q_lora_rank": None}},

@@ -141,7 +141,7 @@ def test_deep_validation_builds_megatrons_configs():
     result = run("validate", TINY, "--deep")
     assert result.returncode == 0, result.stderr
     assert "not checked here: " in result.stderr
-    assert "note: Megatron computes the model as transformers does: log-probs of a small twin differ by" in result.stderr
+    assert "note: Megatron computes the model as transformers does: log-probs of a small twin" in result.stderr
 
 
 @pytest.mark.slow
