@@ -8,6 +8,7 @@ then is killed, and Ray's session folder is deleted.
 
 from __future__ import annotations
 
+import logging
 import os
 import select
 import shutil
@@ -24,7 +25,10 @@ MARK = "NEMO_OFFLOAD_RL_DRIVER"
 
 _KEEP = b"keep"
 _CHECK_PERIOD_S = 1.0
-_KILL_TIMEOUT_S = 10.0
+_KILL_TIMEOUT_S = 60.0
+_FINISH_TIMEOUT_S = 15.0
+
+logger = logging.getLogger(__name__)
 
 
 class Reaper:
@@ -53,13 +57,16 @@ class Reaper:
         os.environ[MARK] = mark
 
     def finish(self, *, keep_logs: bool) -> None:
-        """End what is left, and wait until it is gone.
+        """End what is left, and wait until it is gone, but not for long: a disk that does not answer holds processes.
 
         Args:
             keep_logs: leave Ray's session folder, with the output of its processes, where it is.
         """
         os.environ.pop(MARK, None)
-        self._process.communicate(_KEEP if keep_logs else b"", timeout=_KILL_TIMEOUT_S + 5)
+        try:
+            self._process.communicate(_KEEP if keep_logs else b"", timeout=_FINISH_TIMEOUT_S)
+        except subprocess.TimeoutExpired:
+            logger.warning("Some of Ray's processes have not ended within %.0f s of SIGKILL.", _FINISH_TIMEOUT_S)
 
 
 def _wait_for_driver(driver: int) -> bytes:
@@ -76,18 +83,25 @@ def _wait_for_driver(driver: int) -> bytes:
 
 
 def _kill_marked(mark: str) -> None:
-    """Kill every process with the mark in its environment, until there is none: one may just have started another."""
+    """Kill every process with the mark in its environment, until there is none: one may just have started another.
+
+    A process that waits for a disk ends only when that answers.
+    """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
     while time.monotonic() < deadline:
-        descriptors = [found for pid in _pids() if (found := _open_if_marked(pid, mark.encode())) is not None]
-        for descriptor in descriptors:
+        num_found = 0
+        for pid in _pids():
+            descriptor = _open_if_marked(pid, mark.encode())
+            if descriptor is None:
+                continue
+            num_found += 1
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             except ProcessLookupError:
                 pass  # it has just ended
             finally:
                 os.close(descriptor)
-        if not descriptors:
+        if not num_found:
             return
         time.sleep(0.02)
 

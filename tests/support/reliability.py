@@ -237,7 +237,7 @@ def seconds_until_gone(family: Iterable[psutil.Process], timeout_s: float = 30) 
     """
     start = time.monotonic()
     while left := [one for one in family if _is_alive(one)]:
-        assert time.monotonic() - start < timeout_s, f"still there: {[(one.pid, _title(one)) for one in left]}"
+        assert time.monotonic() - start < timeout_s, f"still there: {[str(one) for one in left]}"
         time.sleep(0.02)
     return time.monotonic() - start
 
