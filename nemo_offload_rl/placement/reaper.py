@@ -27,6 +27,7 @@ _KEEP = b"keep"
 _CHECK_PERIOD_S = 1.0
 _KILL_TIMEOUT_S = 60.0
 _FINISH_TIMEOUT_S = 15.0
+_NUM_LOOKS = 3
 
 logger = logging.getLogger(__name__)
 
@@ -88,7 +89,8 @@ def _kill_marked(mark: str) -> None:
     A process that waits for a disk ends only when that answers.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    while time.monotonic() < deadline:
+    num_empty = 0  # looks that found nothing, in a row: a process that is just being made has no environment yet
+    while num_empty < _NUM_LOOKS and time.monotonic() < deadline:
         num_found = 0
         for pid in _pids():
             descriptor = _open_if_marked(pid, mark.encode())
@@ -101,9 +103,8 @@ def _kill_marked(mark: str) -> None:
                 pass  # it has just ended
             finally:
                 os.close(descriptor)
-        if not num_found:
-            return
-        time.sleep(0.02)
+        num_empty = 0 if num_found else num_empty + 1
+        time.sleep(0.1)
 
 
 def _pids() -> list[int]:
