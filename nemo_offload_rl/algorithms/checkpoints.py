@@ -11,7 +11,7 @@ from pathlib import Path
 
 from nemo_offload_rl.algorithms.state import TrainingState, read_metrics_of
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words, sync
+from nemo_offload_rl.storage.disk import full_disk_in_words, sync
 from nemo_offload_rl.storage.manifest import DamagedError, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -58,8 +58,8 @@ class CheckpointFolder:
         assert not finished.exists(), f"{finished} was written before"
         try:
             self._fill(unfinished, state, metrics, write)
-        except DiskFullError:
-            shutil.rmtree(unfinished, ignore_errors=True)  # it would keep the disk full
+        except BaseException:  # a full disk, which it would keep full; a dead worker; a run that was stopped
+            shutil.rmtree(unfinished, ignore_errors=True)
             raise
         unfinished.rename(finished)
         sync(self._folder)

@@ -89,7 +89,8 @@ def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
     with pytest.raises(OSError, match="disk full"):
         checkpoints.save(TrainingState("run", step=2), {}, fail)
     assert checkpoints.newest_first()[0].name == "step_1"
-    assert (tmp_path / "tmp_step_2" / "weights").exists()
+    assert not (tmp_path / "tmp_step_2").exists()
+    (tmp_path / "tmp_step_2").mkdir()  # as of a run that was killed
     checkpoints.remove_unfinished()
     assert steps(tmp_path) == [1]
     save(checkpoints, 2)
@@ -179,3 +180,15 @@ def test_off_means_nothing_is_written(tmp_path):
     checkpoints.save(TrainingState("run", step=1), {}, lambda path: pytest.fail("was called"))
     checkpoints.remove_unfinished()
     assert checkpoints.newest_first() == []
+
+
+@pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
+def test_a_save_that_fails_or_is_stopped_leaves_no_partial_folder(tmp_path, error):
+    def write(folder):
+        (folder / "half").write_text("written")
+        raise error
+
+    folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    with pytest.raises(error):
+        folder.save(TrainingState("run", step=3), {}, write)
+    assert list(tmp_path.iterdir()) == []
