@@ -5,6 +5,7 @@ megatron-core's strategy writes through torch's `FileSystemWriter`, whose hook (
 
 import os
 import queue
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter
@@ -80,8 +81,10 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             self._buckets[str(path)] = _Bucket(len(raw) + len(tensors), num_bytes)
         self._require_space()
         writer.transforms = self
-        write_metadata = writer.finish
-        writer.finish = lambda metadata, results: self.keeping_errors(lambda: write_metadata(metadata, results))
+        # By a weak reference: a writer that holds itself keeps the tensors it wrote until the next garbage collection,
+        # which may be views of page-locked memory that is given back before.
+        write_metadata = weakref.WeakMethod(writer.finish)
+        writer.finish = lambda metadata, results: self.keeping_errors(lambda: _alive(write_metadata)(metadata, results))
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
     def _require_space(self) -> None:
@@ -177,6 +180,12 @@ class _Outcome:
     sums: Mapping[str, FileSum]
     error: OSError | None
     needed: int
+
+
+def _alive(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    found = method()
+    assert found is not None, "megatron-core holds the writer until it has called its `finish`"
+    return found
 
 
 def _name(path: Path, folder: Path) -> str:

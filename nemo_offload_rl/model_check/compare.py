@@ -124,7 +124,16 @@ def _compare_once(
 @contextlib.contextmanager
 def _refusals(sentence: str) -> Iterator[None]:
     """What the libraries raise where they do not know what a config asks for: nearly anything."""
-    kinds = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+    kinds = (
+        ArithmeticError,
+        AssertionError,
+        AttributeError,
+        ImportError,  # of a kernel library that a family needs
+        LookupError,
+        RuntimeError,
+        TypeError,
+        ValueError,
+    )
     try:
         yield
     except kinds as error:

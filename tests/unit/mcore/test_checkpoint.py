@@ -1,7 +1,10 @@
+import gc
 import json
 import os
+import weakref
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import xxhash
@@ -64,6 +67,30 @@ def test_weights_alone_load_into_a_policy_that_does_not_train(make_worker, tmp_p
     worker = make_worker(init_optimizer=False, seed=99)
     worker.load_checkpoint(str(tmp_path / "policy"))
     assert torch.equal(worker.get_logprobs(random_batch(3), mbs=3)["logprobs"], want)
+
+
+def test_nothing_that_was_saved_is_held_until_the_next_garbage_collection(make_worker, tmp_path, monkeypatch):
+    """Where state is on the host, what is written are views of page-locked memory that is given back later."""
+    worker = make_worker()
+    train(worker, [0])
+    written = []
+
+    def read(tensor):
+        memory = np.empty(max(tensor.nbytes, 1), dtype=np.uint8)
+        written.append(weakref.ref(memory))  # lives as long as any tensor that views it
+        host = torch.from_numpy(memory)[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        return host.copy_(tensor.detach())
+
+    monkeypatch.setattr(type(worker._engine), "reader", lambda _: read)
+    gc.collect()
+    gc.disable()
+    try:
+        worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+        held = [memory.nbytes for reference in written if (memory := reference()) is not None]
+    finally:
+        gc.enable()
+    assert len(written) > 20
+    assert not held
 
 
 def test_files_are_hashed_while_they_are_written(make_worker, tmp_path):
