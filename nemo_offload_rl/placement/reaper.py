@@ -2,8 +2,9 @@
 
 Ray's own processes die with the driver, but their children do not: agents notice it a minute later, and a worker that
 is still importing notices it when it has. So a small process of its own, which needs nothing but the standard library,
-waits for the driver's end. Everything that Ray starts inherits the driver's mark in its environment; what still has it
-then is killed, and Ray's session folder is deleted.
+waits for the driver's end. Everything that Ray starts inherits the driver's mark in its environment, or, where it has
+overwritten that with a title of its own as agents do, writes into Ray's session folder. What is still there then is
+killed, and the session folder is deleted.
 """
 
 from __future__ import annotations
@@ -83,8 +84,8 @@ def _wait_for_driver(driver: int) -> bytes:
     return received
 
 
-def _kill_marked(mark: str) -> None:
-    """Kill every process with the mark in its environment, until there is none: one may just have started another.
+def _kill_left(driver: int, mark: str, folders: Sequence[str]) -> None:
+    """Kill what a driver has left, but not itself, until there is nothing: a process may just have started another.
 
     A process that waits for a disk ends only when that answers.
     """
@@ -92,8 +93,8 @@ def _kill_marked(mark: str) -> None:
     num_empty = 0  # looks that found nothing, in a row: a process that is just being made has no environment yet
     while num_empty < _NUM_LOOKS and time.monotonic() < deadline:
         num_found = 0
-        for pid in _pids():
-            descriptor = _open_if_marked(pid, mark.encode())
+        for pid in _pids() - {driver}:
+            descriptor = _open_if_left(pid, mark.encode(), folders)
             if descriptor is None:
                 continue
             num_found += 1
@@ -107,31 +108,63 @@ def _kill_marked(mark: str) -> None:
         time.sleep(0.1)
 
 
-def _pids() -> list[int]:
-    return [int(name) for name in os.listdir("/proc") if name.isdecimal()]
+def _pids() -> set[int]:
+    return {int(name) for name in os.listdir("/proc") if name.isdecimal()}
 
 
-def _open_if_marked(pid: int, mark: bytes) -> int | None:
-    """A descriptor of the process, through which no other that gets its number later can be hit; None without mark."""
+def _open_if_left(pid: int, mark: bytes, folders: Sequence[str]) -> int | None:
+    """A descriptor of the process, through which no other that gets its number later can be hit; None of others.
+
+    Args:
+        pid: of the process.
+        mark: in the environment of what the driver has started.
+        folders: where that writes its logs.
+    """
     try:
         descriptor = os.pidfd_open(pid)
     except OSError:  # it has ended: ESRCH, or EINVAL where it is just being reaped
         return None
-    try:
-        environment = Path(f"/proc/{pid}/environ").read_bytes()
-    except OSError:  # another user's, or gone
-        environment = b""
-    if mark in environment.split(b"\0"):
+    if _has_mark(pid, mark) or _writes_into(pid, folders):
         return descriptor
     os.close(descriptor)
     return None
 
 
-def _delete_session(root: Path, pattern: str, others: Sequence[str]) -> None:
-    """Delete the folders of a pattern that were not there when the driver started, and a link to one."""
-    for folder in root.glob(pattern):
-        if str(folder) not in others:
-            shutil.rmtree(folder, ignore_errors=True)
+def _has_mark(pid: int, mark: bytes) -> bool:
+    try:
+        return mark in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+    except OSError:  # another user's, or gone
+        return False
+
+
+def _writes_into(pid: int, folders: Sequence[str]) -> bool:
+    """Whether the process has a file of one of the folders open for writing; a reader of a log has not."""
+    try:
+        streams = os.listdir(f"/proc/{pid}/fd")
+    except OSError:  # another user's, or gone
+        return False
+    for stream in streams:
+        try:
+            target = os.readlink(f"/proc/{pid}/fd/{stream}")
+            if not any(target.startswith(f"{folder}/") for folder in folders):
+                continue
+            flags = Path(f"/proc/{pid}/fdinfo/{stream}").read_text().split("flags:")[1].split()[0]
+        except OSError:  # closed meanwhile
+            continue
+        if int(flags, 8) & os.O_ACCMODE != os.O_RDONLY:
+            return True
+    return False
+
+
+def _session_folders(root: Path, pattern: str, others: Sequence[str]) -> list[str]:
+    """Folders of a pattern that were not there when the driver started."""
+    return [str(folder) for folder in root.glob(pattern) if str(folder) not in others]
+
+
+def _delete_sessions(root: Path, folders: Sequence[str]) -> None:
+    """Delete session folders, and the link to one."""
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
     latest = root / "session_latest"
     if latest.is_symlink() and not latest.exists():
         latest.unlink(missing_ok=True)
@@ -140,9 +173,10 @@ def _delete_session(root: Path, pattern: str, others: Sequence[str]) -> None:
 def _main(mark: str, driver: str, session_root: str, pattern: str, *others: str) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
     keep_logs = _wait_for_driver(int(driver)) == _KEEP
-    _kill_marked(mark)
+    folders = _session_folders(Path(session_root), pattern, others)
+    _kill_left(int(driver), mark, folders)
     if not keep_logs:
-        _delete_session(Path(session_root), pattern, others)
+        _delete_sessions(Path(session_root), folders)
 
 
 if __name__ == "__main__":

@@ -24,10 +24,15 @@ root = Path(sys.argv[1])
 reaper = Reaper(str(root))
 folder = root / f"session_today_{os.getpid()}"
 folder.mkdir()
-(folder / "log").write_text("said")
+log = open(folder / "log", "w")  # Ray's driver writes there, too
 (root / "session_latest").symlink_to(folder)
-code = "import subprocess; print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
-started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+code = "import subprocess, sys; out = open(sys.argv[1], 'w') if sys.argv[1:] else -3; "
+code += "print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=out, stderr=-3).pid)"
+command, environment = [sys.executable, "-c", code], dict(os.environ)
+if sys.argv[2] == "unmarked":  # as an agent of Ray's, whose title takes the place of its environment
+    command.append(str(folder / "log"))
+    environment.pop("NEMO_OFFLOAD_RL_DRIVER")
+started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
 print(started.stdout.strip(), flush=True)
 how = sys.stdin.readline().strip()
 if how == "fork":  # a child that holds the pipe, and outlives the driver
@@ -41,9 +46,9 @@ time.sleep(1000)
 """
 
 
-def start(root: Path) -> tuple[subprocess.Popen, psutil.Process]:
+def start(root: Path, kind: str = "marked") -> tuple[subprocess.Popen, psutil.Process]:
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, str(root), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     return driver, psutil.Process(int(driver.stdout.readline()))
 
@@ -62,9 +67,11 @@ def wait_until_gone(process: psutil.Process) -> None:
     assert not process.is_running()
 
 
-@pytest.mark.parametrize("how", ["", "fork"])
-def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_path, how):
-    driver, grandchild = start(tmp_path)
+@pytest.mark.parametrize(("how", "kind"), [("", "marked"), ("fork", "marked"), ("", "unmarked")])
+def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_path, how, kind):
+    driver, grandchild = start(tmp_path, kind)
+    with open(next(tmp_path.glob(f"session_today_{driver.pid}")) / "log") as log:
+        reader = subprocess.Popen(["sleep", "1000"], stdin=log)  # a user who looks at a log is not the driver's
     say(driver, how)
     assert grandchild.is_running()
     if how:
@@ -76,6 +83,9 @@ def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_pat
     while session_folders(tmp_path) != ["yesterday"]:  # of another process, and the link to ours is gone
         assert time.monotonic() < deadline
         time.sleep(0.05)
+    assert reader.poll() is None
+    reader.kill()
+    reader.wait()
 
 
 @pytest.mark.parametrize(("how", "left"), [("delete", ["yesterday"]), ("keep", ["latest", "today", "yesterday"])])
