@@ -25,6 +25,7 @@ from support.reliability import (
 )
 
 from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder
+from nemo_offload_rl.storage.manifest import find_damage, read_manifest
 
 pytestmark = pytest.mark.slow
 
@@ -41,8 +42,13 @@ def undisturbed(tmp_path_factory) -> Finished:
 
 def newest(run: LiveRun) -> int:
     """Step of the newest checkpoint; 0 where there is none."""
-    folder = CheckpointFolder(run.checkpoints, None, higher_is_better=True, keep_top_k=None).latest()
-    return 0 if folder is None else int(folder.name.removeprefix("step_"))
+    folders = CheckpointFolder(run.checkpoints, None, higher_is_better=True, keep_top_k=None).newest_first()
+    if not folders:
+        return 0
+    files = read_manifest(folders[0])
+    assert files
+    assert not find_damage(folders[0], files)
+    return int(folders[0].name.removeprefix("step_"))
 
 
 def require_nothing_left(run: LiveRun, event: str) -> float:
