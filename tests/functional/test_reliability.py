@@ -45,9 +45,9 @@ def newest(run: LiveRun) -> int:
     folders = CheckpointFolder(run.checkpoints, None, higher_is_better=True, keep_top_k=None).newest_first()
     if not folders:
         return 0
-    files = read_manifest(folders[0])
-    assert files
-    assert not find_damage(folders[0], files)
+    manifest = read_manifest(folders[0])
+    assert manifest is not None
+    assert not find_damage(folders[0], manifest.files)
     return int(folders[0].name.removeprefix("step_"))
 
 
