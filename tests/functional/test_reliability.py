@@ -13,7 +13,7 @@ from support.reliability import (
     PHASES,
     START_PHASES,
     LiveRun,
-    in_generation,
+    in_long_generation,
     in_saving,
     in_training,
     listening_addresses,
@@ -151,8 +151,7 @@ def test_a_step_that_is_not_waited_for_is_said_to_be_lost(undisturbed, tmp_path,
         assert run.end() == 130, run.output
     overrides = [*ENDLESS, "policy.train_global_batch_size=8192", "++checkpointing.grace_period_s=2"]
     with running(tmp_path, overrides) as run:
-        run.wait_until(lambda: "Going on from" in run.output)
-        in_generation(run, newest(run) + 1)
+        in_long_generation(run)
         EVENTS[event][0](run)
         if event == "ctrl_c":
             run.wait_until(lambda: "Press Ctrl-C again" in run.output)

@@ -157,6 +157,13 @@ def in_generation(run: LiveRun, step: int) -> None:
     _wait_for_work(run, run.actor(_GENERATOR), 0.15)
 
 
+def in_long_generation(run: LiveRun) -> None:
+    """Wait until the generation worker samples for a step that takes minutes: all else that it is called for is brief."""
+    run.wait_until(lambda: any(_title(one).startswith(f"{_GENERATOR}.call") for one in run.look_at_family()))
+    _wait_for_work(run, run.actor(_GENERATOR), 2)
+    run.wait_until(lambda: _title(run.actor(_GENERATOR)).startswith(f"{_GENERATOR}.call"))
+
+
 def in_training(run: LiveRun, step: int) -> None:
     """Wait until the policy trains for a step: it has computed for a while since the last answer was judged."""
     run.wait_until(lambda: run.num_rows() >= step - 1)
