@@ -158,7 +158,7 @@ def in_generation(run: LiveRun, step: int) -> None:
 
 
 def in_long_generation(run: LiveRun) -> None:
-    """Wait until the generation worker samples for a step that takes minutes: all else that it is called for is brief."""
+    """Wait until the generation worker samples for minutes: all else that it is called for is brief."""
     run.wait_until(lambda: any(_title(one).startswith(f"{_GENERATOR}.call") for one in run.look_at_family()))
     _wait_for_work(run, run.actor(_GENERATOR), 2)
     run.wait_until(lambda: _title(run.actor(_GENERATOR)).startswith(f"{_GENERATOR}.call"))
