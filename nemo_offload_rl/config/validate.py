@@ -1,26 +1,18 @@
 """Checking a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import cache
 from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, cast
 
-from pydantic import TypeAdapter, ValidationError
-
 from nemo_offload_rl.config.hf_check import hf_config_problems
 from nemo_offload_rl.config.ignored import ignored_overrides
-from nemo_offload_rl.config.indentation import hint_at_level, hint_at_section, hint_at_value
-from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.limits import MAX_PROBLEMS
-from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
-from nemo_offload_rl.config.owned_fields import refuse
 from nemo_offload_rl.config.problems import (
     Origin,
     Problem,
     RecipeError,
-    is_number,
     nearest,
     show,
     show_choices,
@@ -30,12 +22,11 @@ from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import Conflict
 from nemo_offload_rl.config.schema import ALGORITHMS, MasterConfig
-from nemo_offload_rl.config.section_kinds import meaning_in_kind, unknown_in_kind
-from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_VALUES, screen, upstream_paths
+from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
+from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, screen
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 AlgorithmName = Literal["grpo", "sft"]
-WrittenAt = Callable[[str], Origin]
 
 
 @dataclass(frozen=True)
@@ -80,9 +71,9 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     for path, message in screened.problems:
         found.add(path, message)
     schema = ALGORITHMS[algorithm]
-    for path, message in islice(_schema_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(schema_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in islice(_megatron_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(megatron_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
     if isinstance(screened.config.get("policy"), dict):
         for path, message in islice(hf_config_problems(screened.config["policy"]), MAX_PROBLEMS + 1):
@@ -171,157 +162,6 @@ def _algorithm_of(recipe: Recipe) -> tuple[AlgorithmName | None, Problem | None]
     return None, Problem("", recipe.origin(""), message)
 
 
-@cache
-def _adapter(schema: type) -> TypeAdapter[Any]:
-    return TypeAdapter(schema)
-
-
-def _schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
-    try:
-        _adapter(schema).validate_python(config)
-    except ValidationError as errors:
-        for error in errors.errors(include_url=False):
-            path, value = _locate(config, error["loc"])
-            if error["type"] == "extra_forbidden":
-                yield from _unknown_keys(schema, config, path, value, written_at)
-            else:
-                if error["type"].startswith("union_tag"):
-                    path = f"{path}.dataset_name"
-                message = _describe(schema, config, path, value, dict(error))
-                hint = hint_at_section if error["type"] in _SECTION_EXPECTED else hint_at_value
-                yield path, message + ("" if error["type"] == "missing" else hint(path, value, written_at(path)))
-
-
-def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
-    """Where pydantic found something, as a path of the recipe, and the value there (None where the key is missing)."""
-    node: Any = config
-    parts = []
-    for index, item in enumerate(loc):
-        if isinstance(node, dict) and item not in node and index < len(loc) - 1:
-            continue  # the tag of a union, such as data.train.arithmetic.num_digits
-        if isinstance(node, dict) and item not in node and item == node.get("dataset_name"):
-            continue
-        parts.append(str(item))
-        node = node[item] if (isinstance(node, dict) and item in node) or isinstance(node, list) else None
-    return ".".join(parts), node
-
-
-def _unknown_keys(
-    schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
-) -> Iterator[tuple[str, str]]:
-    """An unknown key; or, of a section that only upstream has, its unknown keys."""
-    upstream = upstream_paths()
-    if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in upstream):
-        for name, item in value.items():
-            yield from _unknown_keys(schema, config, f"{path}.{name}", item, written_at)
-        return
-    if path in OTHER_ALGORITHMS:
-        yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
-        return
-    section, _, name = path.rpartition(".")
-    message = unknown_in_kind(schema, section, _value(config, section), name)
-    yield path, message or _unknown_key(schema, path, written_at(path))
-
-
-def _unknown_key(schema: type, path: str, origin: Origin) -> str:
-    """What is said of it; of a short section, all of its keys, unless one of them is spelt nearly so."""
-    section = path.rpartition(".")[0]
-    suggestion = nearest_key(schema, path, upstream_paths())
-    message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
-    if hint := hint_at_level(path, suggestion, origin):
-        return message + hint
-    names = short_section(schema, section)
-    is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
-    return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
-
-
-_SECTION_EXPECTED = ("dict_type", "model_attributes_type")
-_EXPECTED = {
-    "int_type": "an integer",
-    "int_from_float": "an integer",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "dict_type": "a section (a mapping)",
-    "model_attributes_type": "a section (a mapping)",
-    "string_too_short": "text that is not empty",
-    "finite_number": "a finite number",
-}
-_BOUNDS = {
-    "greater_than": ("gt", "above"),
-    "greater_than_equal": ("ge", "at least"),
-    "less_than": ("lt", "below"),
-    "less_than_equal": ("le", "at most"),
-}
-
-
-def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error: dict[str, Any]) -> str:
-    kind, context = error["type"], error.get("ctx", {})
-    if kind == "missing":
-        section, _, name = path.rpartition(".")
-        key = find_key(schema, path)
-        meaning = meaning_in_kind(schema, section, _value(config, section), name) or (key.comment if key else "")
-        return f"missing (its meaning: {meaning})" if meaning else "missing"
-    if kind == "union_tag_not_found":
-        return "missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'"
-    if kind == "union_tag_invalid":
-        return f"{show(context['tag'])} is not supported here; {OTHER_VALUES[path]}; built in is 'arithmetic'"
-    if kind == "literal_error":
-        return _wrong_choice(path, value, str(context["expected"]))
-    found = f"found {show(value)}"
-    if kind in _BOUNDS:
-        name, words = _BOUNDS[kind]
-        return f"must be {words} {context[name]}; {found}"
-    if kind not in _EXPECTED:
-        return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
-    hint = "; write it without quotes" if _is_quoted(kind, value) else ""
-    if kind == "list_type" and (value is None or isinstance(value, str)):
-        hint = f"; write [{value or ''}]"
-    return f"must be {_EXPECTED[kind]}; {found}{hint}"
-
-
-def _is_quoted(kind: str, value: Any) -> bool:
-    """Whether text is what was asked for, in quotes."""
-    if not isinstance(value, str):
-        return False
-    return (
-        value in ("true", "false") if kind == "bool_type" else kind in ("int_type", "float_type") and is_number(value)
-    )
-
-
-def _wrong_choice(path: str, value: Any, choices: str) -> str:
-    remedy = OTHER_VALUES.get(path)
-    if remedy is not None:
-        return f"{show(value)} is not supported here; {remedy}"
-    names = [choice.strip("'") for choice in choices.replace(" or ", ", ").split(", ")]
-    close = nearest(value, names) if isinstance(value, str) else None
-    return f"must be {choices.lower() if choices in ('True', 'False') else choices}; found {show(value)}" + (
-        f"; did you mean {close}?" if close else ""
-    )
-
-
-def _megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
-    """Fields of Megatron's configs: unknown names, wrong types, and those that a recipe may not set."""
-    for section in SECTIONS:
-        values = _value(config, section)
-        if not isinstance(values, dict):
-            continue
-        fields = megatron_fields(section)
-        for name, value in values.items():
-            path = f"{section}.{name}"
-            key = find_key(schema, path)
-            if key is None and name not in fields:
-                yield path, _unknown_key(schema, path, written_at(path))
-                continue
-            refusal = refuse(section, name, value)
-            wrong_type = check_field(section, name, value) if key is None else None
-            if wrong_type and not (refusal and value not in (None, False)):
-                yield path, wrong_type
-            elif refusal:
-                yield path, f"{refusal}; found {show(value)}"
-
-
 def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> list[tuple[str, str]]:
     """What the rules say, of those whose keys are there and without problems."""
     broken: list[tuple[str, str]] = []
@@ -329,10 +169,10 @@ def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> 
         values = []
         for read in rule.reads:
             path = read.removesuffix("?")
-            value = _value(config, path)
-            if found.touches(path) or (value is _ABSENT and not read.endswith("?")):
+            value = value_at(config, path)
+            if found.touches(path) or (value is ABSENT and not read.endswith("?")):
                 break
-            values.append(None if value is _ABSENT else value)
+            values.append(None if value is ABSENT else value)
         else:
             verdict = rule.check(*values)
             if isinstance(verdict, str):
@@ -345,24 +185,12 @@ def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> 
     return broken
 
 
-_ABSENT = object()
-
-
-def _value(config: dict[str, Any], path: str) -> Any:
-    node: Any = config
-    for name in path.split("."):
-        if not isinstance(node, dict) or name not in node:
-            return _ABSENT
-        node = node[name]
-    return node
-
-
 def _warm_start(
     recipe: Recipe, config: dict[str, Any], found: _Findings
 ) -> tuple[ValidatedRecipe | None, tuple[Problem, ...]]:
     """The recipe that `warm_start` names, and its problems; problems of `warm_start` itself are added to `found`."""
-    name = _value(config, "warm_start.recipe")
-    if name is _ABSENT or found.touches("warm_start"):
+    name = value_at(config, "warm_start.recipe")
+    if name is ABSENT or found.touches("warm_start"):
         return None, ()
     origin = recipe.origin("warm_start.recipe")
     folder = Path(origin.file).parent if origin.file else recipe.path.parent
@@ -373,9 +201,9 @@ def _warm_start(
         reason = f"there is no recipe {show_file(path)}" if error.is_absent else f"{show_file(path)} {error}"
         found.add("warm_start.recipe", reason)
         return None, ()
-    overrides = _value(config, "warm_start.overrides")
+    overrides = value_at(config, "warm_start.overrides")
     try:
-        read = read_recipe(path, [] if overrides is _ABSENT else overrides, "warm_start.overrides")
+        read = read_recipe(path, [] if overrides is ABSENT else overrides, "warm_start.overrides")
         if _algorithm_of(read)[0] == "grpo":  # not looked into: it may have a warm start in its turn, for ever
             found.add("warm_start.recipe", "must be an sft recipe; found one of grpo")
             return None, ()
@@ -389,11 +217,11 @@ def _warm_start(
 
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     other = cast(dict[str, Any], warm_start.config)
-    if _value(other, "sft.export_hf") is not True:
+    if value_at(other, "sft.export_hf") is not True:
         yield "warm_start.recipe", "its sft.export_hf must be true, since GRPO starts from that folder"
     for path in ("policy.hf_config", "policy.tokenizer.name"):
-        ours, theirs = _value(config, path), _value(other, path)
-        if ours is not _ABSENT and ours != theirs:
+        ours, theirs = value_at(config, path), value_at(other, path)
+        if ours is not ABSENT and ours != theirs:
             yield path, f"must be as in the warm_start recipe, which GRPO goes on from; there it is {show(theirs)}"
 
 
