@@ -111,7 +111,7 @@ def initialize(
 def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
     """The store that ranks meet at; rank 0 serves it, on this address alone.
 
-    Left to itself, torch listens on every interface, and answers whoever asks.
+    Left to itself, torch listens on every interface and answers any host that connects.
     """
     descriptor: int | None = None
     if rank == 0:
