@@ -1,7 +1,5 @@
 """Fixtures that more than one test module uses."""
 
-import gc
-import itertools
 import os
 from collections.abc import Iterator
 
@@ -47,13 +45,3 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         for marker, reason in skipped.items():
             if item.get_closest_marker(marker) is not None:
                 item.add_marker(pytest.mark.skip(reason=reason))
-
-
-_TESTS = itertools.count(1)
-
-
-@pytest.hookimpl(trylast=True)
-def pytest_runtest_teardown() -> None:
-    """Free process groups of ended models, each with threads of its own: models are in cycles that gloo's keep."""
-    if next(_TESTS) % 20 == 0:
-        gc.collect()

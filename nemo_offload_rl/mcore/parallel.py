@@ -146,5 +146,9 @@ def destroy() -> None:
     unset_num_microbatches_calculator()
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
+        # megatron-core forgets two of its globals; they would keep their groups, the store and its port.
+        for name, value in vars(mpu).items():
+            if isinstance(value, torch.distributed.ProcessGroup):
+                setattr(mpu, name, None)
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
