@@ -5,13 +5,11 @@
 All in one run of some three minutes on an H200, medians of round trips in which memory is really given back and taken
 again: out is timed until the memory is the driver's, back until the GPU may read the data. torch_memory_saver is left
 out where it is not installed. Without a GPU, at a scale such as 0.01, tensors move between two places of host memory.
-A page for readers is written beside the JSON file.
+The table of the page beside the JSON file is written anew; its prose is written by hand.
 """
 
 import argparse
 import logging
-import shlex
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -43,7 +41,7 @@ def main() -> None:
         parser.error(f"--cases: there is no {', '.join(sorted(unknown))}; there are {', '.join(CASES)}")
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s %(name)s: %(message)s")
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    report = Report(arguments.out, shlex.join(["python", *sys.argv]))
+    report = Report(arguments.out)
     setting = Setting(device, arguments.scale, report)
     run("link", cases.link, setting)
     for name in (name for name in CASES if name in chosen):

@@ -81,15 +81,14 @@ def difference(name: str, less: str) -> Cells:
     return cell
 
 
-def verdict(name: str, bar: str, *, at_least: bool = False) -> Cells:
-    """A bar, and whether a field meets it: is at most the bar, or at least."""
+def verdict(name: str, bar: str) -> Cells:
+    """A bar, and whether a field is at most that."""
 
     def cell(row: Row) -> str:
         value, limit = row.get(name), row.get(bar)
         if value is None or limit is None:
             return MISSING
-        short = limit - value if at_least else value - limit
-        return f"{limit:g}, met" if short <= 0 else f"{limit:g}, **missed by {short:.2g}**"
+        return f"{limit:g}, met" if value <= limit else f"{limit:g}, **missed by {value - limit:.2g}**"
 
     return cell
 

@@ -1,15 +1,14 @@
-"""Rows of the result, the table that is printed, and the page."""
+"""Rows of the result, the tables that are printed, and the page's table."""
 
 import contextlib
 import logging
 import statistics
 import subprocess
 from collections.abc import Iterator, Sequence
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from result_file import commit, machine, write_result
+from result_file import write_result
 
 from offload_ways import bars
 from offload_ways.trips import Trip
@@ -29,7 +28,8 @@ WAY_FAILURES = (
     ValueError,
     subprocess.SubprocessError,
 )
-"""With any of these a way is left out of the table, since whoever lent the GPU does not lend it twice."""
+"""With any of these a way is left out of the table and the run goes on, since time on a GPU is scarce."""
+BEGIN, END = "<!-- table: speed -->", "<!-- end -->"
 RELEASES = 0.95
 """A way that gives back less of what left is not compared with."""
 
@@ -39,14 +39,12 @@ class Report:
 
     Args:
         path: of the JSON file; the page is beside it, as .md.
-        command: what was run.
     """
 
-    def __init__(self, path: Path, command: str) -> None:
+    def __init__(self, path: Path) -> None:
         self.rows: list[Row] = []
         self._link: dict[str, list[float]] = {"d2h": [], "h2d": []}
         self._path = path
-        self._command = command
 
     @contextlib.contextmanager
     def attempt(self, case: str, way: str) -> Iterator[None]:
@@ -94,7 +92,7 @@ class Report:
         self.rows.append(row | bars.of_metric(case, way, metric))
 
     def finished(self) -> list[Row]:
-        """All rows, with the link's own first and everybody's share of it."""
+        """All rows, with the link's own first and each way's share of it."""
         link = {direction: 1 / statistics.median(samples) / 1e9 for direction, samples in self._link.items() if samples}
         rows: list[Row] = [
             {
@@ -116,23 +114,41 @@ class Report:
         return rows
 
     def write(self) -> None:
-        """The JSON file and the page, as far as it has come."""
+        """The JSON file and the page's table, as far as it has come; the page's prose is written by hand."""
         rows = self.finished()
         write_result(self._path, rows)
-        lines = [
-            "# Moving optimizer state off the GPU and back",
-            "",
-            f"{machine()}; commit {commit()}; {datetime.now(UTC).date().isoformat()}. Written by `{self._command}`; "
-            f"medians, all in one run; rows in {self._path.name}.",
-            "",
-            *markdown(rows),
-            "",
-            "## Against the bars",
-            "",
-            *(f"- {line}" for line in verdicts(rows)),
-            "",
-        ]
-        self._path.with_suffix(".md").write_text("\n".join(lines))
+        page = self._path.with_suffix(".md")
+        text = page.read_text(encoding="utf-8") if page.exists() else f"# {self._path.stem}\n\n{BEGIN}\n{END}\n"
+        page.write_text(with_table(text, rows), encoding="utf-8")
+
+
+def with_table(text: str, rows: Sequence[Row]) -> str:
+    """A page's text with its table made anew.
+
+    Raises:
+        ValueError: the page has no BEGIN with an END below it.
+    """
+    before, begin, rest = text.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise ValueError(f"the page has no {BEGIN} with {END} below it; its table stands between the two")
+    return f"{before}{begin}\n\n{summary(rows)}\n\n{end}{after}"
+
+
+def summary(rows: Sequence[Row]) -> str:
+    """One line for each case and direction, how many bars are met, and those that are missed."""
+    head = "| case | direction | ours, GB/s | of the link | bar | fastest other way | its share of the link |"
+    lines = [head, "|---|---|---|---|---|---|---|"]
+    for ours, best in _compared(rows):
+        lines.append(
+            f"| {ours['case']} | {ours['direction']} | {ours['gb_per_s']:.2f} | {_percent(ours, 'share_of_link')} "
+            f"| {_percent(ours, 'bar')} | `{best['way']}` | {_percent(best, 'share_of_link')} |"
+        )
+    barred = [row for row in rows if "bar" in row]
+    missed = [f"- missed: {_against_bar(row)}" for row in barred if not _is_met(row)]
+    not_run = [f"- not run: {row['case']}, {row['way']}" for row in rows if "not_run" in row]
+    count = f"{len(barred) - len(missed)} of {len(barred)} bars are met{':' if missed else '.'}"
+    return "\n".join([*lines, "", count, *(["", *missed, *not_run] if missed or not_run else [])])
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
@@ -160,35 +176,41 @@ def _percent(row: Row, key: str) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A line for each bar."""
-    lines = []
-    for row in rows:
-        if "bar" not in row:
-            continue
-        value = row["share_of_link"] if "direction" in row else row["value"]
-        is_met = value >= row["bar"] if row["bar_is"] == "at_least" else value <= row["bar"]
-        what = f"{row['direction']}, share of the link" if "direction" in row else row["metric"]
+    """A line for each bar, and one for each comparison with the fastest other way."""
+    lines = [f"{'met' if _is_met(row) else 'MISSED'}: {_against_bar(row)}" for row in rows if "bar" in row]
+    for ours, best in _compared(rows):
+        ratio = ours["gb_per_s"] / best["gb_per_s"]
         lines.append(
-            f"{'met' if is_met else 'MISSED'}: {row['case']}, {row['way']}, {what}: {float(value):.4f} "
-            f"({row['bar_is'].replace('_', ' ')} {row['bar']:g})"
+            f"{ours['case']}, {ours['direction']}, ours is {ratio:.3f} times as fast as "
+            f"{best['way']}, the fastest other way that really releases"
         )
-    return lines + _fastest(rows)
+    return lines
 
 
-def _fastest(rows: Sequence[Row]) -> list[str]:
-    lines = []
+def _is_met(row: Row) -> bool:
+    value = _value(row)
+    return value >= row["bar"] if row["bar_is"] == "at_least" else value <= row["bar"]
+
+
+def _against_bar(row: Row) -> str:
+    what = f"{row['direction']}, share of the link" if "direction" in row else row["metric"]
+    bar = f"{row['bar_is'].replace('_', ' ')} {row['bar']:g}"
+    return f"{row['case']}, {row['way']}, {what}: {_value(row):.4f} ({bar})"
+
+
+def _value(row: Row) -> float:
+    return float(row["share_of_link"] if "direction" in row else row["value"])
+
+
+def _compared(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
+    """Our speed of each case and direction, beside that of the fastest other way that really releases."""
+    pairs = []
     speeds = [row for row in rows if "share_of_link" in row and row["case"] != "link"]
     for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in speeds):
         at = {row["way"]: row for row in speeds if (row["case"], row["direction"]) == (case, direction)}
         others = [
             row for way, row in at.items() if way != "ours" and ("released" not in row or row["released"] >= RELEASES)
         ]
-        if "ours" not in at or not others:
-            continue
-        best = max(others, key=lambda row: float(row["gb_per_s"]))
-        ratio = at["ours"]["gb_per_s"] / best["gb_per_s"]
-        lines.append(
-            f"{'met' if ratio > 1 else 'MISSED'}: {case}, {direction}, ours is {ratio:.3f} times as fast as "
-            f"{best['way']}, the fastest other way that really releases"
-        )
-    return lines
+        if "ours" in at and others:
+            pairs.append((at["ours"], max(others, key=lambda row: float(row["gb_per_s"]))))
+    return pairs

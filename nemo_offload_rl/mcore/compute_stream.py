@@ -8,7 +8,7 @@ class ComputeStream:
 
     A captured backward pass must not touch the default stream, or it ends with cudaErrorStreamCaptureInvalidated; and
     autograd's nodes that add up gradients run on the stream that they were made on. megatron-core's training has a
-    stream for these nodes alone; here everything is on one (docs/decisions/activation-manager.md).
+    stream for these nodes alone; here everything is on one (docs/decisions/compute-stream.md).
 
     Args:
         device: that this rank computes on; a CPU has no streams.

@@ -118,7 +118,7 @@ class SpanLane:
     Where the CPU sets the pace, each call shows: a request takes three times as long between a model's kernels as in a
     loop of its own. So events are used again, and copies are asked of the driver by address: `Tensor.copy_` wants
     tensors of both sides and a change of the stream. Together they were a quarter of the manager's time
-    (docs/results/activation_offload.md).
+    (docs/decisions/activation-manager.md).
     """
 
     def __init__(self, device: torch.device, *, to_host: bool) -> None:

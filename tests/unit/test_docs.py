@@ -7,6 +7,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
+RESULTS = REPOSITORY / "docs" / "results"
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
@@ -50,6 +51,15 @@ def test_commands_of_the_command_line_that_are_named_exist(page):
     named |= set(re.findall(r"`nemo-offload-rl ([a-z]+)", page.read_text()))
     missing = [command for command in named if f'"{command}"' not in cli_source()]
     assert missing == []
+
+
+def test_a_page_of_results_is_one_screen():
+    long = {page.name: lines for page in PAGES if page.parent == RESULTS if (lines := num_lines(page)) > 150}
+    assert long == {}, "tables of single cases belong in the JSON file beside the page"
+
+
+def num_lines(page: Path) -> int:
+    return len(page.read_text().splitlines())
 
 
 def test_the_names_of_the_readme_are_checked_at_all():
