@@ -98,7 +98,7 @@ class RolloutMaker:
             first_sample_id: id of each prompt's first sample; the others follow it.
 
         Raises:
-            RewardError: the reward of an answer is not a finite number.
+            RewardError: the reward of an answer is not a finite number, or its function raises.
         """
         prompts = [prompt for prompt in self.prompt_format.prompts(problems) for _ in range(num_generations)]
         prompt_ids = [prompt.prompt_ids for prompt in prompts]

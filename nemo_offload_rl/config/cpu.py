@@ -4,11 +4,14 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.rules.optimizer import STATE_TYPES
+
 _TE = "needs Transformer Engine on a GPU"
 _GPU = "needs a GPU"
+_FOLLOWS = "follows optimizer.use_precision_aware_optimizer, which " + _TE
 _GRAPHS = "needs CUDA graphs of Transformer Engine"
 
-# Key below policy.megatron_cfg: the value that leaves it off, and why it cannot be on.
+# Key below policy.megatron_cfg: the value that leaves it off, and why it cannot be another.
 OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "apply_rope_fusion": (False, _TE),
     "fused_single_qkv_rope": (False, _TE),
@@ -29,6 +32,7 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "delay_offload_until_cuda_graph": (False, _GRAPHS),
     "cuda_graph_impl": ("none", _GRAPHS),
     "optimizer.use_precision_aware_optimizer": (False, _TE),
+    **{f"optimizer.{name}": ("float32", _FOLLOWS) for name in STATE_TYPES},
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.nccl_ub": (False, "needs NCCL"),
@@ -53,7 +57,9 @@ def adapt_to_cpu(config: Any) -> tuple[Any, list[str]]:
             section = section[parent]
         if name in section and section[name] not in (off, None):
             section[name] = off
-            lines.append(f"policy.megatron_cfg.{path} is off on this machine: it {why}")
+            section[name] = off
+            state = "off" if off in (False, "none") else off
+            lines.append(f"policy.megatron_cfg.{path} is {state} on this machine: it {why}")
     policy = adapted["policy"]
     if "sequence_packing" in policy and policy["sequence_packing"]["enabled"]:
         policy["sequence_packing"]["enabled"] = False

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
+from nemo_offload_rl.config.schema_problems import value_at
 from nemo_offload_rl.config.validate import ValidatedRecipe
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
@@ -38,13 +39,10 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         elif path.is_dir() is not wants_folder:
             found = "a folder" if path.is_dir() else "a file"
             yield key, f"{path} is {found}, but dataset_name is {dataset['dataset_name']}: {_READS}"
-    shared = data.get("default", {})
-    for name, text in (
-        ("prompt_file", shared.get("prompt_file")),
-        ("system_prompt_file", shared.get("system_prompt_file")),
-    ):
-        if text is not None and not os.path.exists(text):
-            yield f"data.default.{name}", _absent(Path(text), "file")
+    for key in ("data.default.prompt_file", "data.default.system_prompt_file"):
+        text = value_at(recipe.config, key)
+        if isinstance(text, str) and not os.path.exists(text):
+            yield key, _absent(Path(text), "file")
     tokenizer = recipe.config["policy"]["tokenizer"]["name"]
     if tokenizer.startswith(("/", "./", "../", "~")) and not os.path.exists(tokenizer):
         yield "policy.tokenizer.name", _absent(Path(tokenizer), "folder")

@@ -1,6 +1,6 @@
 """Holds a recipe against the schema and Megatron's fields: each wrong key with what is wrong and what to do."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any
 
@@ -172,7 +172,7 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
                 yield path, f"{refusal}; found {show(value)}"
 
 
-def value_at(config: dict[str, Any], path: str) -> Any:
+def value_at(config: Mapping[str, Any], path: str) -> Any:
     """The value of a key by its full path; `ABSENT` where there is none."""
     node: Any = config
     for name in path.split("."):

@@ -9,6 +9,8 @@ from nemo_offload_rl.config.problems import show, show_choices
 # Families whose flags are followed one by one (mcore/architectures). Of others the check by a small twin tells.
 FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 FUSED_ACTIVATIONS = ("silu", "swish")
+# Megatron-Bridge has these compute GELU's approximation by tanh, whatever their config says.
+_TANH_GELU_FAMILIES = ("gemma", "gemma3_text", "gemma4_text")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
@@ -48,14 +50,21 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
 def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
     """What is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
 
-    megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4).
+    megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4), which it takes for
+    exact GELU alone: it refuses an activation function that is the approximation itself.
 
     Args:
         fields: of the model's Hugging Face config.
         megatron_cfg: the recipe's section.
     """
     fused = "bias_activation_fusion" in megatron_cfg and megatron_cfg["bias_activation_fusion"]
-    if not fused or "model_type" not in fields or fields["model_type"] not in FOLLOWED_FAMILIES:
+    family = fields["model_type"] if "model_type" in fields else None
+    if fused and family in _TANH_GELU_FAMILIES:
+        return (
+            f"is true, but models of the family {family} compute GELU approximated by tanh, for which megatron-core "
+            "has no fused kernel; set it to false"
+        )
+    if not fused or family not in FOLLOWED_FAMILIES:
         return None
     activation = fields["hidden_act"] if "hidden_act" in fields else "silu"
     if activation in FUSED_ACTIVATIONS:

@@ -6,6 +6,7 @@ import importlib
 import os
 import reprlib
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -14,6 +15,7 @@ from nemo_offload_rl.environments.numbers import final_number
 
 PYTHON = "python"
 _LARGEST = (2 - 2**-23) * 2.0**127  # of float32, which rewards are kept in
+_MAX_CAUSE_CHARS = 200
 _shortened = reprlib.Repr(maxstring=80, maxother=80).repr
 
 
@@ -53,20 +55,32 @@ class Reward:
         """Calls the function with the response and the answer.
 
         Raises:
-            RewardError: what it returns is not one finite number; the message names the function, the prompt, the
-                response and the known answer.
+            RewardError: what it returns is not one finite number, or it raises; the message names the function, the
+                prompt, the response and the known answer.
         """
-        reward = self.function(response, answer)
+        case = (
+            f"for the answer {_shortened(response)} to the prompt {_shortened(prompt)} "
+            f"(known answer: {_shortened(answer)})"
+        )
+        try:
+            reward = self.function(response, answer)
+        except Exception as error:  # a function of the user's may raise anything
+            raise RewardError(f"The reward function {self.name} failed {case}: {_cause(error)}.") from error
         if not isinstance(reward, int | float):
             wanted = "a number"
         elif not abs(reward) <= _LARGEST:  # holds for NaN, too, and for integers that no float can hold
             wanted = f"a finite number of at most {_LARGEST:.1e} in size"
         else:
             return float(reward)
-        raise RewardError(
-            f"The reward function {self.name} must return {wanted}, found {_shortened(reward)} for the answer "
-            f"{_shortened(response)} to the prompt {_shortened(prompt)} (known answer: {_shortened(answer)})."
-        )
+        raise RewardError(f"The reward function {self.name} must return {wanted}, found {_shortened(reward)} {case}.")
+
+
+def _cause(error: Exception) -> str:
+    """The error's type and message, and the line that raised it."""
+    line = traceback.extract_tb(error.__traceback__)[-1]
+    lines = str(error).strip().splitlines()
+    message = f"{type(error).__name__}: {lines[0][:_MAX_CAUSE_CHARS]}" if lines else type(error).__name__
+    return f"{message.rstrip('.')} ({line.filename}, line {line.lineno})"
 
 
 def make_reward(kind: str, reward_function: str | None = None) -> Reward:
@@ -100,8 +114,9 @@ def _import_reward(path: str | None) -> Reward:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except ImportError as error:
-        raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {error}") from error
+    except Exception as error:  # a module of the user's may raise anything
+        reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
+        raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, function_name, None)
     if not callable(function):
         raise RewardError(f"env.NAME.reward_function: {module_name!r} has no function {function_name!r}.")

@@ -6,7 +6,7 @@ from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import DDP, OPTIMIZER, SCHEDULER, Verdict, rule
 
 _SMALLEST_NORMAL = 2.0**-126  # of float32; GPUs read what is smaller as 0
-_STATE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
+STATE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @rule(f"{OPTIMIZER}.bf16", "policy.precision")
@@ -125,12 +125,12 @@ def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
 
 @rule(
     f"{OPTIMIZER}.use_precision_aware_optimizer",
-    *(f"{OPTIMIZER}.{name}?" for name in _STATE_TYPES),
+    *(f"{OPTIMIZER}.{name}?" for name in STATE_TYPES),
 )
 def types_of_state_need_precision_aware_optimizer(enabled: bool, *types: str | None) -> Verdict:
     """Without it the state is float32."""
     other = next(
-        (name for name, found in zip(_STATE_TYPES, types, strict=True) if found not in (None, "float32")), None
+        (name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None
     )
     if enabled or other is None:
         return None

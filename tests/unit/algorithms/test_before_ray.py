@@ -139,6 +139,15 @@ def test_what_would_be_computed_otherwise_than_by_transformers_is_refused(check)
     check(gelu, f"++{MEGATRON}.bias_activation_fusion=false")
 
 
+@pytest.mark.parametrize("family", ["gemma", "gemma3_text", "gemma4_text"])
+def test_the_gelu_of_gemma_is_not_fused(check, family):
+    """megatron-core refuses it once the model is built, in words that name no key of a recipe."""
+    model = f"policy.hf_config={{_override_: true, model_type: {family}}}"
+    with pytest.raises(ValueError, match=rf"bias_activation_fusion is true, but models of the family {family} compute"):
+        check(model, f"++{MEGATRON}.bias_activation_fusion=true")
+    check(model, f"++{MEGATRON}.bias_activation_fusion=false")
+
+
 def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
     monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
     check(*OFFLOAD, *CAPTURE, UNKNOWN, environ=EXPANDS)

@@ -314,6 +314,14 @@ def test_a_reward_that_is_no_number_ends_the_run_by_name(reward, verb):
     assert "train" not in setting.policy.calls
 
 
+def test_a_reward_that_raises_ends_the_run_by_name():
+    odd = Reward("my_rewards:odd", lambda response, answer: 1 / (int(answer) - 3))
+    setting = Setting(reward=odd, settings=replace(SETTINGS, num_prompts_per_step=10, num_generations_per_prompt=4))
+    with pytest.raises(RewardError, match=r"my_rewards:odd failed .* prompt '3=' .*: ZeroDivisionError: division by"):
+        setting.grpo.step(1, Timer())
+    assert "train" not in setting.policy.calls
+
+
 def test_dynamic_sampling_gives_up_with_advice():
     sample, _ = sampler(use_dynamic_sampling=True, dynamic_sampling_max_gen_batches=1)
     with pytest.raises(

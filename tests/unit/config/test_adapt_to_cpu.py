@@ -2,9 +2,12 @@
 
 import copy
 
+import torch
+
 from nemo_offload_rl.config import adapt_to_cpu, load
 from nemo_offload_rl.config.cpu import OFF_ON_CPU
 from nemo_offload_rl.config.keys import is_valid_key
+from nemo_offload_rl.mcore.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_activation_rules import EXPERTS
 from tests.unit.config.test_graph_rules import BF16
@@ -70,6 +73,25 @@ def test_activation_offloading_and_graphs_are_switched_off():
         "Transformer Engine",
         "policy.megatron_cfg.cuda_graph_impl is off on this machine: it needs CUDA graphs of Transformer Engine",
     ]
+
+
+def test_types_of_optimizer_state_follow_the_precision_aware_optimizer():
+    optimizer = "policy.megatron_cfg.optimizer"
+    overrides = [f"+{optimizer}.exp_avg_dtype=bfloat16", f"+{optimizer}.main_params_dtype=float32"]
+    config = load(CONFIGS / "grpo_math_1B_megatron.yaml", overrides).config
+    adapted, lines = adapt_to_cpu(config)
+    section = adapted["policy"]["megatron_cfg"]["optimizer"]
+    assert section == config["policy"]["megatron_cfg"]["optimizer"] | {
+        "use_precision_aware_optimizer": False,
+        "exp_avg_dtype": "float32",
+    }
+    assert [line for line in lines if line.startswith(optimizer)] == [
+        f"{optimizer}.use_precision_aware_optimizer is off on this machine: it needs Transformer Engine on a GPU",
+        f"{optimizer}.exp_avg_dtype is float32 on this machine: it follows optimizer.use_precision_aware_optimizer, "
+        "which needs Transformer Engine on a GPU",
+    ]
+    # megatron-core asserts that the two agree.
+    assert make_optimizer_config(adapted["policy"]).exp_avg_dtype == torch.float32
 
 
 def test_the_table_names_keys_that_exist():

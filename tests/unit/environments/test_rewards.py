@@ -73,6 +73,7 @@ def user_module(tmp_path, monkeypatch):
         "def half(response, answer):\n    return 0.5 if response else 0\n\n\n"
         "def words(response, answer):\n    return 'good'\n\n\nNUMBER = 3\n"
     )
+    (tmp_path / "broken_rewards.py").write_text("half = undefined\n")
     monkeypatch.chdir(tmp_path)
 
 
@@ -92,6 +93,10 @@ def test_a_python_function_is_called_with_response_and_answer():
         ("no_such_module_here:f", "'no_such_module_here' cannot be imported"),
         ("my_rewards:absent", "'my_rewards' has no function 'absent'"),
         ("my_rewards:NUMBER", "'my_rewards' has no function 'NUMBER'"),
+        (
+            "broken_rewards:half",
+            "'broken_rewards' cannot be imported: NameError: name 'undefined' is not defined$",
+        ),
     ],
 )
 def test_a_function_that_is_not_there_is_named(path, message):
@@ -129,13 +134,39 @@ def test_what_is_no_finite_number_is_an_error_with_everything_in_it(returned, wa
         reward.judge("7+8=", "It is 15", "15")
 
 
+def digits(response, answer):
+    if response == "empty":
+        raise AssertionError
+    return len(response) / (len(answer) - 2)
+
+
+@pytest.mark.parametrize(
+    ("response", "cause"),
+    [
+        ("It is 15", r"ZeroDivisionError: division by zero \(.*test_rewards\.py, line \d+\)"),
+        ("empty", r"AssertionError \(.*test_rewards\.py, line \d+\)"),
+    ],
+)
+def test_a_function_that_raises_is_an_error_with_its_cause(response, cause):
+    message = (
+        rf"^The reward function my_rewards:digits failed for the answer '{response}' to the prompt '7\+8=' "
+        rf"\(known answer: '15'\): {cause}\.$"
+    )
+    with pytest.raises(RewardError, match=message):
+        Reward("my_rewards:digits", digits).judge("7+8=", response, "15")
+
+
 def test_long_texts_are_shortened_in_the_error():
-    reward = Reward("f", lambda response, answer: [math.nan] * 100_000)
-    with pytest.raises(RewardError) as raised:
-        reward.judge("first " * 10_000, "a" * 10_000 + " end", "known " * 10_000)
-    assert len(str(raised.value)) < 500
-    assert "'first first" in str(raised.value)
-    assert "a end'" in str(raised.value)
+    def explain(response, answer):
+        raise ValueError("because " * 10_000 + "\nof this")
+
+    for function in (lambda response, answer: [math.nan] * 100_000, explain):
+        with pytest.raises(RewardError) as raised:
+            Reward("f", function).judge("first " * 10_000, "a" * 10_000 + " end", "known " * 10_000)
+        assert len(str(raised.value)) < 700
+        assert "'first first" in str(raised.value)
+        assert "a end'" in str(raised.value)
+        assert "\n" not in str(raised.value)
 
 
 @pytest.mark.parametrize(("returned", "reward"), [(True, 1.0), (3, 3.0), (-0.25, -0.25), (3.4e38, 3.4e38)])
