@@ -3,11 +3,10 @@
 import copy
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.config.transformers_source import with_floats
-from nemo_offload_rl.hub import cache_only, why_unreachable
+from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
@@ -58,19 +57,21 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
         with _told("policy.hf_config"):
             config = AutoConfig.for_model(model_type, **fields)
     else:
+        name = policy["model_name"]
         try:
-            with _told(f"The config of policy.model_name {policy['model_name']!r}"):
-                name = policy["model_name"]
+            with _told(f"The config of policy.model_name {name!r}"):
                 config = AutoConfig.from_pretrained(name, local_files_only=cache_only(name))
         except OSError as error:
-            if (reason := why_unreachable()) is not None and not Path(policy["model_name"]).exists():
-                raise UnreachableModelError(
-                    f"policy.model_name is {policy['model_name']!r}, which is no folder and not in the cache of the "
-                    f"hub, and {reason}; give a folder, or policy.hf_config for random weights."
-                ) from error
+            missing, detail = why_missing(name), ""
+            if missing is None:  # the hub has answered
+                missing = (
+                    f"which is neither a folder with a config.json{folder_hint(name)} nor a model of a hub that can be "
+                    "reached"
+                )
+                detail = f" ({error})"
             raise UnreachableModelError(
-                f"policy.model_name is {policy['model_name']!r}, which is neither a folder with a config.json nor a "
-                f"model of a hub that can be reached; give a folder, or policy.hf_config for random weights. ({error})"
+                f"policy.model_name is {name!r}, {missing}; give a folder, or policy.hf_config for random weights."
+                f"{detail}"
             ) from error
     overrides = policy["hf_config_overrides"] if "hf_config_overrides" in policy else {}
     _override(config, overrides)

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -23,6 +24,31 @@ def cache_only(name: str) -> bool:
         return False
     os.environ["HF_HUB_OFFLINE"] = "1"
     return True
+
+
+def why_missing(name: str) -> str | None:
+    """Why a model or tokenizer of this name is neither in a folder nor to be had from the hub.
+
+    Args:
+        name: of the model, which could not be loaded.
+
+    Returns:
+        A clause that begins with "which is"; None where the hub can be reached, or there is such a file or folder.
+    """
+    reason = why_unreachable()
+    if reason is None or Path(name).exists():
+        return None
+    return f"which is no folder{folder_hint(name)} and not in the cache of the hub, and {reason}"
+
+
+def folder_hint(name: str) -> str:
+    """A remark, in brackets, on a name that begins with a folder of this machine; empty for other names."""
+    path = Path(name)
+    if path.exists() or len(path.parts) < 2 or not path.parent.is_dir():
+        return ""
+    near = get_close_matches(path.name, [entry.name for entry in path.parent.iterdir() if entry.is_dir()], 1)
+    suggestion = f"; did you mean {path.parent / near[0]}?" if near else ""
+    return f" ({path.parent} is one, and has no {path.name}{suggestion})"
 
 
 def why_unreachable() -> str | None:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.hub import cache_only, why_unreachable
+from nemo_offload_rl.hub import cache_only, why_missing
 from nemo_offload_rl.storage.disk import system_error
 
 if TYPE_CHECKING:
@@ -34,10 +34,9 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
         try:
             tokenizer = AutoTokenizer.from_pretrained(name, local_files_only=cache_only(name))
         except (OSError, ValueError) as error:
-            if (reason := why_unreachable()) is not None and not Path(name).exists():
+            if (missing := why_missing(name)) is not None:
                 raise DataError(
-                    f"policy.tokenizer.name is {name!r}, which is no folder and not in the cache of the hub, and "
-                    f"{reason}; give a folder with a tokenizer."
+                    f"policy.tokenizer.name is {name!r}, {missing}; give a folder with a tokenizer."
                 ) from error
             raise DataError(f"policy.tokenizer.name: no tokenizer could be loaded from {name!r}: {error}") from error
     if tokenizer.eos_token_id is None:

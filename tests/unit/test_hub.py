@@ -71,12 +71,14 @@ from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.hf_config import hf_config
 print(hf_config({"model_name": "some/model"}).hidden_size)
-for load in (lambda: hf_config({"model_name": "another/model"}), lambda: load_tokenizer("another/model")):
-    try:
-        load()
-    except ValueError as error:
-        print(error)
+for name in ("another/model", "models/qwen"):
+    for load in (lambda: hf_config({"model_name": name}), lambda: load_tokenizer(name)):
+        try:
+            load()
+        except ValueError as error:
+            print(error)
 """
+    (tmp_path / "models" / "qwen3").mkdir(parents=True)
     endpoint = f"http://127.0.0.1:{closed}"
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -84,6 +86,7 @@ for load in (lambda: hf_config({"model_name": "another/model"}), lambda: load_to
         capture_output=True,
         text=True,
         check=True,
+        cwd=tmp_path,
     )
     reason = f"{endpoint} cannot be reached: Connection refused"
     assert done.stdout.splitlines() == [
@@ -92,6 +95,11 @@ for load in (lambda: hf_config({"model_name": "another/model"}), lambda: load_to
         f"{reason}; give a folder, or policy.hf_config for random weights.",
         "policy.tokenizer.name is 'another/model', which is no folder and not in the cache of the hub, and "
         f"{reason}; give a folder with a tokenizer.",
+        "policy.model_name is 'models/qwen', which is no folder (models is one, and has no qwen; did you mean "
+        f"models/qwen3?) and not in the cache of the hub, and {reason}; give a folder, or policy.hf_config for random "
+        "weights.",
+        "policy.tokenizer.name is 'models/qwen', which is no folder (models is one, and has no qwen; did you mean "
+        f"models/qwen3?) and not in the cache of the hub, and {reason}; give a folder with a tokenizer.",
     ]
     assert "Retry" not in done.stderr
 

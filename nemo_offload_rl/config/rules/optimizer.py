@@ -129,9 +129,7 @@ def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
 )
 def types_of_state_need_precision_aware_optimizer(enabled: bool, *types: str | None) -> Verdict:
     """Without it the state is float32."""
-    other = next(
-        (name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None
-    )
+    other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
     if enabled or other is None:
         return None
     return (
