@@ -32,9 +32,9 @@ from rich.table import Table
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
-from nemo_offload_rl.algorithms.setup import with_run_length
 from nemo_offload_rl.metrics.moves import Moves, median_moves, moves_table
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
 # What the recipe's policy.use_pinned_optimizer_offload is for each way.

@@ -27,11 +27,11 @@ from rich.table import Table
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
-from nemo_offload_rl.algorithms.setup import read_data, with_run_length
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.setup import read_data, with_run_length
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_tiny_cpu.yaml"
 # The recipe spares itself this pass; most recipes cannot, so both sides make it.

@@ -4,7 +4,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from nemo_offload_rl.algorithms.runner import run
+from nemo_offload_rl.run.runner import run
 
 CONFIGS = Path(__file__).parent / "configs"
 

@@ -120,7 +120,7 @@ def _validate(options: argparse.Namespace) -> None:
 
 def _read_what_is_named(recipe: "ValidatedRecipe") -> None:
     """Data, prompts, tokenizer and reward, as a run reads them before it starts anything."""
-    from nemo_offload_rl.algorithms.job import Job
+    from nemo_offload_rl.run.job import Job
 
     for one in (recipe, recipe.warm_start):
         if one is not None:

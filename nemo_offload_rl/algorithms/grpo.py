@@ -12,18 +12,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
-from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
-from nemo_offload_rl.algorithms.policy_verbs import Policy, save_policy
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
-from nemo_offload_rl.algorithms.setup import (
-    Preparation,
-    fields_from,
-    make_prompt_format,
-    make_schedule,
-    read_data,
-    read_tokenizer,
-)
-from nemo_offload_rl.algorithms.weights import WeightSync
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition
@@ -31,7 +20,18 @@ from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import check_token_ids
 from nemo_offload_rl.environments import Reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
+from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.policy_interface import Policy, save_policy
+from nemo_offload_rl.run.setup import (
+    Preparation,
+    fields_from,
+    make_prompt_format,
+    make_schedule,
+    read_data,
+    read_tokenizer,
+)
+from nemo_offload_rl.run.weight_sync import WeightSync
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
 
@@ -51,7 +51,7 @@ class BatchSizes:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationSampling:
     """What validation samples.
 
     Attributes:
@@ -66,7 +66,7 @@ class Validation:
 
 
 class GRPO:
-    """The algorithm as ``step_end.Run`` drives it.
+    """The algorithm as ``train_loop.Run`` drives it.
 
     Args:
         policy: what is trained.
@@ -88,7 +88,7 @@ class GRPO:
         generation: GenerationInterface,
         weights: WeightSync,
         sample: GroupSampler,
-        validation: Validation,
+        validation: ValidationSampling,
         advantages: Callable[[torch.Tensor], torch.Tensor],
         loss_fn: ClippedPGLoss,
         batch_sizes: BatchSizes,
@@ -107,7 +107,7 @@ class GRPO:
         self._save_optimizer = save_optimizer
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Samples a batch and trains on it; see ``step_end.Algorithm``."""
+        """Samples a batch and trains on it; see ``train_loop.Algorithm``."""
         with timer.phase("refit"):
             self._weights.refresh()
         rollouts, metrics = self._sample(step, timer)
@@ -182,11 +182,11 @@ class GRPO:
         self._sample.prompts.position = position
 
     def save(self, folder: Path) -> dict[str, FileSum]:
-        """Writes the policy; see ``step_end.Algorithm``."""
+        """Writes the policy; see ``train_loop.Algorithm``."""
         return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
 
     def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote and says what is wrong with it; see ``step_end.Algorithm``."""
+        """Reads what ranks wrote and says what is wrong with it; see ``train_loop.Algorithm``."""
         return self._policy.find_damage(str(folder), files)
 
     def load(self, folder: Path) -> None:
@@ -262,7 +262,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 GroupSettings(**fields_from(GroupSettings, section)),
                 _make_reward_scaling(section),
             ),
-            validation=Validation(
+            validation=ValidationSampling(
                 problems=validation[: section["max_val_samples"]],
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,

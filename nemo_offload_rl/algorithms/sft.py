@@ -10,21 +10,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.algorithms.metric_names import memory_metrics, residency_metrics, training_metrics
-from nemo_offload_rl.algorithms.policy_verbs import Policy, save_policy
-from nemo_offload_rl.algorithms.setup import (
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
+from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.policy_interface import Policy, save_policy
+from nemo_offload_rl.run.setup import (
     Preparation,
     make_prompt_format,
     make_schedule,
     read_data,
     read_tokenizer,
 )
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
-from nemo_offload_rl.data.problem import Problem
-from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.data.sequences import response_batch
-from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Validation:
+class ValidationData:
     """What validation measures the loss of.
 
     Attributes:
@@ -48,7 +48,7 @@ class Validation:
 
 
 class SFT:
-    """The algorithm as ``step_end.Run`` drives it.
+    """The algorithm as ``train_loop.Run`` drives it.
 
     Args:
         policy: what is trained.
@@ -66,7 +66,7 @@ class SFT:
         policy: Policy,
         example_format: PromptFormat,
         examples: ProblemLoader,
-        validation: Validation,
+        validation: ValidationData,
         train_global_batch_size: int,
         train_micro_batch_size: int,
         save_optimizer: bool,
@@ -81,7 +81,7 @@ class SFT:
         self._save_optimizer = save_optimizer
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Trains on the next global batch; see ``step_end.Algorithm``."""
+        """Trains on the next global batch; see ``train_loop.Algorithm``."""
         with timer.phase("data"):
             batch = self._batch(self._examples.next_batch(self._gbs))
         with timer.phase("training"):
@@ -126,11 +126,11 @@ class SFT:
         self._examples.position = position
 
     def save(self, folder: Path) -> dict[str, FileSum]:
-        """Writes the policy; see ``step_end.Algorithm``."""
+        """Writes the policy; see ``train_loop.Algorithm``."""
         return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
 
     def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote and says what is wrong with it; see ``step_end.Algorithm``."""
+        """Reads what ranks wrote and says what is wrong with it; see ``train_loop.Algorithm``."""
         return self._policy.find_damage(str(folder), files)
 
     def load(self, folder: Path) -> None:
@@ -178,7 +178,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
             policy=policy,
             example_format=examples,
             examples=train,
-            validation=Validation(
+            validation=ValidationData(
                 problems=validation[:num_validation],
                 micro_batch_size=section["val_micro_batch_size"],
             ),

@@ -24,7 +24,7 @@ from support.reliability import (
     to_the_end,
 )
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder
+from nemo_offload_rl.run.checkpoints import CheckpointFolder
 from nemo_offload_rl.storage.manifest import find_damage, read_manifest
 
 pytestmark = pytest.mark.slow

@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
+from nemo_offload_rl.metrics.names import MEASUREMENTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.algorithms.setup import make_prompt_format, read_data, read_tokenizer
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
 from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 

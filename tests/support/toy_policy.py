@@ -10,12 +10,12 @@ from pathlib import Path
 import torch
 from safetensors.torch import save
 
-from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import RefitReport, bucketize
 from nemo_offload_rl.storage.checksum import FileSum, file_sum

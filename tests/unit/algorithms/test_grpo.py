@@ -16,20 +16,19 @@ from support.toy_policy import (
 )
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, Validation, _make_reward_scaling
-from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
-from nemo_offload_rl.algorithms.state import TrainingState
-from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
-from nemo_offload_rl.algorithms.weights import WeightSync
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Reward, RewardError, make_reward
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.interrupt import Interrupt
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.run.weight_sync import WeightSync
 
 EXACT_MATCH = make_reward("exact_match")
 SAMPLING = SamplingParams(max_new_tokens=3, temperature=1.0, top_p=1.0, top_k=None, stop_token_ids=(EOS,), seed=7)
@@ -66,7 +65,7 @@ class Setting:
             generation=self.generation,
             weights=WeightSync(self.policy, self.generation, LocalTransport([self.generation]), verify=True),
             sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
-            validation=Validation(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
+            validation=ValidationSampling(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
@@ -79,7 +78,7 @@ class Setting:
         run = Run(
             self.grpo,
             schedule,
-            state if state is not None else TrainingState("unused"),
+            state if state is not None else RunState("unused"),
             checkpoints if checkpoints is not None else NoCheckpoints(),
             self.grpo.save,
             outputs,
@@ -129,7 +128,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path, stop):
     newest = checkpoints("parts").newest_first()[0]
     assert newest.name == f"step_{stop}"
 
-    setting, state = Setting(), TrainingState.read(newest)
+    setting, state = Setting(), RunState.read(newest)
     setting.grpo.position = state.position
     setting.grpo.load(newest)
     _, after, _ = setting.run(checkpoints=checkpoints("parts"), state=state)

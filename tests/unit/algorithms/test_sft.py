@@ -5,15 +5,14 @@ import torch
 from support.metrics_page import undocumented
 from support.toy_policy import PROBLEMS, TOKENIZER, Recorded, ToyPolicy, table_logprobs
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
-from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.sft import SFT, Validation
-from nemo_offload_rl.algorithms.state import TrainingState
-from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.algorithms.sft import SFT, ValidationData
 from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.interrupt import Interrupt
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 
 SCHEDULE = Schedule(
     max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
@@ -25,7 +24,7 @@ def make(*, micro=4, max_tokens=8) -> SFT:
         policy=ToyPolicy(),
         example_format=PromptFormat(TOKENIZER, max_tokens),
         examples=ProblemLoader(PROBLEMS, shuffle=True, seed=3),
-        validation=Validation(PROBLEMS[:7], micro_batch_size=2),
+        validation=ValidationData(PROBLEMS[:7], micro_batch_size=2),
         train_global_batch_size=4,
         train_micro_batch_size=micro,
         save_optimizer=True,
@@ -35,7 +34,7 @@ def make(*, micro=4, max_tokens=8) -> SFT:
 def run(sft, schedule=SCHEDULE, checkpoints=None, state=None):
     outputs = Recorded()
     run = Run(
-        sft, schedule, state or TrainingState("unused"), checkpoints or NoCheckpoints(), sft.save, outputs, Interrupt()
+        sft, schedule, state or RunState("unused"), checkpoints or NoCheckpoints(), sft.save, outputs, Interrupt()
     )
     return run.train(), outputs
 
@@ -112,7 +111,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
     _, whole = run(make())
     folder = CheckpointFolder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=1)
     _, before = run(make(), replace(SCHEDULE, max_num_steps=4), folder)
-    sft, state = make(), TrainingState.read(folder.newest_first()[0])
+    sft, state = make(), RunState.read(folder.newest_first()[0])
     sft.position = state.position
     sft.load(folder.newest_first()[0])
     _, after = run(sft, SCHEDULE, folder, state)

@@ -1,7 +1,7 @@
 import torch
 from support.metrics_page import PAGE, undocumented
 
-from nemo_offload_rl.algorithms.metric_names import residency_metrics
+from nemo_offload_rl.metrics.names import residency_metrics
 from nemo_offload_rl.offload.measurements import LinkSpeed, MemoryNow, Meter, Started
 from nemo_offload_rl.offload.types import Cell, Phase, Target
 

@@ -9,10 +9,10 @@ import pytest
 import ray
 import torch
 
-from nemo_offload_rl.algorithms.last_words import add_last_words
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
@@ -264,7 +264,7 @@ def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
 def test_the_last_line_of_a_failed_run_is_the_cause_in_words(fresh_group, folder, last_line):
     with pytest.raises(WorkerError) as caught:
         fresh_group().load_checkpoint(folder)
-    add_last_words(caught.value)
+    add_failure_summary(caught.value)
     assert "".join(traceback.format_exception(caught.value)).splitlines()[-1].startswith(last_line)
 
 

@@ -1,18 +1,103 @@
-"""Checkpoint folders: each appears whole or not at all, and the best are kept."""
+"""Checkpoint folders and the state of a run in them: each folder appears whole or not at all, and the best are kept."""
 
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import re
 import shutil
 from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, Self
 
-from nemo_offload_rl.algorithms.state import TrainingState, read_metrics_of
+from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import full_disk_in_words, sync
-from nemo_offload_rl.storage.manifest import DamagedError, write_manifest
+from nemo_offload_rl.storage.disk import full_disk_in_words, sync, write_whole
+from nemo_offload_rl.storage.manifest import MANIFEST_FILE, DamagedError, write_manifest
+
+STATE_FILE = "training_state.json"
+
+
+@dataclass(frozen=True)
+class ValidationResult:
+    """What a validation measured after ``step`` steps; metric names start with ``validation/``."""
+
+    step: int
+    metrics: dict[str, float]
+
+
+@dataclass
+class RunState:
+    """Progress of a run.
+
+    Attributes:
+        step: whole steps done.
+        position: where the training data goes on.
+        validations: all of them, oldest first.
+        run_dir: folder of the run's metrics and log.
+    """
+
+    run_dir: str
+    step: int = 0
+    position: DataPosition = START
+    validations: list[ValidationResult] = field(default_factory=list)
+
+    def write(self, folder: Path, metrics: Mapping[str, float]) -> None:
+        """Writes the state, and the metrics that the checkpoint is ranked by, into a checkpoint folder."""
+        content = asdict(self) | {"metrics": dict(metrics), "manifest": MANIFEST_FILE}
+        write_whole(folder / STATE_FILE, json.dumps(content, indent=2) + "\n")
+
+    @classmethod
+    def read(cls, folder: Path) -> Self:
+        """Reads the state of a checkpoint folder.
+
+        Raises:
+            DamagedError: it is not what was written.
+        """
+        return _read(
+            folder,
+            lambda content: cls(
+                run_dir=str(Path(content["run_dir"])),
+                step=int(content["step"]),
+                position=DataPosition(**content["position"]),
+                validations=[ValidationResult(**validation) for validation in content["validations"]],
+            ),
+        )
+
+
+def read_metrics_of(folder: Path) -> dict[str, float]:
+    """The metrics that a checkpoint folder was written with.
+
+    Raises:
+        DamagedError: its state is not what was written.
+    """
+    return _read(folder, lambda content: {name: float(value) for name, value in content["metrics"].items()})
+
+
+def was_written_with_manifest(folder: Path) -> bool:
+    """Whether a checkpoint folder must have a manifest; those of earlier versions have none.
+
+    Raises:
+        DamagedError: its state is not what was written.
+    """
+    return _read(folder, lambda content: "manifest" in content)
+
+
+def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
+    """What is taken from the content of a folder's state.
+
+    Raises:
+        DamagedError: it is not what was written.
+    """
+    try:
+        return take(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
+    except FileNotFoundError as error:
+        raise DamagedError(f"{STATE_FILE} is missing") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError(f"{STATE_FILE} is not what was written ({type(error).__name__}: {error})") from error
+
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +124,7 @@ class CheckpointFolder:
         self._higher_is_better = higher_is_better
         self._keep_top_k = keep_top_k
 
-    def save(self, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> Path:
+    def save(self, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> Path:
         """Writes a checkpoint beside the others, its manifest last, moves it into place, and removes the worst.
 
         Args:
@@ -66,7 +151,7 @@ class CheckpointFolder:
         self._remove_worst()
         return finished
 
-    def _fill(self, folder: Path, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
+    def _fill(self, folder: Path, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
         with full_disk_in_words(folder):
             folder.mkdir(parents=True)
             known = write(folder)
@@ -120,7 +205,7 @@ class CheckpointFolder:
 class NoCheckpoints:
     """Stands in for ``CheckpointFolder`` where checkpointing is off: nothing is written, nothing is found."""
 
-    def save(self, state: TrainingState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
+    def save(self, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
         """Writes nothing."""
 
     def newest_first(self) -> list[Path]:

@@ -10,8 +10,6 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
-from nemo_offload_rl.algorithms.metric_names import logged_name
-from nemo_offload_rl.algorithms.step_end import Algorithm, Schedule, StopTarget
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.data import DataConfig, Dataset
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
@@ -23,6 +21,8 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Problem, ProblemSet
 from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.metrics.names import logged_name
+from nemo_offload_rl.run.train_loop import Algorithm, Schedule, StopTarget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

@@ -5,7 +5,7 @@ from io import StringIO
 from rich.console import Console
 from support.limits import files_of_at_most
 
-from nemo_offload_rl.algorithms.run_folder import changed_keys, logged_to, new_run_folder, read_recipe, write_recipe
+from nemo_offload_rl.run.folder import changed_keys, logged_to, new_run_folder, read_recipe, write_recipe
 
 
 def test_run_folders_are_numbered(tmp_path):

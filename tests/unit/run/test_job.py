@@ -17,16 +17,15 @@ from support.limits import files_of_at_most
 from support.toy_policy import ToyPolicy
 
 from nemo_offload_rl import config
-from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
-from nemo_offload_rl.algorithms.job import Ending, Job, Session
-from nemo_offload_rl.algorithms.metric_names import MEASUREMENTS
-from nemo_offload_rl.algorithms.sft import SFT, Validation
-from nemo_offload_rl.algorithms.step_end import StopReason
-from nemo_offload_rl.algorithms.warm_start import run_warm_start
+from nemo_offload_rl.algorithms.sft import SFT, ValidationData
 from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.metrics.names import MEASUREMENTS
+from nemo_offload_rl.run.interrupt import Interrupt, Stopped
+from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
+from nemo_offload_rl.run.train_loop import StopReason
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -54,7 +53,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             policy=ToyPolicy(),
             example_format=PromptFormat(load_tokenizer("arithmetic"), 16),
             examples=ProblemLoader(make_arithmetic("train", 2, 100, seed=1), shuffle=True, seed=1),
-            validation=Validation(make_arithmetic("validation", 2, 10, seed=1), micro_batch_size=4),
+            validation=ValidationData(make_arithmetic("validation", 2, 10, seed=1), micro_batch_size=4),
             train_global_batch_size=8,
             train_micro_batch_size=8,
             save_optimizer=True,

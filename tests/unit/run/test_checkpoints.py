@@ -4,9 +4,8 @@ from pathlib import Path
 import pytest
 from support.limits import files_of_at_most
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
-from nemo_offload_rl.algorithms.state import TrainingState, Validation, read_metrics_of
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, ValidationResult, read_metrics_of
 from nemo_offload_rl.storage.checksum import file_sum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import find_damage, read_manifest
@@ -20,7 +19,7 @@ def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2) -> Checkp
 
 def save(checkpoints, step, **metrics):
     named = {f"validation/{name}": value for name, value in metrics.items()}
-    return checkpoints.save(TrainingState("run", step=step), named, weights)
+    return checkpoints.save(RunState("run", step=step), named, weights)
 
 
 def weights(path):
@@ -33,11 +32,11 @@ def steps(path):
 
 
 def test_a_checkpoint_holds_what_was_written_and_the_state(tmp_path):
-    state = TrainingState("logs/exp_001", 7, DataPosition(1, 30), [Validation(5, {ACCURACY: 0.5})])
+    state = RunState("logs/exp_001", 7, DataPosition(1, 30), [ValidationResult(5, {ACCURACY: 0.5})])
     written = folder(tmp_path / "new").save(state, {ACCURACY: 0.6}, weights)
     assert written == tmp_path / "new" / "step_7"
     assert (written / "weights").read_text() == "w"
-    assert TrainingState.read(written) == state
+    assert RunState.read(written) == state
     assert read_metrics_of(written) == {ACCURACY: 0.6}
 
 
@@ -87,7 +86,7 @@ def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(TrainingState("run", step=2), {}, fail)
+        checkpoints.save(RunState("run", step=2), {}, fail)
     assert checkpoints.newest_first()[0].name == "step_1"
     assert not (tmp_path / "tmp_step_2").exists()
     (tmp_path / "tmp_step_2").mkdir()  # as of a run that was killed
@@ -111,7 +110,7 @@ def test_where_the_disk_is_full_nothing_of_the_checkpoint_stays_and_the_next_one
 
     reason = "No space left on device" if full == "no space" else "File too large"
     with pytest.raises(DiskFullError, match=f"tmp_step_2 cannot be written: {reason} .* free"):
-        checkpoints.save(TrainingState("run", step=2), {}, fill)
+        checkpoints.save(RunState("run", step=2), {}, fill)
     assert steps(tmp_path) == [1]
     assert save(checkpoints, 2).name == "step_2"
 
@@ -125,7 +124,7 @@ def test_the_manifest_is_written_last_and_lists_every_file(tmp_path):
         known["policy/weights"] = file_sum(path / "policy" / "weights", rank=3)
         return known
 
-    checkpoint = folder(tmp_path).save(TrainingState("run", step=1), {}, write)
+    checkpoint = folder(tmp_path).save(RunState("run", step=1), {}, write)
     files = read_manifest(checkpoint).files
     assert set(files) == {"policy/weights", "training_state.json"}
     assert files["policy/weights"] == known["policy/weights"]
@@ -177,7 +176,7 @@ def test_the_state_is_readable_json(tmp_path):
 
 def test_off_means_nothing_is_written(tmp_path):
     checkpoints = NoCheckpoints()
-    checkpoints.save(TrainingState("run", step=1), {}, lambda path: pytest.fail("was called"))
+    checkpoints.save(RunState("run", step=1), {}, lambda path: pytest.fail("was called"))
     checkpoints.remove_unfinished()
     assert checkpoints.newest_first() == []
 
@@ -190,5 +189,5 @@ def test_a_save_that_fails_or_is_stopped_leaves_no_partial_folder(tmp_path, erro
 
     folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
     with pytest.raises(error):
-        folder.save(TrainingState("run", step=3), {}, write)
+        folder.save(RunState("run", step=3), {}, write)
     assert list(tmp_path.iterdir()) == []

@@ -9,7 +9,7 @@ from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.worker.group import WorkerError
 
 
-def add_last_words(error: WorkerError | GenerationError) -> None:
+def add_failure_summary(error: WorkerError | GenerationError) -> None:
     """Adds the line to an error of another process as a note, which Python prints below the error's own text."""
     who = f"rank {error.rank} of the policy" if isinstance(error, WorkerError) else "generation"
     error.add_note(f"The run failed: {who} failed in {error.verb}: {_reason(error.cause)}")

@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Literal
 
-from nemo_offload_rl.algorithms.checkpoints import Checkpoints
-from nemo_offload_rl.algorithms.run_folder import read_recipe
-from nemo_offload_rl.algorithms.state import TrainingState, was_written_with_manifest
+from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, was_written_with_manifest
+from nemo_offload_rl.run.folder import read_recipe
 from nemo_offload_rl.storage.manifest import (
     MANIFEST_FILE,
     DamagedCheckpointError,
@@ -67,7 +66,7 @@ def damage_seen_by_driver(checkpoint: Path) -> list[str]:
             return lines
         if manifest is None and was_written_with_manifest(checkpoint):
             return [f"{MANIFEST_FILE} is missing"]
-        TrainingState.read(checkpoint)
+        RunState.read(checkpoint)
         read_recipe(checkpoint)
     except DamagedError as error:
         return [str(error)]

@@ -1,9 +1,10 @@
-"""One recipe's run: its folder, its checkpoints, its metrics, and what the user is told at its end."""
+"""One recipe's run: its folder, its checkpoints, its metrics, what the user is told at its end; and the warm start."""
 
 from __future__ import annotations
 
 import importlib
 import logging
+import shutil
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
@@ -13,31 +14,28 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_offload_rl.algorithms import ALGORITHMS
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints
-from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.locks import lock_run_folder
-from nemo_offload_rl.algorithms.metric_names import logged_name
-from nemo_offload_rl.algorithms.progress import Progress
-from nemo_offload_rl.algorithms.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
-from nemo_offload_rl.algorithms.run_folder import (
+from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
+from nemo_offload_rl.data.tokenizer import save_tokenizer
+from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
+from nemo_offload_rl.metrics.moves import moves_table
+from nemo_offload_rl.metrics.names import logged_name
+from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
+from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints, RunState
+from nemo_offload_rl.run.folder import (
     HF_FOLDER,
     LOG_FILE,
     changed_keys,
+    lock_run_folder,
     logged_to,
     new_run_folder,
     read_recipe,
     write_recipe,
 )
-from nemo_offload_rl.algorithms.setup import Preparation, with_run_length
-from nemo_offload_rl.algorithms.state import TrainingState
-from nemo_offload_rl.algorithms.step_end import Algorithm, Run, StopReason
-from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
-from nemo_offload_rl.data.tokenizer import save_tokenizer
-from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
-from nemo_offload_rl.metrics.moves import moves_table
-from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
-from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.interrupt import Interrupt, Progress
+from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
+from nemo_offload_rl.run.setup import Preparation, with_run_length
+from nemo_offload_rl.run.train_loop import Algorithm, Run, StopReason
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words
 from nemo_offload_rl.storage.manifest import read_manifest
@@ -78,7 +76,7 @@ class Job:
     """A validated recipe, with everything read that it names.
 
     Attributes:
-        algorithm: a key of ``ALGORITHMS``.
+        algorithm: the section that marks the recipe.
         config: the resolved recipe.
         notes: what the user should know about it, a line each.
         preparation: of the algorithm.
@@ -99,7 +97,7 @@ class Job:
             DataError: the data, a template or the tokenizer cannot be used.
             RewardError: the reward cannot be used.
         """
-        module = importlib.import_module(ALGORITHMS[recipe.algorithm])
+        module = importlib.import_module(f"nemo_offload_rl.algorithms.{recipe.algorithm}")
         return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
@@ -116,7 +114,7 @@ class Job:
         """
         newest = self._choose(self._checkpoints(), damage_seen_by_driver, console)
         if newest is not None:
-            with lock_run_folder(Path(TrainingState.read(newest).run_dir), console):
+            with lock_run_folder(Path(RunState.read(newest).run_dir), console):
                 pass
 
     def run(self, session: Session) -> Ending:
@@ -132,7 +130,7 @@ class Job:
         if newest is None:
             run_dir = new_run_folder(Path(self.config["logger"]["log_dir"]))
         else:
-            run_dir = Path(TrainingState.read(newest).run_dir)
+            run_dir = Path(RunState.read(newest).run_dir)
             changed = changed_keys(read_recipe(newest) or {}, self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
             _say(session.console, f"Going on from {newest}{suffix}.")
@@ -209,10 +207,10 @@ class Job:
             return files
 
         schedule = self.preparation.schedule
-        state = TrainingState(str(run_dir))
+        state = RunState(str(run_dir))
         if newest is not None:
             newest = self._choose_by_contents(algorithm, checkpoints, session.console)
-            state = replace(TrainingState.read(newest), run_dir=str(run_dir))
+            state = replace(RunState.read(newest), run_dir=str(run_dir))
             done = session.interrupt.progress
             done.num_done, done.num_saved, done.checkpoint = state.step, state.step, newest
             algorithm.position = state.position
@@ -271,7 +269,7 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """See ``step_end.Outputs``."""
+    """See ``train_loop.Outputs``."""
 
     metrics: RunLogger
     progress: LiveProgress
@@ -281,3 +279,28 @@ class _Outputs:
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.progress.update(step, metrics)
+
+
+def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
+    """Runs an SFT recipe in a folder, unless the same resolved recipe has been run there to its end.
+
+    The recipe is written into the folder last and marks a complete run. No checkpoints are kept.
+
+    Args:
+        job: the SFT recipe, which exports its model.
+        folder: for the run; what an unfinished or another run has left there is removed.
+        session: what it runs on.
+
+    Returns:
+        The exported Hugging Face folder, or None where the run was interrupted.
+    """
+    if read_recipe(folder) == job.config:
+        message = f"The warm start in {folder} is that of this recipe and is used again."
+        session.console.print(message, markup=False, highlight=False, soft_wrap=True)
+        return folder / HF_FOLDER
+    if folder.exists():
+        shutil.rmtree(folder)
+    if job.run_in(folder, session, NoCheckpoints(), None, "warm start").reason is StopReason.INTERRUPTED:
+        return None
+    write_recipe(folder, job.config)
+    return folder / HF_FOLDER

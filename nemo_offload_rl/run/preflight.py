@@ -18,12 +18,12 @@ from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.worker.environment import library_environment
 
 
-def check_before_ray(config: Mapping[str, Any], algorithm: str) -> None:
+def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     """Refuse what workers on this machine would refuse once they have built the model, before Ray is started here.
 
     Args:
         config: a validated recipe.
-        algorithm: a key of `ALGORITHMS`.
+        algorithm: the section that marks the recipe.
 
     Raises:
         HostBudgetError: as `check_sizes`.
@@ -46,7 +46,7 @@ def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) ->
 
     Args:
         config: a validated recipe.
-        algorithm: a key of `ALGORITHMS`.
+        algorithm: the section that marks the recipe.
         has_gpus: whether the workers have; without, what needs one is off.
 
     Raises:

@@ -12,15 +12,15 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nemo_offload_rl.algorithms.interrupt import Interrupt
+from nemo_offload_rl.run.interrupt import Interrupt
 
 # Everything of weight is imported once signals are handled: see `run`.
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from nemo_offload_rl.algorithms.job import Ending, Job, Session
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
+    from nemo_offload_rl.run.job import Ending, Job, Session
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -33,7 +33,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     Args:
         recipe_path: of the YAML file.
         overrides: in Hydra's grammar, such as ``grpo.max_num_steps=10``.
-        algorithm: a key of ``ALGORITHMS``, which the recipe must be of.
+        algorithm: the section that the recipe must have.
 
     Returns:
         The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names; 130, 143 or 129 where SIGINT,
@@ -54,11 +54,11 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
 def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, interrupt: Interrupt) -> int:
     from rich.console import Console
 
-    from nemo_offload_rl.algorithms.locks import lock_folders
     from nemo_offload_rl.config import RecipeError
     from nemo_offload_rl.config.model_folder import ModelFolderError
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
+    from nemo_offload_rl.run.folder import lock_folders
     from nemo_offload_rl.storage.disk import DiskFullError
     from nemo_offload_rl.storage.lock import LockedError
     from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -78,10 +78,10 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
             return EXIT_WRONG_RECIPE
         interrupt.check()
 
-        from nemo_offload_rl.algorithms.job import Session
-        from nemo_offload_rl.algorithms.last_words import add_last_words
-        from nemo_offload_rl.algorithms.step_end import StopReason
         from nemo_offload_rl.generation.interface import GenerationError
+        from nemo_offload_rl.run.failure_summary import add_failure_summary
+        from nemo_offload_rl.run.job import Session
+        from nemo_offload_rl.run.train_loop import StopReason
         from nemo_offload_rl.worker.group import WorkerError
 
         interrupt.grace_period_s = job.config["checkpointing"].get("grace_period_s")
@@ -101,7 +101,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         except (WorkerError, GenerationError) as error:
             if not isinstance(error.cause, ValueError):
                 error.add_note(f"What the workers printed is in {cluster.logs_folder}.")
-                add_last_words(error)
+                add_failure_summary(error)
                 raise
             _print_error(errors, error.cause)
             if interrupt.progress.num_lost:
@@ -145,7 +145,7 @@ def _starts_ray_here() -> bool:
 
 
 def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
-    from nemo_offload_rl.algorithms.job import Job
+    from nemo_offload_rl.run.job import Job
 
     return Job.prepare(recipe), None if recipe.warm_start is None else Job.prepare(recipe.warm_start)
 
@@ -153,13 +153,13 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 @contextmanager
 def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
     """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked."""
-    from nemo_offload_rl.algorithms.before_ray import check_before_ray, check_sizes
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
+    from nemo_offload_rl.run.preflight import check_before_start, check_sizes
 
     starts_here = starts_ray_here()
     if starts_here:
         for job in jobs:
-            check_before_ray(job.config, job.algorithm)
+            check_before_start(job.config, job.algorithm)
     section = jobs[-1].config["cluster"]
     low, high = section.get("master_port_range_low"), section.get("master_port_range_high")
     with Cluster(
@@ -174,10 +174,9 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
 
 
 def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[], None], session: Session) -> Ending:
-    from nemo_offload_rl.algorithms.job import Ending
-    from nemo_offload_rl.algorithms.locks import warm_start_folder
-    from nemo_offload_rl.algorithms.step_end import StopReason
-    from nemo_offload_rl.algorithms.warm_start import run_warm_start
+    from nemo_offload_rl.run.folder import warm_start_folder
+    from nemo_offload_rl.run.job import Ending, run_warm_start
+    from nemo_offload_rl.run.train_loop import StopReason
 
     if warm_start is not None:
         model = run_warm_start(warm_start, warm_start_folder(job.config), session)

@@ -10,11 +10,10 @@ from enum import Enum
 from pathlib import Path
 from typing import Protocol
 
-from nemo_offload_rl.algorithms.checkpoints import Checkpoints, WriteCheckpoint
-from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.state import TrainingState, Validation
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, ValidationResult, WriteCheckpoint
+from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
@@ -141,7 +140,7 @@ class Run:
         self,
         algorithm: Algorithm,
         schedule: Schedule,
-        state: TrainingState,
+        state: RunState,
         checkpoints: Checkpoints,
         write_checkpoint: WriteCheckpoint,
         outputs: Outputs,
@@ -226,7 +225,7 @@ class Run:
     def _validate(self) -> dict[str, float]:
         with self._timer.phase("validation"):
             metrics = self._algorithm.validate(self.state.step)
-        self.state.validations.append(Validation(self.state.step, metrics))
+        self.state.validations.append(ValidationResult(self.state.step, metrics))
         return dict(metrics)
 
     def _save(self) -> None:

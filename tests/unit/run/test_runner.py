@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
+from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 from nemo_offload_rl.storage.lock import FolderLock
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -50,7 +50,7 @@ def test_missing_files_are_all_named_before_torch_is_imported(tmp_path):
         "++warm_start.overrides=['+data.default.system_prompt_file=nope.txt','policy.tokenizer.name=./absent']",
     ]
     code = (
-        "import sys; from nemo_offload_rl.algorithms.runner import run; from nemo_offload_rl.cli import main\n"
+        "import sys; from nemo_offload_rl.run.runner import run; from nemo_offload_rl.cli import main\n"
         "recipe, overrides = sys.argv[1], sys.argv[2:]\n"
         "print(main(['validate', recipe, *overrides]), file=sys.stderr)\n"
         "print(main(['validate', '--deep', recipe, *overrides]), file=sys.stderr)\n"
@@ -78,7 +78,7 @@ def test_missing_files_are_all_named_before_torch_is_imported(tmp_path):
 def test_a_wrong_recipe_is_answered_before_torch_is_imported(overrides):
     overrides = ["~warm_start", *overrides]
     code = (
-        "import sys; from nemo_offload_rl.algorithms.runner import run; "
+        "import sys; from nemo_offload_rl.run.runner import run; "
         f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, {overrides!r}, 'grpo'); "
         "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
     )
@@ -90,7 +90,7 @@ def test_a_wrong_recipe_is_answered_before_torch_is_imported(overrides):
 def test_a_second_start_is_told_by_whom_the_folder_is_in_use_before_torch_is_imported(tmp_path, folder):
     overrides = [f"checkpointing.checkpoint_dir={tmp_path / 'checkpoints'}", f"logger.log_dir={tmp_path / 'logs'}"]
     code = (
-        "import sys; from nemo_offload_rl.algorithms.runner import run; "
+        "import sys; from nemo_offload_rl.run.runner import run; "
         f"status = run({str(CONFIGS / 'grpo_tiny_cpu.yaml')!r}, {overrides}, 'grpo'); "
         "print(status, 'torch' in sys.modules, 'ray' in sys.modules)"
     )

@@ -8,8 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
-from nemo_offload_rl.algorithms.progress import Progress
+from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
 
 
 class Clock:
@@ -128,8 +127,8 @@ def test_a_closed_terminal_is_nothing_to_nohup():
 # A main thread that catches whatever a handler raises.
 STUCK = """
 import ctypes, os, signal, sys, threading, time
-from nemo_offload_rl.algorithms.interrupt import Interrupt
-from nemo_offload_rl.algorithms.progress import Progress
+from nemo_offload_rl.run.interrupt import Interrupt
+from nemo_offload_rl.run.interrupt import Progress
 
 with Interrupt(stuck_s=0.2) as interrupt, interrupt.finishing():
     interrupt.progress = Progress(num_done=6, in_step=True, num_saved=4)

@@ -5,13 +5,11 @@ from dataclasses import replace
 import pytest
 from support.toy_policy import Recorded
 
-from nemo_offload_rl.algorithms.checkpoints import CheckpointFolder, NoCheckpoints
-from nemo_offload_rl.algorithms.interrupt import Interrupt, Stopped
-from nemo_offload_rl.algorithms.metric_names import logged_name
-from nemo_offload_rl.algorithms.progress import Progress
-from nemo_offload_rl.algorithms.state import TrainingState
-from nemo_offload_rl.algorithms.step_end import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.data.loader import DataPosition
+from nemo_offload_rl.metrics.names import logged_name
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.storage.disk import DiskFullError
 
 SCHEDULE = Schedule(
@@ -65,7 +63,7 @@ def run(tmp_path, *, algorithm=None, interrupt=None, checkpoints=None, state=Non
     run = Run(
         algorithm,
         replace(SCHEDULE, **changes),
-        state or TrainingState("run"),
+        state or RunState("run"),
         checkpoints or CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None),
         algorithm.save,
         outputs,
@@ -127,7 +125,7 @@ def test_a_target_ends_a_run(tmp_path):
 def test_a_finished_run_has_nothing_left_to_do(tmp_path):
     target = StopTarget("validation/accuracy", 0.4)
     run(tmp_path, target=target, val_period=2)
-    state = TrainingState.read(tmp_path / "step_4")
+    state = RunState.read(tmp_path / "step_4")
     reason, algorithm, outputs = run(tmp_path, target=target, val_period=2, state=state, val_at_start=True)
     assert reason is StopReason.TARGET
     assert (algorithm.validated, outputs.rows) == ([], {})
@@ -142,7 +140,7 @@ def test_an_interrupt_finishes_the_step_and_saves(tmp_path):
     assert max(outputs.rows) == 5
     assert saved(tmp_path) == [3, 5]
     assert algorithm.validated == [4]
-    assert TrainingState.read(tmp_path / "step_5").position == DataPosition(1, 1)
+    assert RunState.read(tmp_path / "step_5").position == DataPosition(1, 1)
 
 
 def test_an_interrupt_before_the_first_step_saves_nothing(tmp_path):
@@ -163,18 +161,18 @@ def test_a_checkpoint_has_its_steps_in_the_log_already(tmp_path):
     algorithm = Countdown()
     checkpoints = Dies(tmp_path, None, higher_is_better=True, keep_top_k=None)
     with pytest.raises(OSError, match="killed"):
-        Run(algorithm, SCHEDULE, TrainingState("run"), checkpoints, algorithm.save, outputs, Interrupt()).train()
+        Run(algorithm, SCHEDULE, RunState("run"), checkpoints, algorithm.save, outputs, Interrupt()).train()
     assert outputs.rows[3]["train/loss"] == pytest.approx(1 / 3)
 
 
 def test_a_resumed_run_starts_where_the_other_stopped(tmp_path):
     run(tmp_path, max_num_steps=5)
-    state = TrainingState.read(tmp_path / "step_5")
+    state = RunState.read(tmp_path / "step_5")
     assert (state.step, state.position) == (5, DataPosition(1, 1))
     _, algorithm, outputs = run(tmp_path, state=state, val_at_start=True)
     assert list(outputs.rows) == [6, 7, 8, 9, 10]
     assert algorithm.validated == [8]
-    assert [validation.step for validation in TrainingState.read(tmp_path / "step_10").validations] == [4, 8]
+    assert [validation.step for validation in RunState.read(tmp_path / "step_10").validations] == [4, 8]
 
 
 def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(tmp_path, caplog):
@@ -192,7 +190,7 @@ def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(t
 def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
     algorithm = FullAt(4, 5)
     last = Run(
-        algorithm, SCHEDULE, TrainingState("run"), CheckpointFolder(tmp_path, None, True, None), algorithm.save,
+        algorithm, SCHEDULE, RunState("run"), CheckpointFolder(tmp_path, None, True, None), algorithm.save,
         Recorded(), Interrupt(),
     )  # fmt: skip
     assert last.train() is StopReason.STEPS

@@ -8,13 +8,13 @@ from types import SimpleNamespace
 import pytest
 from huggingface_hub import constants
 
-from nemo_offload_rl.algorithms import before_ray, runner
-from nemo_offload_rl.algorithms.before_ray import check_before_ray
-from nemo_offload_rl.algorithms.runner import EXIT_WRONG_RECIPE, run
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.run import preflight, runner
+from nemo_offload_rl.run.preflight import check_before_start
+from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
 
 ROOT = Path(__file__).parents[3]
 DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
@@ -39,7 +39,7 @@ def check(monkeypatch):
         for name, value in dict(environ).items():
             monkeypatch.setenv(name, value)
         validated = load(recipe, list(overrides))
-        check_before_ray(validated.config, validated.algorithm)
+        check_before_start(validated.config, validated.algorithm)
 
     return on_a_gpu
 
@@ -114,8 +114,8 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
     checked = []
     monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
     monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(SimpleNamespace(has_gpus=has_gpus)))
-    monkeypatch.setattr(before_ray, "check_sizes", lambda *job, **found: checked.append((*job, found)))
-    monkeypatch.setattr(before_ray, "check_before_ray", lambda *_: pytest.fail("Ray is not started here"))
+    monkeypatch.setattr(preflight, "check_sizes", lambda *job, **found: checked.append((*job, found)))
+    monkeypatch.setattr(preflight, "check_before_start", lambda *_: pytest.fail("Ray is not started here"))
     jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
     with runner._start_cluster(jobs):
         assert checked == [(job.config, job.algorithm, {"has_gpus": has_gpus}) for job in jobs]
