@@ -182,12 +182,13 @@ def _plan(options: argparse.Namespace) -> None:
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
+    from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.planner import keeps_reference, make_plan, plan_run
+    from nemo_offload_rl.plan.planner import make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
 
     config, link = validated.config, None if options.link is None else options.link * 1e9
@@ -201,7 +202,7 @@ def _plan(options: argparse.Namespace) -> None:
         run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
     except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
-        keeps = keeps_reference(config)
+        keeps = ALGORITHMS[validated.algorithm].keeps_reference(config)
         print_residency(without_sizes, keeps_reference=keeps, written_at=written_at, as_json=options.json)
         if without_sizes.activations is not None:
             limit_where_unknown(without_sizes.activations, error)

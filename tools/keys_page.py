@@ -12,11 +12,11 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 
 import annotated_types
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import Key, key_comments, schema_keys
 from nemo_offload_rl.config.megatron_fields import SECTIONS
 from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.schema import ALGORITHMS
 from nemo_offload_rl.config.upstream import OFF_ONLY, OTHER_VALUES, SWITCHED_OFF, WITHOUT_EFFECT
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipe-keys.md"
@@ -68,8 +68,8 @@ Values that NeMo-RL has for keys of ours, and this package has not:
 def page() -> str:
     """The page's text."""
     sections, described = [], set()
-    for algorithm, root in ALGORITHMS.items():
-        keys = schema_keys(root)
+    for algorithm, spec in ALGORITHMS.items():
+        keys = schema_keys(spec.schema)
         for path, typed_dict in _sections(keys):
             if typed_dict not in described:
                 sections.append(_section(path, typed_dict, keys, algorithm, described))
@@ -80,7 +80,7 @@ def page() -> str:
 
 
 def _contents(algorithm: str) -> str:
-    keys = schema_keys(ALGORITHMS[algorithm])
+    keys = schema_keys(ALGORITHMS[algorithm].schema)
     names = [f"`{path}`" + ("" if key.required else " (optional)") for path, key in keys.items() if "." not in path]
     return f"A recipe with `{algorithm}` has the sections {', '.join(names)}."
 

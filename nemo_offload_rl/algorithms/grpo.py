@@ -13,6 +13,7 @@ from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition
@@ -245,7 +246,10 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
         policy = PolicyWorkerGroup(
-            fitted_policy, cluster, seed=section["seed"], init_reference_model=loss_fn.needs_reference_logprobs
+            fitted_policy,
+            cluster,
+            seed=section["seed"],
+            init_reference_model=ALGORITHMS["grpo"].keeps_reference(config),
         )
         generation = make_generation(fitted_policy, cluster)
         verify = bool(fitted_policy.get("verify_refit"))

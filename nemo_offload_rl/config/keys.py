@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import nearest
-from nemo_offload_rl.config.schema import ALGORITHMS
 
 ANY_NAME = "*"  # stands for the names that a user chooses, as in `env.*.reward`
 
@@ -128,7 +128,7 @@ def is_valid_key(path: str) -> bool:
     section, _, name = path.rpartition(".")
     if section in SECTIONS and name in megatron_fields(section):
         return True
-    return any(find_key(root, path) for root in ALGORITHMS.values())
+    return any(find_key(spec.schema, path) for spec in ALGORITHMS.values())
 
 
 def short_section(root: type, path: str, longest: int = 4) -> list[str]:

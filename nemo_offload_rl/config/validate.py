@@ -4,8 +4,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.hf_check import hf_config_problems
 from nemo_offload_rl.config.ignored import ignored_overrides
 from nemo_offload_rl.config.limits import MAX_PROBLEMS
@@ -20,13 +21,11 @@ from nemo_offload_rl.config.problems import (
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
-from nemo_offload_rl.config.rules.base import Conflict
-from nemo_offload_rl.config.schema import ALGORITHMS, MasterConfig
+from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
+from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, screen
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
-
-AlgorithmName = Literal["grpo", "sft"]
 
 
 @dataclass(frozen=True)
@@ -34,14 +33,14 @@ class ValidatedRecipe:
     """A recipe that fits the schema.
 
     Attributes:
-        algorithm: the section that marks it.
+        algorithm: the section that marks it, a key of `ALGORITHMS`.
         config: the keys that the schema and Megatron have, without those of upstream's other features.
         notes: what was accepted and is worth saying, one line each.
         recipe: the recipe as it was read, with every key.
         warm_start: the recipe that `warm_start` names.
     """
 
-    algorithm: AlgorithmName
+    algorithm: str
     config: MasterConfig
     notes: list[str]
     recipe: Recipe
@@ -70,21 +69,21 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     found = _Findings(recipe)
     for path, message in screened.problems:
         found.add(path, message)
-    schema = ALGORITHMS[algorithm]
-    for path, message in islice(schema_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
+    spec = ALGORITHMS[algorithm]
+    for path, message in islice(schema_problems(screened.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in islice(megatron_problems(screened.config, schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(megatron_problems(screened.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
     if isinstance(screened.config.get("policy"), dict):
         for path, message in islice(hf_config_problems(screened.config["policy"]), MAX_PROBLEMS + 1):
             found.add(path, message)
     for path, message in ignored_overrides(recipe, screened.config):
         found.add(path, message)
-    found.add_broken(_broken(RULES, screened.config, found))
+    found.add_broken(_broken(RULES, spec, screened.config, found))
     warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = screened.notes + [f"{path} {message}" for path, message in _broken(NOTES, screened.config, found)]
+    notes = screened.notes + [f"{path} {message}" for path, message in _broken(NOTES, spec, screened.config, found)]
     _switch_off_lone_sequence_parallel(screened.config)
     return ValidatedRecipe(algorithm, cast(MasterConfig, screened.config), notes, recipe, warm_start)
 
@@ -144,10 +143,10 @@ def _touches(paths: Iterable[str], path: str) -> bool:
     )
 
 
-def _algorithm_of(recipe: Recipe) -> tuple[AlgorithmName | None, Problem | None]:
+def _algorithm_of(recipe: Recipe) -> tuple[str | None, Problem | None]:
     marked = [name for name in ALGORITHMS if name in recipe.config]
     if len(marked) == 1:
-        return cast(AlgorithmName, marked[0]), None
+        return marked[0], None
     sections = show_choices(ALGORITHMS)
     if marked:
         message = f"a recipe has one of the sections {sections}, found {' and '.join(marked)}; delete one"
@@ -162,12 +161,18 @@ def _algorithm_of(recipe: Recipe) -> tuple[AlgorithmName | None, Problem | None]
     return None, Problem("", recipe.origin(""), message)
 
 
-def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> list[tuple[str, str]]:
+def _broken(
+    rules: Sequence[Rule], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings
+) -> list[tuple[str, str]]:
     """What the rules say, of those whose keys are there and without problems."""
     broken: list[tuple[str, str]] = []
     for rule in rules:
-        values = []
-        for read in rule.reads:
+        values: list[Any] = []
+        reads = [read.replace(SECTION, spec.name) for read in rule.reads]
+        for read in reads:
+            if read == SPEC:
+                values.append(spec)
+                continue
             path = read.removesuffix("?")
             value = value_at(config, path)
             if found.touches(path) or (value is ABSENT and not read.endswith("?")):
@@ -176,7 +181,7 @@ def _broken(rules: Sequence[Rule], config: dict[str, Any], found: _Findings) -> 
         else:
             verdict = rule.check(*values)
             if isinstance(verdict, str):
-                broken.append((rule.reads[0].removesuffix("?"), verdict))
+                broken.append((reads[0].removesuffix("?"), verdict))
             elif isinstance(verdict, Conflict):
                 where = found.written_at(verdict.also)
                 broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
@@ -204,8 +209,9 @@ def _warm_start(
     overrides = value_at(config, "warm_start.overrides")
     try:
         read = read_recipe(path, [] if overrides is ABSENT else overrides, "warm_start.overrides")
-        if _algorithm_of(read)[0] == "grpo":  # not looked into: it may have a warm start in its turn, for ever
-            found.add("warm_start.recipe", "must be an sft recipe; found one of grpo")
+        other = _algorithm_of(read)[0]
+        if other not in (None, "sft"):  # not looked into: it may have a warm start in its turn, for ever
+            found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
         warm_start = validate(read)
     except RecipeError as error:

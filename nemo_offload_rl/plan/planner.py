@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Table, Target
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import ActivationSettings, module_bytes, needed_slab_bytes, slab_bytes
@@ -12,19 +13,13 @@ from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 
-# The phases of an algorithm's step, in their order.
-CYCLES: Mapping[str, tuple[Phase, ...]] = {
-    "grpo": (Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
-    "sft": (Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
-}
-
 
 def make_plan(
     policy: Mapping[str, Any],
     facts: Sequence[ShardFacts] = (),
     *,
     activations: Sequence[ActivationFacts] = (),
-    cycle: Sequence[Phase] = CYCLES["grpo"],
+    cycle: Sequence[Phase] = ALGORITHMS["grpo"].phases,
     link_bytes_per_s: float | None = None,
 ) -> OffloadPlan:
     """The plan of a validated policy section.
@@ -79,7 +74,7 @@ def plan_run(
     Args:
         config: the recipe.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        algorithm: a key of `CYCLES`.
+        algorithm: a key of `ALGORITHMS`.
         link_bytes_per_s: as `make_plan`.
 
     Raises:
@@ -89,21 +84,17 @@ def plan_run(
     """
     policy, cluster = config["policy"], config["cluster"]
     world_size = cluster["gpus_per_node"] * cluster["num_nodes"]
+    spec = ALGORITHMS[algorithm]
     plan = make_plan(
         policy,
-        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=keeps_reference(config)),
+        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=spec.keeps_reference(config)),
         activations=activation_facts(hf_config, policy, world_size=world_size),
-        cycle=CYCLES[algorithm],
+        cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs)
-
-
-def keeps_reference(config: Mapping[str, Any]) -> bool:
-    """Whether a validated recipe keeps reference weights for a KL penalty."""
-    return "loss_fn" in config and bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0)
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:

@@ -15,6 +15,7 @@ from typing import Any
 from rich.console import Console
 
 from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
@@ -76,7 +77,7 @@ class Job:
     """A validated recipe, with everything read that it names.
 
     Attributes:
-        algorithm: the section that marks the recipe.
+        algorithm: a key of `ALGORITHMS`.
         config: the resolved recipe.
         notes: what the user should know about it, a line each.
         preparation: of the algorithm.
@@ -97,7 +98,7 @@ class Job:
             DataError: the data, a template or the tokenizer cannot be used.
             RewardError: the reward cannot be used.
         """
-        module = importlib.import_module(f"nemo_offload_rl.algorithms.{recipe.algorithm}")
+        module = importlib.import_module(ALGORITHMS[recipe.algorithm].module)
         return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:

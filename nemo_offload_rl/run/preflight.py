@@ -23,7 +23,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
 
     Args:
         config: a validated recipe.
-        algorithm: the section that marks the recipe.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
 
     Raises:
         HostBudgetError: as `check_sizes`.
@@ -46,7 +46,7 @@ def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) ->
 
     Args:
         config: a validated recipe.
-        algorithm: the section that marks the recipe.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         has_gpus: whether the workers have; without, what needs one is off.
 
     Raises:

@@ -33,7 +33,7 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     Args:
         recipe_path: of the YAML file.
         overrides: in Hydra's grammar, such as ``grpo.max_num_steps=10``.
-        algorithm: the section that the recipe must have.
+        algorithm: a key of `ALGORITHMS`, the section that the recipe must have.
 
     Returns:
         The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names; 130, 143 or 129 where SIGINT,

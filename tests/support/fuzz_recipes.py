@@ -14,10 +14,10 @@ import yaml
 
 from nemo_offload_rl import cli
 from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import is_valid_key, schema_keys
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.recipe import load_recipe
-from nemo_offload_rl.config.schema import ALGORITHMS
 from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, WITHOUT_EFFECT, upstream_paths
 from nemo_offload_rl.config.validate import ValidatedRecipe
 from nemo_offload_rl.config.yaml_source import as_yaml
@@ -160,7 +160,7 @@ def _known_path(rng: random.Random, *, upstream: bool) -> Path_:
     else:
         section = rng.choice(list(SECTIONS))
         fields = [f"{section}.{name}" for name in megatron_fields(section)]
-        names = rng.choice([fields, list(schema_keys(rng.choice(list(ALGORITHMS.values()))))])
+        names = rng.choice([fields, list(schema_keys(rng.choice(list(ALGORITHMS.values())).schema))])
     return tuple(rng.choice(list(names)).replace("*", "arithmetic").split("."))
 
 

@@ -42,7 +42,7 @@ LAYERS = {
     "placement.numa": layer(never="torch ray megatron"),
     "placement.signals": layer(never="torch ray megatron"),
     "offload.types": layer(never="torch ray megatron"),
-    "config": layer("storage", never="torch ray megatron transformer_engine transformers"),
+    "config": layer("storage", "offload.types", never="torch ray megatron transformer_engine transformers"),
     "offload.activation_share": layer(never="torch ray megatron"),
     "plan": layer(
         "config", "offload.targets", "offload.activation_share", *LEAVES,

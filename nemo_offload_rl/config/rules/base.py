@@ -18,6 +18,8 @@ GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
 # The arguments of config.model_kind.model_fields, and of model_kind.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
+# Reads of a rule for every algorithm: in a path, the section that marks the recipe; alone, its AlgorithmSpec.
+SECTION, SPEC = "{algorithm}", "{spec}"
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,8 @@ class Rule:
     """A check over some keys.
 
     Attributes:
-        reads: full paths of the keys whose values `check` gets; one with `?` may be absent and is then None.
+        reads: full paths of the keys whose values `check` gets; one with `?` may be absent and is then None. SPEC
+            gets the recipe's AlgorithmSpec.
         check: the rule.
     """
 

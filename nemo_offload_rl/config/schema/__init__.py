@@ -60,7 +60,4 @@ class SFTMasterConfig(TypedDict):
 
 MasterConfig = GRPOMasterConfig | SFTMasterConfig
 
-# The section that marks an algorithm's recipes, and the schema of those.
-ALGORITHMS: dict[str, type] = {"grpo": GRPOMasterConfig, "sft": SFTMasterConfig}
-
-__all__ = ["ALGORITHMS", "GRPOMasterConfig", "MasterConfig", "PolicyConfig", "SFTMasterConfig"]
+__all__ = ["GRPOMasterConfig", "MasterConfig", "PolicyConfig", "SFTMasterConfig"]

@@ -19,7 +19,7 @@ from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
-from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Reward, RewardError, make_reward
@@ -99,7 +99,7 @@ def test_it_learns_and_stops_at_its_target():
 
 
 def test_validation_measures_what_recipes_may_name():
-    assert set(Setting().grpo.validate(0)) == {f"validation/{name}" for name in VALIDATION_METRICS["grpo"]}
+    assert set(Setting().grpo.validate(0)) == {f"validation/{name}" for name in ALGORITHMS["grpo"].validation_metrics}
 
 
 def test_the_same_seed_twice_gives_the_same_metrics():

@@ -6,7 +6,7 @@ from support.metrics_page import undocumented
 from support.toy_policy import PROBLEMS, TOKENIZER, Recorded, ToyPolicy, table_logprobs
 
 from nemo_offload_rl.algorithms.sft import SFT, ValidationData
-from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
@@ -57,7 +57,7 @@ def test_a_loss_is_a_target_from_above():
 
 
 def test_validation_measures_what_recipes_may_name():
-    assert set(make().validate(0)) == {f"validation/{name}" for name in VALIDATION_METRICS["sft"]}
+    assert set(make().validate(0)) == {f"validation/{name}" for name in ALGORITHMS["sft"].validation_metrics}
 
 
 def test_answer_probability_is_that_of_sampling_the_answer():

@@ -10,12 +10,12 @@ import torch
 
 import nemo_offload_rl
 from nemo_offload_rl.config import load
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, experts, graphs, model
-from nemo_offload_rl.config.rules.outcome import VALIDATION_METRICS
-from nemo_offload_rl.config.schema import ALGORITHMS
+from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from tests.unit.config.conftest import CONFIGS
 
 MEGATRON = "policy.megatron_cfg"
@@ -257,15 +257,10 @@ BROKEN = {
         ["loss_fn.force_on_policy_ratio=true", "policy.train_global_batch_size=256"],
         "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step a GRPO step",
     ),
-    "grpo_validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
-    "sft_validation_has_data": (["data.validation=null"], "data.validation: is null, but sft.val_period is 10"),
-    "grpo_stop_target_is_whole": (
+    "validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
+    "stop_target_is_whole": (
         ["grpo.stop_at_validation_metric=val:acc"],
         "grpo.stop_at_validation_metric: must be 'val:accuracy',",
-    ),
-    "sft_stop_target_is_whole": (
-        ["sft.stop_at_validation_threshold=null"],
-        "stop_at_validation_metric and stop_at_validation_threshold come together",
     ),
     "checkpoint_metric_is_measured": (
         ["checkpointing.metric_name=val:val_loss"],
@@ -366,18 +361,20 @@ def test_rules_read_keys_that_exist():
             path = read.removesuffix("?")
             section, _, name = path.rpartition(".")
             is_megatron = section in SECTIONS and name in megatron_fields(section)
-            assert is_megatron or any(find_key(root, path) for root in ALGORITHMS.values()), path
+            found = [find_key(spec.schema, path.replace(SECTION, spec.name)) for spec in ALGORITHMS.values()]
+            assert is_megatron or read == SPEC or (all(found) if SECTION in path else any(found)), path
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
+        (["data.validation=null"], "data.validation: is null, but sft.val_period is 10"),
         (["sft.stop_at_validation_metric=null"], "come together"),
         (["sft.val_period=0"], "needs validation during the run; set sft.val_period above 0"),
         (["sft.stop_at_validation_metric=val:accuracy"], "must be 'val:val_loss' or 'val:answer_probability'"),
     ],
 )
-def test_a_stop_target_needs_metric_value_and_validation(overrides, message, error_of):
+def test_validation_needs_data_and_a_stop_target_metric_value_and_validation(overrides, message, error_of):
     assert message in error_of(*overrides, recipe=CONFIGS / "sft_tiny_cpu.yaml")
 
 
@@ -588,6 +585,6 @@ def test_checksums_are_only_missed_where_they_are_asked_for(overrides):
 
 def test_metrics_are_those_that_the_algorithms_measure():
     algorithms = Path(nemo_offload_rl.__file__).parent / "algorithms"
-    for name, metrics in VALIDATION_METRICS.items():
+    for name, spec in ALGORITHMS.items():
         logged = re.findall(r'"validation/(\w+)":', (algorithms / f"{name}.py").read_text())
-        assert sorted(logged) == sorted(metrics)
+        assert sorted(logged) == sorted(spec.validation_metrics)

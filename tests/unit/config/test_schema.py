@@ -5,15 +5,18 @@ import sys
 
 import pytest
 
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import key_comments, schema_keys
 from nemo_offload_rl.config.megatron_fields import megatron_fields
 from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
-from nemo_offload_rl.config.schema import ALGORITHMS, GRPOMasterConfig
+from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig
 from tests.unit.config.conftest import CONFIGS
 
-ALL_KEYS = {key.path: key for root in ALGORITHMS.values() for key in schema_keys(root).values() if key.name != "*"}
+ALL_KEYS = {
+    key.path: key for spec in ALGORITHMS.values() for key in schema_keys(spec.schema).values() if key.name != "*"
+}
 
 
 @pytest.mark.parametrize("path", ALL_KEYS)

@@ -3,9 +3,9 @@
 import pytest
 
 from nemo_offload_rl.config import load, load_recipe
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
-from nemo_offload_rl.config.schema import ALGORITHMS
 from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, upstream_paths
 from tests.unit.config.conftest import CONFIGS, DATA
 
@@ -51,7 +51,7 @@ def leaves(config, path=""):
 )
 def test_every_key_of_upstreams_recipes_is_in_the_schema_or_in_a_table(name):
     config = load_recipe(DATA / name).config
-    root = ALGORITHMS["grpo" if "grpo" in config else "sft"]
+    root = ALGORITHMS["grpo" if "grpo" in config else "sft"].schema
     in_tables = upstream_paths()
     # The data set that NeMo-RL downloads is not here, and the keys of ours depend on dataset_name.
     ours_differs = ("data.train.", "data.validation.")

@@ -5,10 +5,11 @@ import dataclasses
 import pytest
 
 from nemo_offload_rl.config import load
+from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.offload.types import Phase, ShardFacts, Target
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.plan import PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S
-from nemo_offload_rl.plan.planner import CYCLES, make_plan, plan_run, rank_needs
+from nemo_offload_rl.plan.planner import make_plan, plan_run, rank_needs
 from tests.unit.config.conftest import CONFIGS
 from tools.public_models import QWEN2_5_1_5B
 
@@ -24,7 +25,7 @@ FACTS = ShardFacts(
 )
 WITH_REFERENCE = dataclasses.replace(FACTS, keeps_reference=True)
 PARAMS, GRADS, OPTIMIZER, REFERENCE = Target
-LOGPROB, TRAIN, REFIT, GENERATE = CYCLES["grpo"]
+LOGPROB, TRAIN, REFIT, GENERATE = ALGORITHMS["grpo"].phases
 
 
 def rank_of(policy, facts=FACTS, **arguments):
@@ -100,7 +101,7 @@ def test_offload_for_logprob_moves_what_would_still_be_there():
 def test_grads_that_are_kept_stay_through_the_step():
     kept = {"logprob": {"grads": "keep"}, "refit": {"grads": "keep"}, "generate": {"grads": "gpu"}}
     on_gpu = rank_of({"residency": residency(**kept)}).gpu_bytes
-    assert {phase: cells[GRADS] for phase, cells in on_gpu.items()} == dict.fromkeys(CYCLES["grpo"], 3600)
+    assert {phase: cells[GRADS] for phase, cells in on_gpu.items()} == dict.fromkeys(ALGORITHMS["grpo"].phases, 3600)
 
 
 def test_seconds_follow_from_the_bytes_and_the_link():
@@ -127,7 +128,7 @@ def test_only_optimizer_state_is_slower_where_it_is_not_page_locked():
 
 
 def test_sft_sends_nothing_over_the_link():
-    rank = rank_of({}, cycle=CYCLES["sft"])
+    rank = rank_of({}, cycle=ALGORITHMS["sft"].phases)
     assert set(rank.gpu_bytes) == {Phase.TRAIN, Phase.LOGPROB}
     assert traffic_of(rank) == {}
     assert rank.gpu_bytes[LOGPROB][OPTIMIZER] == 6000

@@ -1,0 +1,75 @@
+"""The registry of algorithms: one spec each, which validation, the planner and the run read."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any
+
+from nemo_offload_rl.config.schema import GRPOMasterConfig, SFTMasterConfig
+from nemo_offload_rl.offload.types import Phase
+
+
+@dataclass(frozen=True)
+class AlgorithmSpec:
+    """Everything that the rest of the package knows of an algorithm.
+
+    Attributes:
+        name: of the section that marks its recipes.
+        module: with a function ``prepare(config) -> run.setup.Preparation``; imported when a run is prepared.
+        schema: the TypedDict of its recipes.
+        phases: of a step, in their order; the planner follows them.
+        validation_metrics: what its ``validate`` measures; a recipe writes ``val:NAME``.
+        keeps_reference: whether a validated recipe keeps reference weights.
+        group_size: consecutive rows of a batch that belong together, such as a chosen and a rejected answer, and are
+            never separated; 1 where each row is on its own.
+    """
+
+    name: str
+    module: str
+    schema: type
+    phases: tuple[Phase, ...]
+    validation_metrics: tuple[str, ...]
+    keeps_reference: Callable[[Mapping[str, Any]], bool]
+    group_size: int
+
+
+_registered: dict[str, AlgorithmSpec] = {}
+ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType(_registered)
+"""By name; ``register`` adds to it."""
+
+
+def register(spec: AlgorithmSpec) -> None:
+    """Makes an algorithm known: its recipes can then be validated, planned and run.
+
+    Raises:
+        ValueError: another algorithm has the name.
+    """
+    if _registered.setdefault(spec.name, spec) != spec:
+        raise ValueError(
+            f"There is an algorithm {spec.name!r} of {_registered[spec.name].module} already; give the one of "
+            f"{spec.module} another name."
+        )
+
+
+register(
+    AlgorithmSpec(
+        name="grpo",
+        module="nemo_offload_rl.algorithms.grpo",
+        schema=GRPOMasterConfig,
+        phases=(Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
+        validation_metrics=("accuracy", "reward", "mean_gen_tokens_per_sample"),
+        keeps_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
+        group_size=1,
+    )
+)
+register(
+    AlgorithmSpec(
+        name="sft",
+        module="nemo_offload_rl.algorithms.sft",
+        schema=SFTMasterConfig,
+        phases=(Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
+        validation_metrics=("val_loss", "answer_probability"),
+        keeps_reference=lambda config: False,
+        group_size=1,
+    )
+)
