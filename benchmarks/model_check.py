@@ -10,6 +10,7 @@ Megatron are those of examples/configs/grpo_math_1B_megatron.yaml. Beside the JS
 import argparse
 import json
 import os
+import textwrap
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -99,7 +100,8 @@ def main() -> None:
     rows = [row_of(*case, megatron) for case in cases(arguments.family)]
     print_rows([{name: row[name] for name in ("family", "flags", "verdict")} for row in rows])
     write_result(arguments.output, rows)
-    arguments.output.with_suffix(".md").write_text(page_of(json.loads(arguments.output.read_text())))
+    page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
+    arguments.output.with_suffix(".md").write_text(page)
 
 
 def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
@@ -150,54 +152,108 @@ def finite(value: float) -> float | None:
     return value if abs(value) < float("inf") else None
 
 
-def page_of(result: Mapping[str, Any]) -> str:
-    """The result as a Markdown page."""
-    kinds = [kind for kind in ("padded", "packed") if any(f"{kind}_logprob" in row for row in result["rows"])]
-    head = ["family", "flags", "verdict", *(f"{kind}: {what}" for kind in kinds for what in ("log-probs", "gradients"))]
-    lines = [table_line(head), table_line(["---"] * len(head))]
-    for row in result["rows"]:
-        numbers = [shown(row, f"{kind}_{what}") for kind in kinds for what in ("logprob", "gradient")]
-        lines.append(table_line([row["family"], row["flags"], row["verdict"], *numbers]))
-    cases_of: dict[str, list[str]] = {}
-    for row in result["rows"]:
+def page_of(result: Mapping[str, Any], data: str) -> str:
+    """The result as a Markdown page.
+
+    Args:
+        result: as in the JSON file.
+        data: name of that file.
+    """
+    rows = result["rows"]
+    layers = sorted({row["layers"] for row in rows if "layers" in row})
+    kinds = [kind for kind in ("padded", "packed") if any(f"{kind}_logprob" in row for row in rows)]
+    counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("right", "WRONG", "refused")}
+    lines = [
+        "# What Megatron computes as transformers does",
+        "",
+        "Of which families and flags does Megatron compute the log-probs and gradients that transformers computes? Of "
+        f"{len(rows)} cases {counts['right']} are right, {counts['WRONG']} wrong, which ends a run, and "
+        f"{counts['refused']} refused.",
+        "",
+        table_line(["family", "right", "log-prob", "gradient", "wrong: log-prob, gradient", "refused"]),
+        table_line(["---"] * 6),
+        *(table_line(family_cells(family, rows)) for family in dict.fromkeys(row["family"] for row in rows)),
+        "",
+        "Log-prob and gradient are the largest differences of the cases that are right: of a token's log-prob, and of "
+        "a parameter's gradient, relative.",
+        "",
+        "## Why others are refused",
+        "",
+        *reasons(rows),
+        "",
+        "## How it was measured",
+        "",
+        f"Small twins with random weights in float32, batches {' and '.join(kinds)}, layers: {', '.join(layers)}. A "
+        f"case is right up to {LOGPROB_LIMIT:g} and {GRADIENT_LIMIT:g}. [Model check](../model-check.md) tells how it "
+        "is done.",
+        "",
+        f"- machine: {result['machine']}",
+        f"- commit: {result['commit']}, {result['date']}",
+        f"- command: `{result['command']}`",
+        f"- [{data}]({data}) has each case with its differences, the parameter, and the whole reason of a refusal.",
+        "",
+        "## What it does not say",
+        "",
+        "Nothing of other precisions, of several ranks, or of kernels that small sizes do not take.",
+    ]
+    return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
+
+
+def is_prose(line: str) -> bool:
+    """Whether lines may be broken in it."""
+    return not line.startswith(("#", "|", "- "))
+
+
+def family_cells(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A family's line of the table."""
+    of_verdict = {
+        verdict: [row for row in rows if row["family"] == family and row["verdict"] == verdict]
+        for verdict in ("right", "WRONG", "refused")
+    }
+    right = of_verdict["right"]
+    wrong = [
+        f"{row['flags']}: {largest([row], 'logprob')}, {largest([row], 'gradient')}" for row in of_verdict["WRONG"]
+    ]
+    refused = [row["flags"] for row in of_verdict["refused"]]
+    listed = f"{len(right)}: {', '.join(row['flags'] for row in right)}" if right else "0"
+    return [
+        family, listed, largest(right, "logprob"), largest(right, "gradient"), "; ".join(wrong) or "-",
+        ("all" if len(refused) > 1 and not right and not wrong else ", ".join(refused)) or "-",
+    ]  # fmt: skip
+
+
+def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
+    """The largest difference over rows, padded and packed."""
+    found = [row[name] for row in rows for name in (f"padded_{what}", f"packed_{what}") if name in row]
+    if not found:
+        return "-"
+    return "not a number" if None in found else f"{max(found):.2g}"
+
+
+def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """A list of the reasons of refusals, the beginning of each, with their cases."""
+    cases_of: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
         if "why" in row:
-            cases_of.setdefault(row["why"], []).append(f"{row['family']} ({row['flags']})")
-    refused = [f"- {', '.join(cases_of[why])}: {why}" for why in cases_of]
-    layers = sorted({row["layers"] for row in result["rows"] if "layers" in row})
-    return "\n".join(
-        [
-            "# What Megatron computes as transformers does",
-            "",
-            f"Small twins with random weights, float32, layers: {', '.join(layers)}. The largest differences: of a",
-            f"token's log-prob, of which rounding makes at most {LOGPROB_LIMIT:g}, and of a parameter's gradient",
-            f"(relative, {GRADIENT_LIMIT:g}). [Model check](../model-check.md) tells how it is done.",
-            "",
-            *lines,
-            "",
-            "## Why others are refused",
-            "",
-            *refused,
-            "",
-            "## How it was measured",
-            "",
-            f"- machine: {result['machine']}",
-            f"- commit: {result['commit']}, {result['date']}",
-            f"- command: `{result['command']}`",
-            "",
-        ]
-    )
+            cases_of.setdefault(row["why"], []).append(row)
+    return [
+        f"- {', '.join(names_of(cases))}: "
+        f"{textwrap.shorten(why.removeprefix('Megatron cannot compute this model: '), 160, placeholder=' ...')}"
+        for why, cases in cases_of.items()
+    ]
+
+
+def names_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Families with the flags of theirs that are among the cases; the plain ones by the family alone."""
+    flags: dict[str, list[str]] = {}
+    for row in cases:
+        flags.setdefault(row["family"], []).append(row["flags"])
+    return [family if "plain" in names else f"{family} ({', '.join(names)})" for family, names in flags.items()]
 
 
 def table_line(cells: Sequence[str]) -> str:
     """One line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
-
-
-def shown(row: Mapping[str, Any], name: str) -> str:
-    """A number of a row, or what stands for none."""
-    if name not in row:
-        return "-"
-    return "not a number" if row[name] is None else f"{row[name]:.2g}"
 
 
 def parse_arguments() -> argparse.Namespace:
