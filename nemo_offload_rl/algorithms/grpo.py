@@ -242,7 +242,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
         from nemo_offload_rl.generation import make_generation
-        from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+        from nemo_offload_rl.refit import make_transport
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
         policy = PolicyWorkerGroup(
@@ -253,7 +253,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         )
         generation = make_generation(fitted_policy, cluster)
         verify = bool(fitted_policy.get("verify_refit"))
-        transport = ObjectStoreTransport(generation.receivers, verify=verify)
+        transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)
         rollout = RolloutMaker(generation, prompts, tokenizer, reward)
         return GRPO(
             policy=policy,

@@ -1,26 +1,37 @@
 """Generation engines: sampling from the policy's current weights."""
 
-from collections.abc import Callable, Mapping
+import logging
+import pkgutil
+from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.generation.interface import ActorPlacement, GenerationInterface
-from nemo_offload_rl.generation.transformers_backend import make_transformers_generation
+from nemo_offload_rl.generation.interface import ActorPlacement, EngineSpec, GenerationInterface
 
-# policy.generation.backend -> what starts it.
-BACKENDS: Mapping[str, Callable[[Mapping[str, Any], ActorPlacement], GenerationInterface]] = {
-    "transformers": make_transformers_generation,
+logger = logging.getLogger(__name__)
+
+# policy.generation.backend -> "module:name" of its `EngineSpec`, imported where a recipe names it.
+ENGINES: dict[str, str] = {
+    "transformers": "nemo_offload_rl.generation.transformers_backend:ENGINE",
 }
 
 
-def make_generation(policy_config: Mapping[str, Any], cluster: ActorPlacement) -> GenerationInterface:
-    """Start the generation engine that a recipe's `policy` names; returns before it is built.
+def make_generation(policy_config: Mapping[str, Any], placement: ActorPlacement) -> GenerationInterface:
+    """Start the generation engines that a recipe's `policy` names; returns before they are built.
 
     Raises:
-        ValueError: If the backend is not known.
+        ValueError: If the backend is not known, or its engines' bundles do not divide those of a node.
     """
     backend = policy_config["generation"]["backend"]
-    if backend not in BACKENDS:
+    if backend not in ENGINES:
         raise ValueError(
-            f"policy.generation.backend is {backend!r}, which is not supported here; use one of {', '.join(BACKENDS)}."
+            f"policy.generation.backend is {backend!r}, which is not supported here; use one of {', '.join(ENGINES)}."
         )
-    return BACKENDS[backend](policy_config, cluster)
+    spec: EngineSpec = pkgutil.resolve_name(ENGINES[backend])
+    ranks_by_engine = placement.ranks_by_engine(spec.bundles_per_engine(policy_config, placement))
+    generation = spec.start(policy_config, placement, ranks_by_engine)
+    if not generation.capabilities.batch_independent_sampling:
+        logger.warning(
+            "%s samples the rows of a batch together: a run that is resumed may differ from one that was not stopped.",
+            backend,
+        )
+    return generation

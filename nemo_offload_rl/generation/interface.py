@@ -1,13 +1,14 @@
 """What the algorithms ask of a generation engine, whatever runs behind it."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
-import torch
+from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.plan import ExportPlan
 
-# Hugging Face name -> (shape, dtype), as the policy worker will send it.
-RefitInfo = Mapping[str, tuple[tuple[int, ...], torch.dtype]]
+# What a sleeping engine wakes up, in vLLM's words.
+WakeUpTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True)
@@ -103,15 +104,21 @@ class ActorPlacement(Protocol):
 
     Attributes:
         world_size: Number of policy ranks; each has a bundle of resources, shared with generation where colocated.
+        ranks_per_node: Policy ranks of each node.
         has_gpus: Whether each bundle has a GPU.
         threads_per_rank: CPU threads of an actor while all ranks compute.
         threads_per_node: CPU threads of an actor that computes alone on its node.
     """
 
     world_size: int
+    ranks_per_node: int
     has_gpus: bool
     threads_per_rank: int
     threads_per_node: int
+
+    def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
+        """For each engine the policy ranks whose bundles it shares, all of one node."""
+        ...
 
     def actor_options(self, rank: int, share: float) -> dict[str, Any]:
         """Options of a Ray actor that takes a share of a rank's bundle."""
@@ -122,44 +129,65 @@ class ActorPlacement(Protocol):
         ...
 
 
+@dataclass(frozen=True)
+class Capabilities:
+    """What an engine declares of itself; an engine with the method of `HasWeightsChecksum` can be verified, too.
+
+    Attributes:
+        refit_transport: Which of `refit.TRANSPORTS` brings its weights.
+        keeps_weights: Whether its weights survive `finish_generation`; where not, a refit precedes each generation.
+        batch_independent_sampling: Whether a row's output depends on that row, the step and the seed alone.
+    """
+
+    refit_transport: str
+    keeps_weights: bool
+    batch_independent_sampling: bool
+
+
 class GenerationInterface(Protocol):
-    """A generation engine, as the driver holds it."""
+    """All engines of a run, which share out its requests, as the driver holds them."""
 
     @property
-    def receivers(self) -> Sequence[Any]:
-        """The handles that a weight transport sends to."""
+    def capabilities(self) -> Capabilities:
+        """What loops may rely on."""
+        ...
+
+    @property
+    def receivers(self) -> Sequence[Receiver]:
+        """The processes that a weight transport sends to."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait until the engine, which starts in the background, is built.
+        """Wait until the engines, which start in the background, are built.
 
         Raises:
-            GenerationError: If it could not be.
+            GenerationError: If one could not be.
         """
         ...
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt; what comes out of a row depends on that row, the step and the seed alone."""
+        """Continue every prompt."""
         ...
 
-    def prepare_for_generation(self) -> None:
-        """Bring onto the GPU what generation needs there."""
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+        """Wake up a part of what generation needs on the GPU.
+
+        Args:
+            tags: "weights" before a refit; "kv_cache" once the policy has left the GPU. Both together only where
+                the engine keeps its weights.
+        """
         ...
 
     def finish_generation(self) -> None:
         """Give the GPU memory back."""
         ...
 
-    def prepare_refit_info(self, info: RefitInfo) -> None:
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
         """Check, before the first refit, that the tensors to come are the ones the model has.
 
         Raises:
             ValueError: If a name is missing or unknown, or a shape or dtype differs.
         """
-        ...
-
-    def weights_checksum(self) -> dict[str, int]:
-        """`tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
         ...
 
     def memory_stats(self) -> dict[str, float]:
@@ -169,3 +197,26 @@ class GenerationInterface(Protocol):
     def shutdown(self) -> None:
         """End the engine's processes."""
         ...
+
+
+@runtime_checkable
+class HasWeightsChecksum(Protocol):
+    """An engine whose weights can be compared with those sent, which `policy.verify_refit` needs."""
+
+    def weights_checksum(self) -> dict[str, int]:
+        """`tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
+        ...
+
+
+@dataclass(frozen=True)
+class EngineSpec:
+    """A generation backend.
+
+    Attributes:
+        bundles_per_engine: From the recipe's `policy` and the placement, how many bundles (GPUs) an engine spans.
+        start: Starts the engines and returns before they are built; takes the recipe's `policy`, the placement and, for
+            each engine, the ranks whose bundles it shares.
+    """
+
+    bundles_per_engine: Callable[[Mapping[str, Any], ActorPlacement], int]
+    start: Callable[[Mapping[str, Any], ActorPlacement, Sequence[tuple[int, ...]]], GenerationInterface]

@@ -11,13 +11,17 @@ from ray.exceptions import RayError, RayTaskError
 
 from nemo_offload_rl.generation.interface import (
     ActorPlacement,
+    Capabilities,
+    EngineSpec,
     GenerationError,
     GenerationOutput,
     GenerationRequest,
-    RefitInfo,
+    WakeUpTag,
 )
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.interface import Receiver, WeightBucket
+from nemo_offload_rl.refit.plan import ExportPlan
 
 # The share of a rank's GPU that generation takes in Ray's books; the policy worker has the rest.
 GPU_SHARE = 0.5
@@ -54,9 +58,9 @@ class GeneratorActor:
             has_weights=False,
         )
 
-    def load_weights(self, bucket: Any) -> None:
-        """Load a `PackedBucket`."""
-        self._generator.load_weights(bucket.unpack())
+    def load_weights(self, bucket: WeightBucket) -> None:
+        """Load a bucket of any transport (see `WeightLoader`)."""
+        self._generator.load_weights(bucket.named_tensors())
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Run a method of the generator."""
@@ -66,9 +70,12 @@ class GeneratorActor:
 class TransformersGeneration:
     """The driver's handle on the replicas, which share out every request (see `GenerationInterface`)."""
 
+    capabilities = Capabilities(refit_transport="object_store", keeps_weights=True, batch_independent_sampling=True)
+
     def __init__(
         self,
         placement: ActorPlacement,
+        ranks_by_engine: Sequence[tuple[int, ...]],
         *,
         model_name: str,
         hf_config: Mapping[str, Any] | None,
@@ -76,29 +83,30 @@ class TransformersGeneration:
         precision: str,
         generation_batch_size: int,
         max_sequence_length: int,
-        num_replicas: int,
     ) -> None:
         """Start to build every replica and return at once; `wait_until_ready`, or the first verb, waits for them.
 
         Args:
-            placement: Where actors run; replica i shares the resources of rank i.
+            placement: Where actors run.
+            ranks_by_engine: The policy ranks whose bundles each replica shares; it runs on the first one's GPU.
             model_name: Folder or hub name of the model's configuration; a label where `hf_config` is given.
             hf_config: A Hugging Face configuration as a mapping, or None.
             hf_config_overrides: Fields of the configuration to set anew, or None.
             precision: "bfloat16" or "float32".
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
-            num_replicas: Copies of the model, at most one a rank.
         """
         self._placement = placement
-        num_threads = placement.threads_per_node if num_replicas == 1 else placement.threads_per_rank
+        self._ranks_by_engine = ranks_by_engine
+        has_node = len(ranks_by_engine[0]) == placement.ranks_per_node
+        num_threads = placement.threads_per_node if has_node else placement.threads_per_rank
         actor_class = ray.remote(GeneratorActor)
         self._actors = [
             actor_class.options(
-                **placement.actor_options(rank, GPU_SHARE),
+                **placement.actor_options(ranks[0], GPU_SHARE),
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
             ).remote(num_threads)
-            for rank in range(num_replicas)
+            for ranks in ranks_by_engine
         ]
         self._process_refs = [actor.process.remote() for actor in self._actors]
         model = {
@@ -118,9 +126,9 @@ class TransformersGeneration:
         ]
 
     @property
-    def receivers(self) -> Sequence[Any]:
-        """The actors, whose `load_weights` takes a `PackedBucket`."""
-        return tuple(self._actors)
+    def receivers(self) -> Sequence[Receiver]:
+        """The replicas; none after `shutdown`."""
+        return tuple(map(Receiver, self._actors, self._ranks_by_engine))
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Continue every prompt; consecutive rows, such as those of one prompt, mostly go to the same replica."""
@@ -141,17 +149,18 @@ class TransformersGeneration:
             finish_reasons=[row for output in outputs for row in output.finish_reasons],
         )
 
-    def prepare_for_generation(self) -> None:
-        """Bring the replicas' models onto their GPUs."""
-        self._run("prepare_for_generation")
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+        """Bring the replicas' models onto their GPUs; a KV cache grows there while a batch is generated."""
+        if "weights" in tags:
+            self._run("prepare_for_generation")
 
     def finish_generation(self) -> None:
         """Give the GPU memory back."""
         self._run("finish_generation")
 
-    def prepare_refit_info(self, info: RefitInfo) -> None:
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
         """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
-        self._run("prepare_refit_info", dict(info))
+        self._run("prepare_refit_info", plan)
 
     def weights_checksum(self) -> dict[str, int]:
         """Checksums of the weights that a refit brings.
@@ -195,15 +204,23 @@ class TransformersGeneration:
             raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None
 
 
-def make_transformers_generation(policy_config: Mapping[str, Any], placement: ActorPlacement) -> TransformersGeneration:
-    """Start the backend that a recipe's `policy` describes: a replica a GPU, or one where there is none."""
+def _bundles_per_engine(policy_config: Mapping[str, Any], placement: ActorPlacement) -> int:
+    return 1 if placement.has_gpus else placement.ranks_per_node
+
+
+def _start(
+    policy_config: Mapping[str, Any], placement: ActorPlacement, ranks_by_engine: Sequence[tuple[int, ...]]
+) -> TransformersGeneration:
     return TransformersGeneration(
         placement,
+        ranks_by_engine,
         model_name=policy_config["model_name"],
         hf_config=policy_config.get("hf_config"),
         hf_config_overrides=policy_config.get("hf_config_overrides"),
         precision=policy_config["precision"],
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
-        num_replicas=placement.world_size if placement.has_gpus else 1,
     )
+
+
+ENGINE = EngineSpec(_bundles_per_engine, _start)

@@ -8,10 +8,11 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 
 from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, RefitInfo, SamplingParams
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
 from nemo_offload_rl.metrics.memory import memory_stats
 from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor, TensorSpec
 
 
 @dataclass
@@ -78,21 +79,22 @@ class TransformersGenerator:
 
     # ---- weights
 
-    def prepare_refit_info(self, info: RefitInfo) -> None:
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
         """Check that the tensors to come are the model's: names, shapes and dtypes (see `GenerationInterface`)."""
         weights = weights_by_name(self._model)
-        missing = sorted(set(weights) - self._optional_names - set(info))
+        names = [spec.name for spec in plan.tensors]
+        missing = sorted(set(weights) - self._optional_names - set(names))
         if missing:
             raise ValueError(
                 f"The policy sends no weight for {len(missing)} of the generation model's parameters "
                 f"({', '.join(missing[:3])}{', ...' if len(missing) > 3 else ''}); both must have one architecture."
             )
-        for name, (shape, dtype) in info.items():
-            _require_fits(name, tuple(shape), dtype, weights)
-        self._refit_names = list(info)
+        for spec in plan.tensors:
+            _require_fits(spec, weights)
+        self._refit_names = names
 
     @torch.no_grad()
-    def load_weights(self, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
         """Copy tensors into the model's parameters in place.
 
         Args:
@@ -103,7 +105,7 @@ class TransformersGenerator:
         """
         weights = weights_by_name(self._model)
         for name, tensor in named_tensors:
-            _require_fits(name, tuple(tensor.shape), tensor.dtype, weights)
+            _require_fits(TensorSpec.of(name, tensor), weights)
             weights[name].copy_(tensor)
             self._never_loaded.discard(name)
 
@@ -244,12 +246,12 @@ class TransformersGenerator:
             raise RuntimeError("The generation model is not on its GPU; call prepare_for_generation first.")
 
 
-def _require_fits(name: str, shape: tuple[int, ...], dtype: torch.dtype, weights: dict[str, torch.Tensor]) -> None:
-    if name not in weights:
-        raise ValueError(f"The policy sends a weight {name!r}, which the generation model does not have.")
-    expected = weights[name]
-    if shape != tuple(expected.shape) or dtype != expected.dtype:
+def _require_fits(spec: TensorSpec, weights: dict[str, torch.Tensor]) -> None:
+    if spec.name not in weights:
+        raise ValueError(f"The policy sends a weight {spec.name!r}, which the generation model does not have.")
+    expected = weights[spec.name]
+    if spec != TensorSpec.of(spec.name, expected):
         raise ValueError(
-            f"The policy sends {name!r} as {dtype} {list(shape)}, but the generation model has it as "
-            f"{expected.dtype} {list(expected.shape)}; both must have one architecture and policy.precision."
+            f"The policy sends {spec}, but the generation model has it as {expected.dtype} {list(expected.shape)}; "
+            "both must have one architecture and policy.precision."
         )

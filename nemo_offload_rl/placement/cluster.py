@@ -1,6 +1,7 @@
 """The Ray cluster of a run, and which part of it each rank gets."""
 
 import contextlib
+import itertools
 import logging
 import os
 import shlex
@@ -104,6 +105,22 @@ class Cluster:
     def num_nodes(self) -> int:
         """Nodes that the ranks are spread over."""
         return self.world_size // self.ranks_per_node
+
+    def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
+        """For each generation engine the ranks whose bundles it shares, all of one node.
+
+        Args:
+            bundles_per_engine: Bundles (GPUs) that an engine spans.
+
+        Raises:
+            ValueError: If a node's bundles cannot be shared out so.
+        """
+        if self.ranks_per_node % bundles_per_engine:
+            raise ValueError(
+                f"An engine of policy.generation spans {bundles_per_engine} GPUs, which does not divide "
+                f"cluster.gpus_per_node {self.ranks_per_node}; an engine is on one node: change one of the two."
+            )
+        return list(itertools.batched(range(self.world_size), bundles_per_engine))
 
     def actor_options(self, rank: int, share: float) -> dict[str, Any]:
         """Options of a Ray actor that takes a share of a rank's bundle.

@@ -1,12 +1,47 @@
-"""What a weight transport is, and how weights are grouped on their way through it."""
+"""What a weight transport is: a sender in each policy rank, and buckets that engines load."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol, Self
 
-import torch
+from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
-NamedTensor = tuple[str, torch.Tensor]
+
+class WeightBucket(Protocol):
+    """Some weights on their way, as an engine's process gets them."""
+
+    def named_tensors(self) -> Sequence[NamedTensor]:
+        """(Hugging Face name, whole tensor) pairs, to be read until `load_weights` returns."""
+        ...
+
+
+class WeightLoader(Protocol):
+    """The part of an engine, a Ray actor's class, that takes weights from every transport."""
+
+    def load_weights(self, bucket: WeightBucket) -> None:
+        """Load the tensors of a bucket; on return they have been read, and the sender may write over them.
+
+        Raises:
+            ValueError: If a name is unknown, or a shape or dtype differs.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Receiver:
+    """One process of an engine that loads weights, as a transport holds it.
+
+    Attributes:
+        actor: Ray's handle of a `WeightLoader`.
+        ranks: The policy ranks whose bundles (GPUs) the process shares.
+    """
+
+    actor: Any
+    ranks: tuple[int, ...]
+
+    def load_weights(self, bucket: Any) -> Any:
+        """Start to load a `WeightBucket`, or a reference to one; returns the reference that `ray.get` waits for."""
+        return self.actor.load_weights.remote(bucket)
 
 
 @dataclass(frozen=True)
@@ -27,42 +62,52 @@ class RefitReport:
     seconds: float
     checksums: dict[str, int] | None
 
+    @classmethod
+    def of_ranks(cls, reports: Sequence[Self | None]) -> Self:
+        """Sum up what the ranks have sent; None for a rank that sends nothing.
 
-class RefitTransport(Protocol):
-    """Pushes weights to the receivers it was built for; it is pickled into the worker that sends."""
+        Raises:
+            RuntimeError: If two ranks have sent different tensors under one name.
+        """
+        sent = [report for report in reports if report is not None]
+        checksums: dict[str, int] = {}
+        for report in sent:
+            for name, checksum in (report.checksums or {}).items():
+                if checksums.setdefault(name, checksum) != checksum:
+                    raise RuntimeError(f"Two ranks of the policy have sent different weights as {name}.")
+        return cls(
+            num_tensors=sum(report.num_tensors for report in sent),
+            num_bytes=sum(report.num_bytes for report in sent),
+            num_buckets=sum(report.num_buckets for report in sent),
+            seconds=max(report.seconds for report in sent),
+            checksums=None if any(report.checksums is None for report in sent) else checksums,
+        )
 
-    def send(self, buckets: Iterable[list[NamedTensor]]) -> RefitReport:
-        """Send every bucket and return once all receivers have loaded all of them.
+
+class RefitSender(Protocol):
+    """One policy rank's end of a transport, which lives as long as the rank: buffers and handles are made once."""
+
+    def send(self, weights: Iterable[NamedTensor]) -> RefitReport | None:
+        """Send the weights and return once the receivers have loaded them.
+
+        The export behind `weights` is collective: every rank draws them to the end, also one that sends nothing and
+        returns None.
 
         Args:
-            buckets: Lists of (Hugging Face name, tensor). A tensor need only stay valid until the next bucket is drawn.
+            weights: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
         """
         ...
 
 
-def bucketize(named_tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
-    """Group tensors, in their order, into lists of at most `max_bytes`; a larger tensor is a list of its own.
+class RefitTransport(Protocol):
+    """A way of weights to the receivers it was built for; it is pickled into every policy rank."""
 
-    Args:
-        named_tensors: (name, tensor) pairs, drawn only as far as the current bucket needs.
-        max_bytes: The most bytes of one bucket; positive.
+    def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
+        """Make a rank's sender.
 
-    Raises:
-        ValueError: If `max_bytes` is not positive.
-    """
-    if max_bytes <= 0:
-        raise ValueError(f"The refit bucket size is {max_bytes} bytes; it must be positive.")
-    return _group(named_tensors, max_bytes)
-
-
-def _group(named_tensors: Iterable[NamedTensor], max_bytes: int) -> Iterator[list[NamedTensor]]:
-    bucket: list[NamedTensor] = []
-    bucket_bytes = 0
-    for name, tensor in named_tensors:
-        if bucket and bucket_bytes + tensor.nbytes > max_bytes:
-            yield bucket
-            bucket, bucket_bytes = [], 0
-        bucket.append((name, tensor))
-        bucket_bytes += tensor.nbytes
-    if bucket:
-        yield bucket
+        Args:
+            plan: What each refit will send.
+            rank: Of this process.
+            bucket_bytes: The most bytes of tensors in one bucket (`policy.refit_buffer_size_gb`).
+        """
+        ...

@@ -12,12 +12,10 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.interface import NamedTensor, RefitReport
+from nemo_offload_rl.refit.interface import Receiver, RefitReport, RefitSender
+from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
 MAX_BUCKETS_IN_FLIGHT = 2
-
-# Tensors start at multiples of this in a packed bucket, so that every dtype's view of it is aligned.
-_ALIGNMENT_BYTES = 64
 
 
 @dataclass(frozen=True)
@@ -25,77 +23,80 @@ class PackedBucket:
     """Some tensors in one host buffer, which the object store hands to a process on the same node without a copy.
 
     Attributes:
-        layout: (name, dtype, shape, byte offset) of each tensor.
+        layout: Where they are in it.
         data: uint8 [num_bytes].
     """
 
-    layout: tuple[tuple[str, torch.dtype, tuple[int, ...], int], ...]
+    layout: BucketLayout
     data: np.ndarray
 
-    @classmethod
-    def pack(cls, bucket: Sequence[NamedTensor]) -> "PackedBucket":
-        """Copy tensors from whatever device they are on into one host buffer."""
-        layout = []
-        offset = 0
-        for name, tensor in bucket:
-            layout.append((name, tensor.dtype, tuple(tensor.shape), offset))
-            offset += -(-tensor.nbytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES
-        data = torch.zeros(offset, dtype=torch.uint8)
-        for (_, dtype, shape, start), (_, tensor) in zip(layout, bucket, strict=True):
-            data[start : start + tensor.nbytes].view(dtype).view(shape).copy_(tensor.detach())
-        return cls(tuple(layout), data.numpy())
-
-    def unpack(self) -> list[NamedTensor]:
+    def named_tensors(self) -> list[NamedTensor]:
         """Views of the buffer as (name, CPU tensor); to be read, not written: the buffer may be shared."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             data = torch.from_numpy(self.data)
-        return [
-            (name, data[start : start + dtype.itemsize * int(np.prod(shape, dtype=np.int64))].view(dtype).view(shape))
-            for name, dtype, shape, start in self.layout
-        ]
+        return self.layout.views(data)
 
 
+@dataclass(frozen=True)
 class ObjectStoreTransport:
-    """Puts each bucket into the object store once and has every receiver load it, two buckets in flight at most."""
+    """Has rank 0 put each bucket into the object store once for all receivers; see `RefitTransport`.
 
-    def __init__(self, receivers: Sequence[Any], *, verify: bool) -> None:
-        """Bind the transport to its receivers.
+    Attributes:
+        receivers: All of them get every bucket.
+        verify: Whether the report carries the checksums of what was sent.
+    """
 
-        Args:
-            receivers: Handles of Ray actors with a method `load_weights(bucket: PackedBucket)`.
-            verify: Whether the report carries the checksums of what was sent.
+    receivers: Sequence[Receiver]
+    verify: bool
 
-        Raises:
-            ValueError: If there is no receiver.
-        """
-        if not receivers:
-            raise ValueError("A weight transport has no receiver; pass the generation engine's `receivers`.")
-        self._receivers = list(receivers)
+    def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
+        """Make a rank's sender; only rank 0's has a buffer."""
+        if rank != 0:
+            return DrawingSender()
+        return ObjectStoreSender(plan.buckets(bucket_bytes), self.receivers, verify=self.verify)
+
+
+class DrawingSender:
+    """Takes part in the export, which is collective, and sends nothing."""
+
+    def send(self, weights: Iterable[NamedTensor]) -> None:
+        """Draw all weights."""
+        deque(weights, maxlen=0)
+
+
+class ObjectStoreSender:
+    """Packs bucket after bucket into one host buffer; two copies of it at most are in flight."""
+
+    def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
+        self._buckets = buckets
+        self._receivers = receivers
         self._verify = verify
+        self._buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
 
-    def send(self, buckets: Iterable[list[NamedTensor]]) -> RefitReport:
-        """Send every bucket; returns once all receivers have loaded all of them (see `RefitTransport`)."""
+    def send(self, weights: Iterable[NamedTensor]) -> RefitReport:
+        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
         start = time.perf_counter()
-        num_tensors = num_bytes = num_buckets = 0
+        weights = iter(weights)
         checksums: dict[str, int] = {}
         in_flight: deque[list[Any]] = deque()
-        for bucket in buckets:
-            num_buckets += 1
-            num_tensors += len(bucket)
-            num_bytes += sum(tensor.nbytes for _, tensor in bucket)
-            if self._verify:
-                checksums.update((name, tensor_checksum(tensor)) for name, tensor in bucket)
+        for bucket in self._buckets:
+            for (_, slot), (name, tensor) in zip(bucket.views(self._buffer), weights, strict=False):
+                slot.copy_(tensor.detach())  # from whatever device it is on
+                if self._verify:
+                    checksums[name] = tensor_checksum(tensor)
             if len(in_flight) == MAX_BUCKETS_IN_FLIGHT:
                 ray.get(in_flight.popleft())
-            packed = ray.put(PackedBucket.pack(bucket))
-            in_flight.append([receiver.load_weights.remote(packed) for receiver in self._receivers])
+            packed = ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy()))
+            in_flight.append([receiver.load_weights(packed) for receiver in self._receivers])
+        deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
         while in_flight:
             ray.get(in_flight.popleft())
+        tensors = [spec for bucket in self._buckets for spec in bucket.tensors]
         return RefitReport(
-            num_tensors=num_tensors,
-            num_bytes=num_bytes,
-            num_buckets=num_buckets,
+            num_tensors=len(tensors),
+            num_bytes=sum(spec.num_bytes for spec in tensors),
+            num_buckets=len(self._buckets),
             seconds=time.perf_counter() - start,
             checksums=checksums if self._verify else None,
         )

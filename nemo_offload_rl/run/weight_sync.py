@@ -2,25 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
-from nemo_offload_rl.generation.interface import GenerationInterface, RefitInfo
+from nemo_offload_rl.generation.interface import GenerationInterface, HasWeightsChecksum
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.plan import ExportPlan
 
 
 class WeightSource(Protocol):
     """The part of a policy that sends weights."""
 
-    def prepare_refit_info(self) -> RefitInfo:
-        """Names, shapes and dtypes of what will be sent."""
+    def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
+        """Connects to a transport; returns what each refit will send through it."""
         ...
 
     def offload_before_refit(self) -> None:
         """Makes room for the engine's weights."""
         ...
 
-    def send_weights(self, transport: RefitTransport) -> RefitReport:
+    def send_weights(self) -> RefitReport:
         """Sends every weight."""
         ...
 
@@ -37,6 +39,9 @@ class WeightSync:
         generation: where they go.
         transport: how they go there; with ``verify`` it has to report checksums.
         verify: compare checksums of both sides after each refit.
+
+    Raises:
+        ValueError: to verify is asked of an engine that has no checksums.
     """
 
     def __init__(
@@ -44,10 +49,16 @@ class WeightSync:
     ) -> None:
         self._policy = policy
         self._generation = generation
-        self._transport = transport
-        self._verify = verify
+        self._received_checksums: Callable[[], dict[str, int]] | None = None
+        if verify:
+            if not isinstance(generation, HasWeightsChecksum):
+                raise ValueError(
+                    "policy.verify_refit is true, but the engines of policy.generation.backend give no checksums of "
+                    "their weights; set it to false."
+                )
+            self._received_checksums = generation.weights_checksum
         self._stale = True
-        generation.prepare_refit_info(policy.prepare_refit_info())
+        generation.prepare_refit_info(policy.prepare_refit_info(transport))
 
     def mark_stale(self) -> None:
         """Says that the policy has changed."""
@@ -59,15 +70,16 @@ class WeightSync:
         Raises:
             RuntimeError: the checksums of the two sides differ.
         """
-        if not self._stale:
+        if not self._stale and self._generation.capabilities.keeps_weights:
             self._policy.offload_after_refit()
-            self._generation.prepare_for_generation()
+            self._generation.prepare_for_generation(["weights", "kv_cache"])
             return
         self._policy.offload_before_refit()
-        self._generation.prepare_for_generation()
-        report = self._policy.send_weights(self._transport)
-        if self._verify:
+        self._generation.prepare_for_generation(["weights"])
+        report = self._policy.send_weights()
+        if self._received_checksums is not None:
             assert report.checksums is not None
-            require_equal_checksums(report.checksums, self._generation.weights_checksum())
-        self._policy.offload_after_refit()
+            require_equal_checksums(report.checksums, self._received_checksums())
+        self._policy.offload_after_refit()  # its weights leave before the KV cache takes their room
+        self._generation.prepare_for_generation(["kv_cache"])
         self._stale = False

@@ -9,7 +9,6 @@ from types import TracebackType
 from typing import Any, Self
 
 import ray
-import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
@@ -17,6 +16,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
@@ -185,13 +185,13 @@ class PolicyWorkerGroup:
         """Leave the GPU to generation."""
         self._run("offload_after_refit")
 
-    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Hugging Face name -> (shape, dtype) of every weight that a refit sends."""
-        return self._run("prepare_refit_info")[0]
+    def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
+        """Connect each rank to a transport and return what each refit will send through it."""
+        return self._run("prepare_refit_info", [transport])[0]
 
-    def send_weights(self, transport: RefitTransport) -> RefitReport:
-        """Export the weights on all ranks and send them from rank 0."""
-        return self._run("send_weights", [transport])[0]
+    def send_weights(self) -> RefitReport:
+        """Export the weights on all ranks and send them, each rank what its transport wants of it."""
+        return RefitReport.of_ranks(self._run("send_weights", from_all_ranks=True))
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write a checkpoint, each rank its part.

@@ -21,7 +21,9 @@ from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.offload.first_error import first_error_stays
 from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.refit.interface import RefitReport, RefitTransport, bucketize
+from nemo_offload_rl.refit.export import WeightExport
+from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
@@ -112,6 +114,8 @@ class MegatronPolicyWorker:
         self._peak_mapped_bytes = 0  # since the last verb began
         self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
         self._param_gather = ParamGather(self._state.model)
+        bucket_gib = config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in config else 1.0
+        self._weight_export = WeightExport(self._export, rank=rank, bucket_bytes=int(bucket_gib * GIB))
 
     def _sampling_temperature(self) -> float:
         """What logits are divided by: the temperature of sampling, so that log-probs speak of what was sampled.
@@ -290,29 +294,19 @@ class MegatronPolicyWorker:
 
     # --- weights out ------------------------------------------------------------------------------------------------
 
-    def _export(self) -> Iterator[tuple[str, torch.Tensor]]:
+    def _export(self) -> Iterator[NamedTensor]:
         yield from self._state.bridge.export_hf_weights(self._state.model, show_progress=False)
 
-    def prepare_refit_info(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of every weight that a refit sends, by Hugging Face name; collective."""
+    def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
+        """Connect this rank to a transport and return what each refit will send through it; collective."""
         self.offload_before_refit()
-        return {name: (tuple(weight.shape), weight.dtype) for name, weight in self._export()}
+        return self._weight_export.connect(transport)
 
-    def send_weights(self, transport: RefitTransport) -> RefitReport | None:
-        """Export the weights in Hugging Face names and send them; rank 0 sends and returns the report.
-
-        Args:
-            transport: pushes buckets of at most policy.refit_buffer_size_gb to the receivers.
-        """
+    def send_weights(self) -> RefitReport | None:
+        """Export the weights in Hugging Face names and send them; None on a rank that sends nothing; collective."""
         self.offload_before_refit()
-        gib = self._config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in self._config else 1.0
-        buckets = bucketize(self._export(), int(gib * GIB))
         with self._measuring("refit"):
-            if self._rank == 0:
-                return transport.send(buckets)
-            for _ in buckets:  # the export is collective
-                pass
-            return None
+            return self._weight_export.send()
 
     def export_hf(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (safetensors shards, config); collective."""

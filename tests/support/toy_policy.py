@@ -13,11 +13,13 @@ from safetensors.torch import save
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
-from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.interface import Capabilities, GenerationOutput, GenerationRequest
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.interface import RefitReport, bucketize
+from nemo_offload_rl.refit.export import WeightExport
+from nemo_offload_rl.refit.interface import RefitReport
+from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum, file_sum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
 
@@ -55,6 +57,7 @@ class ToyPolicy:
         self.optimizer = torch.optim.Adam([self.table], lr=lr)
         self.calls: list[str] = []
         self.moves: dict[str, float] = {}
+        self._weight_export = WeightExport(lambda: [("table", self.table.detach())], rank=0, bucket_bytes=1 << 20)
 
     def prepare_for_training(self) -> None:
         self._enter("train", "prepare_for_training", moved_gb=4.0)
@@ -110,12 +113,12 @@ class ToyPolicy:
         self.calls.append("get_reference_policy_logprobs")
         return BatchedData(reference_logprobs=table_logprobs(self.reference, data["input_ids"]))
 
-    def prepare_refit_info(self) -> dict:
-        return {"table": (tuple(self.table.shape), self.table.dtype)}
+    def prepare_refit_info(self, transport) -> ExportPlan:
+        return self._weight_export.connect(transport)
 
-    def send_weights(self, transport) -> RefitReport:
+    def send_weights(self) -> RefitReport:
         self.calls.append("send_weights")
-        return transport.send(bucketize([("table", self.table.detach())], 1 << 20))
+        return RefitReport.of_ranks([self._weight_export.send()])
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         Path(folder).mkdir()
@@ -149,33 +152,31 @@ class ToyPolicy:
         self.calls.append("shutdown")
 
 
-class ToyGeneration:
-    """A generation engine over a copy of the table."""
+class TableSampler:
+    """The part of a generation engine that samples from a table of logits, wherever the table is."""
 
-    def __init__(self) -> None:
-        self.table = torch.full((VOCABULARY**2, VOCABULARY), float("nan"))
-        self.is_ready = False
+    def __init__(self, capabilities: Capabilities) -> None:
+        self.capabilities = capabilities
+        self.awake: set[str] = set()
         self.requests: list[GenerationRequest] = []
+        self.calls: list[str] = []
 
-    @property
-    def receivers(self) -> list["ToyGeneration"]:
-        return [self]
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Of the next token after input_ids [B, 2]: [B, V]."""
+        raise NotImplementedError
 
-    def load_weights(self, bucket) -> None:
-        for _, tensor in bucket:
-            self.table = tensor.clone()
-
-    def prepare_refit_info(self, info) -> None:
-        assert info["table"][0] == tuple(self.table.shape)
-
-    def prepare_for_generation(self) -> None:
-        self.is_ready = True
+    def prepare_for_generation(self, tags) -> None:
+        self.calls += (f"wake up {tag}" for tag in tags)
+        assert not self.awake & set(tags)
+        self.awake |= set(tags)
 
     def finish_generation(self) -> None:
-        self.is_ready = False
+        self.calls.append("sleep")
+        self.awake.clear()
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        assert self.is_ready
+        self.calls.append("generate")
+        assert self.awake == {"weights", "kv_cache"}
         self.requests.append(request)
         sampling = request.sampling
         uniforms = row_uniforms(
@@ -185,9 +186,12 @@ class ToyGeneration:
         output = GenerationOutput([[] for _ in rows], [[] for _ in rows], ["length"] * len(rows))
         for draws in torch.from_numpy(uniforms).T:
             context = torch.tensor([[0, *row][-2:] for row in rows])
-            logits = table_logits(self.table, context)[:, -1]
             tokens, logprobs = choose_tokens(
-                logits, draws, temperature=sampling.temperature, top_k=sampling.top_k, top_p=sampling.top_p
+                self.logits(context),
+                draws,
+                temperature=sampling.temperature,
+                top_k=sampling.top_k,
+                top_p=sampling.top_p,
             )
             for index, (token, logprob) in enumerate(zip(tokens.tolist(), logprobs.tolist(), strict=True)):
                 if output.finish_reasons[index] == "length":
@@ -198,29 +202,49 @@ class ToyGeneration:
                         output.finish_reasons[index] = "stop"
         return output
 
-    def weights_checksum(self) -> dict[str, int]:
-        return {"table": tensor_checksum(self.table)}
-
     def memory_stats(self) -> dict[str, float]:
         return {}
 
     def shutdown(self) -> None:
-        self.is_ready = False
+        self.awake.clear()
+
+
+class ToyGeneration(TableSampler):
+    """A generation engine over a copy of the table, in this process."""
+
+    def __init__(self) -> None:
+        super().__init__(Capabilities("local", keeps_weights=True, batch_independent_sampling=True))
+        self.table = torch.full((VOCABULARY**2, VOCABULARY), float("nan"))
+
+    def logits(self, input_ids: torch.Tensor) -> torch.Tensor:
+        return table_logits(self.table, input_ids)[:, -1]
+
+    def load_weights(self, named_tensors) -> None:
+        assert self.awake == {"weights"}
+        for _, tensor in named_tensors:
+            self.table = tensor.clone()
+
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
+        assert [spec.shape for spec in plan.tensors] == [tuple(self.table.shape)]
+
+    def weights_checksum(self) -> dict[str, int]:
+        return {"table": tensor_checksum(self.table)}
 
 
 class LocalTransport:
-    """Hands buckets to receivers in the same process."""
+    """Hands weights to engines in the same process; a sender, too."""
 
-    def __init__(self, receivers) -> None:
-        self.receivers = receivers
+    def __init__(self, engines) -> None:
+        self.engines = engines
 
-    def send(self, buckets: Iterable) -> RefitReport:
-        checksums = {}
-        for bucket in buckets:
-            checksums |= {name: tensor_checksum(tensor) for name, tensor in bucket}
-            for receiver in self.receivers:
-                receiver.load_weights(bucket)
-        return RefitReport(len(checksums), 0, 1, 0.0, checksums)
+    def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> "LocalTransport":
+        return self
+
+    def send(self, weights: Iterable) -> RefitReport:
+        named = list(weights)
+        for engine in self.engines:
+            engine.load_weights(named)
+        return RefitReport(len(named), 0, 1, 0.0, {name: tensor_checksum(tensor) for name, tensor in named})
 
 
 class Recorded:

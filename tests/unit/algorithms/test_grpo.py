@@ -1,6 +1,7 @@
 from dataclasses import replace
 
 import pytest
+import ray
 import torch
 from support.losses import PLAIN
 from support.metrics_page import undocumented
@@ -23,8 +24,10 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Reward, RewardError, make_reward
+from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
 from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
@@ -56,14 +59,19 @@ class Setting:
         train_global=40,
         reward=EXACT_MATCH,
         scale=unscaled,
+        generation=None,
+        transport=None,
     ):
         self.policy = ToyPolicy()
-        self.generation = ToyGeneration()
+        self.generation = ToyGeneration() if generation is None else generation
+        self.generation.calls = self.policy.calls
+        verify = transport is None
+        transport = LocalTransport([self.generation]) if transport is None else transport
         rollout = RolloutMaker(self.generation, PromptFormat(TOKENIZER, max_tokens=2), TOKENIZER, reward)
         self.grpo = GRPO(
             policy=self.policy,
             generation=self.generation,
-            weights=WeightSync(self.policy, self.generation, LocalTransport([self.generation]), verify=True),
+            weights=WeightSync(self.policy, self.generation, transport, verify=verify),
             sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
             validation=ValidationSampling(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
@@ -151,8 +159,12 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
     setting.grpo.step(1, timer)
     assert setting.policy.calls == [
         "offload_before_refit",
+        "wake up weights",
         "send_weights",
         "offload_after_refit",
+        "wake up kv_cache",
+        "generate",
+        "sleep",
         "prepare_for_lp_inference",
         "get_logprobs",
         "prepare_for_lp_inference",
@@ -160,7 +172,7 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "prepare_for_training",
         "train",
     ]
-    assert not setting.generation.is_ready
+    assert not setting.generation.awake
     assert list(timer.seconds()) == [
         "refit",
         "generation",
@@ -170,6 +182,33 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "reference_logprobs",
         "training",
     ]
+
+
+@pytest.fixture
+def sharded(ray_cluster, monkeypatch):
+    monkeypatch.setitem(ENGINES, "toy", "support.toy_engine:ENGINE")
+    generation = make_generation({"generation": {"backend": "toy", "num_shards": 2}}, ray_cluster)
+    yield generation
+    generation.shutdown()
+
+
+def test_a_registered_engine_over_several_bundles_samples_for_the_loop(sharded):
+    transport = make_transport(sharded.capabilities.refit_transport, sharded.receivers, verify=False)
+    assert [receiver.ranks for receiver in sharded.receivers] == [(0,), (1,)]
+    resources = ray.get([shard.resources.remote() for shard in sharded.shards])
+    for rank, named in enumerate(resources):
+        assert any(name.startswith(f"CPU_group_{rank}_") for name in named)
+
+    setting, alone = Setting(generation=sharded, transport=transport), Setting()
+    _, outputs, _ = setting.run(replace(SCHEDULE, max_num_steps=2, val_period=0))
+    _, expected, _ = alone.run(replace(SCHEDULE, max_num_steps=2, val_period=0))
+    assert outputs.without_timings() == expected.without_timings()
+    wake_up = ["wake up weights", "send_weights", "offload_after_refit", "wake up kv_cache"]
+    of_refit = [call for call in setting.policy.calls if call in wake_up]
+    assert of_refit == 4 * wake_up  # its weights are gone after each sleep: two validations and two steps
+    assert alone.policy.calls.count("send_weights") == 3
+    with pytest.raises(ValueError, match=r"policy\.verify_refit is true, but the engines .* give no checksums"):
+        WeightSync(setting.policy, sharded, transport, verify=True)
 
 
 def test_a_step_reports_what_moved_since_the_one_before():
@@ -331,9 +370,9 @@ def test_dynamic_sampling_gives_up_with_advice():
 
 def test_refit_that_goes_wrong_is_seen():
     class Lossy(LocalTransport):
-        def send(self, buckets):
-            report = super().send(buckets)
-            self.receivers[0].table[0, 0] += 1
+        def send(self, weights):
+            report = super().send(weights)
+            self.engines[0].table[0, 0] += 1
             return report
 
     policy, generation = ToyPolicy(), ToyGeneration()

@@ -9,8 +9,8 @@ from nemo_offload_rl.generation.interface import GenerationError, GenerationRequ
 from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
-from nemo_offload_rl.refit.interface import bucketize
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.refit.plan import ExportPlan
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -69,6 +69,12 @@ def generation(ray_cluster):
     generation.shutdown()
 
 
+def _send(weights, receivers, *, verify=False, bucket_bytes=10_000):
+    plan = ExportPlan.of(weights.items())
+    sender = ObjectStoreTransport(receivers, verify=verify).connect(plan, rank=0, bucket_bytes=bucket_bytes)
+    return sender.send(weights.items())
+
+
 def test_generation_waits_for_weights(generation):
     with pytest.raises(GenerationError, match="still waits for 24 of its weights") as caught:
         generation.generate(REQUEST)
@@ -76,12 +82,11 @@ def test_generation_waits_for_weights(generation):
 
 
 def test_a_refit_brings_the_weights_and_they_generate(generation, local, weights):
-    info = {name: (tuple(tensor.shape), tensor.dtype) for name, tensor in weights.items()}
-    generation.prepare_refit_info(info)
-    report = ObjectStoreTransport(generation.receivers, verify=True).send(bucketize(weights.items(), 10_000))
+    generation.prepare_refit_info(ExportPlan.of(weights.items()))
+    report = _send(weights, generation.receivers, verify=True)
     assert report.num_buckets > 1
     require_equal_checksums(report.checksums, generation.weights_checksum())
-    generation.prepare_for_generation()
+    generation.prepare_for_generation(["weights", "kv_cache"])
     output, expected = generation.generate(REQUEST), local.generate(REQUEST)
     generation.finish_generation()
     assert output.output_ids == expected.output_ids
@@ -93,8 +98,8 @@ def test_a_refit_brings_the_weights_and_they_generate(generation, local, weights
 def test_a_lost_bit_shows_in_the_checksums(generation, weights):
     broken = weights["model.norm.weight"].clone()
     broken.view(torch.int32)[3] ^= 1
-    ObjectStoreTransport(generation.receivers, verify=False).send([[("model.norm.weight", broken)]])
-    sums = ObjectStoreTransport(generation.receivers, verify=True).send([list(weights.items())[:3]]).checksums
+    _send({"model.norm.weight": broken}, generation.receivers)
+    sums = _send(dict(list(weights.items())[:3]), generation.receivers, verify=True).checksums
     received = generation.weights_checksum()
     require_equal_checksums(sums, {name: received[name] for name in sums})
     with pytest.raises(RuntimeError, match=r"1 different \(model.norm.weight\)"):
@@ -102,9 +107,9 @@ def test_a_lost_bit_shows_in_the_checksums(generation, weights):
 
 
 def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weights):
-    info = {name: (tuple(tensor.shape), torch.bfloat16) for name, tensor in weights.items()}
+    plan = ExportPlan.of((name, tensor.bfloat16()) for name, tensor in weights.items())
     with pytest.raises(GenerationError, match=r"policy\.precision") as caught:
-        generation.prepare_refit_info(info)
+        generation.prepare_refit_info(plan)
     assert isinstance(caught.value.cause, ValueError)
 
 
@@ -116,22 +121,21 @@ def test_replicas_share_a_request_out(ray_cluster, generation, local, weights):
     generation.shutdown()  # a bundle has room for two actors
     pair = TransformersGeneration(
         ray_cluster,
+        ray_cluster.ranks_by_engine(1),
         model_name="a label",
         hf_config=QWEN3,
         hf_config_overrides=None,
         precision="float32",
         generation_batch_size=8,
         max_sequence_length=64,
-        num_replicas=2,
     )
-    ObjectStoreTransport(pair.receivers, verify=False).send([list(weights.items())])
+    _send(weights, pair.receivers)
     whole = pair.generate(REQUEST)
     assert len(whole.output_ids) == len(whole.logprobs) == len(whole.finish_reasons) == 5
     assert whole.output_ids == local.generate(REQUEST).output_ids
     alone = GenerationRequest([[8]], [0], 3, REQUEST.sampling)  # one row for two replicas
     assert pair.generate(alone).output_ids == whole.output_ids[2:3]
-    broken = torch.zeros(32)
-    ObjectStoreTransport(pair.receivers[:1], verify=False).send([[("model.norm.weight", broken)]])
+    _send({"model.norm.weight": torch.zeros(32)}, pair.receivers[:1])
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
         pair.weights_checksum()
     pair.shutdown()

@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM, GenerationConfig
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+from nemo_offload_rl.refit.plan import ExportPlan
 
 QWEN3 = {
     "model_type": "qwen3",
@@ -174,7 +175,7 @@ def test_weights_arrive_by_their_checkpoint_names(config, tmp_path):
         max_sequence_length=64,
         has_weights=False,
     )
-    target.prepare_refit_info({name: (tuple(tensor.shape), tensor.dtype) for name, tensor in checkpoint.items()})
+    target.prepare_refit_info(ExportPlan.of(checkpoint.items()))
     with pytest.raises(RuntimeError, match="still waits for"):
         target.generate(_request(GREEDY))
     for name, tensor in checkpoint.items():
@@ -210,10 +211,10 @@ def test_weights_that_do_not_fit_are_refused(model):
         target.load_weights([("model.norm.weight", torch.ones(31))])
     with pytest.raises(ValueError, match=r"torch.bfloat16 \[32\], but the generation model has it as torch.float32"):
         target.load_weights([("model.norm.weight", torch.ones(32, dtype=torch.bfloat16))])
-    info = {name: (tuple(t.shape), t.dtype) for name, t in weights_by_name(model).items()}
-    del info["model.norm.weight"], info["lm_head.weight"]
+    weights = weights_by_name(model)
+    del weights["model.norm.weight"], weights["lm_head.weight"]
     with pytest.raises(ValueError, match=r"no weight for 1 .* \(model.norm.weight\)"):
-        target.prepare_refit_info(info)
+        target.prepare_refit_info(ExportPlan.of(weights.items()))
 
 
 def test_a_real_checkpoint_folder_generates_the_same(model, tmp_path):

@@ -1,9 +1,11 @@
 import torch
 from safetensors import safe_open
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import export
+from nemo_offload_rl.refit.plan import TensorSpec
 
 
 def logprobs_in_transformers(folder, data) -> torch.Tensor:
@@ -28,6 +30,26 @@ def test_an_export_loads_in_transformers_and_trains_on_from_there(make_worker, t
 
     again = make_worker(tiny_policy() | {"hf_config": None, "model_name": str(tmp_path / "hf")})
     assert torch.equal(again.get_logprobs(data, mbs=4)["logprobs"], want)
+
+
+class Loaded:
+    """Takes weights and keeps them."""
+
+    def load_weights(self, named_tensors) -> None:
+        self.weights = {name: tensor.clone() for name, tensor in named_tensors}
+
+
+def test_a_refit_sends_what_was_planned_before_the_first_one(make_worker):
+    worker, engine = make_worker(), Loaded()
+    plan = worker.prepare_refit_info(LocalTransport([engine]))
+    norms = []
+    for _ in range(2):
+        report = worker.send_weights()
+        assert [TensorSpec.of(name, tensor) for name, tensor in engine.weights.items()] == list(plan.tensors)
+        assert report.num_tensors == len(plan.tensors) > 10
+        norms.append(engine.weights["model.norm.weight"])
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+    assert not torch.equal(*norms)
 
 
 def test_untied_embeddings_in_several_shards(make_worker, tmp_path, monkeypatch):

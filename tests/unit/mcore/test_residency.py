@@ -11,6 +11,7 @@ import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.build import _settle_dtypes
@@ -184,7 +185,7 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
         lambda: worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True),
         lambda: worker.load_checkpoint(str(tmp_path / "policy")),
         lambda: worker.export_hf(str(tmp_path / "hf")),
-        worker.prepare_refit_info,
+        lambda: worker.prepare_refit_info(LocalTransport([])),
         worker.offload_before_refit,
         worker.offload_after_refit,
     ]

@@ -120,6 +120,15 @@ def test_omp_num_threads_limits_the_threads(monkeypatch):
     assert available_threads() == len(os.sched_getaffinity(0))
 
 
+def test_an_engine_has_consecutive_ranks_of_one_node(ray_cluster):
+    with Cluster(num_nodes=2, gpus_per_node=4) as cluster:
+        assert cluster.ranks_by_engine(2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        assert cluster.ranks_by_engine(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+        for bundles in (3, 8):
+            with pytest.raises(ValueError, match=rf"spans {bundles} GPUs, which does not divide .*gpus_per_node 4"):
+                cluster.ranks_by_engine(bundles)
+
+
 class Sleeper:
     def process(self):
         return ray.util.get_node_ip_address(), os.getpid()

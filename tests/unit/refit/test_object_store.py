@@ -6,9 +6,11 @@ import pytest
 import ray
 import torch
 
+from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.interface import bucketize
-from nemo_offload_rl.refit.object_store import ObjectStoreTransport, PackedBucket
+from nemo_offload_rl.refit.interface import Receiver, RefitReport
+from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.refit.plan import ExportPlan
 
 # The actors cannot import this module; what is defined in it travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -23,94 +25,104 @@ MIXED = [
 ]
 
 
-class Receiver:
+class Loader:
     def __init__(self):
-        self.weights = {}
-        self.num_loads = 0
+        self.take()
 
     def load_weights(self, bucket):
         self.num_loads += 1
-        for name, tensor in bucket.unpack():
+        for name, tensor in bucket.named_tensors():
             if name == "unwanted":
                 raise ValueError("there is no such weight here")
             self.weights[name] = tensor.clone()
 
-    def get(self):
-        return self.weights, self.num_loads
+    def take(self):
+        taken = self.__dict__.copy()
+        self.weights, self.num_loads = {}, 0
+        return taken
 
 
-@pytest.fixture
+def take(receiver):
+    return ray.get(receiver.actor.take.remote())
+
+
+@pytest.fixture(scope="module")
 def receivers(ray_cluster):
-    actors = [ray.remote(Receiver).options(num_cpus=0).remote() for _ in range(2)]
-    yield actors
-    for actor in actors:
-        ray.kill(actor)
+    receivers = [Receiver(ray.remote(Loader).options(num_cpus=0).remote(), (rank,)) for rank in range(2)]
+    yield receivers
+    for receiver in receivers:
+        ray.kill(receiver.actor)
 
 
-def test_a_bucket_unpacks_to_what_was_packed():
-    for (name, tensor), (sent_name, sent) in zip(PackedBucket.pack(MIXED).unpack(), MIXED, strict=True):
-        assert name == sent_name
-        assert tensor.dtype == sent.dtype
-        assert torch.equal(tensor, sent)
-        assert tensor_checksum(tensor) == tensor_checksum(sent)
+def connect(receivers, weights, *, bucket_bytes=1000, verify=False):
+    transport = make_transport("object_store", receivers, verify=verify)
+    return transport.connect(ExportPlan.of(weights), rank=0, bucket_bytes=bucket_bytes)
 
 
-def test_a_packed_bucket_is_a_copy():
-    weight = torch.zeros(4)
-    packed = PackedBucket.pack([("w", weight)])
-    weight.fill_(1)
-    assert packed.unpack()[0][1].tolist() == [0, 0, 0, 0]
-
-
-def test_every_receiver_gets_every_tensor(receivers):
-    report = ObjectStoreTransport(receivers, verify=True).send(bucketize(iter(MIXED), 64))
+def test_every_receiver_gets_every_tensor_bit_for_bit(receivers):
+    report = connect(receivers, MIXED, bucket_bytes=64, verify=True).send(iter(MIXED))
     assert report.num_tensors == len(MIXED)
     assert report.num_bytes == sum(tensor.nbytes for _, tensor in MIXED)
-    for weights, num_loads in ray.get([receiver.get.remote() for receiver in receivers]):
-        assert num_loads == report.num_buckets > 1
+    assert report.checksums == {name: tensor_checksum(tensor) for name, tensor in MIXED}
+    for loaded in map(take, receivers):
+        weights = loaded["weights"]
+        assert loaded["num_loads"] == report.num_buckets > 1
+        assert list(weights) == [name for name, _ in MIXED]
+        assert [weights[name].dtype for name, _ in MIXED] == [tensor.dtype for _, tensor in MIXED]
         assert {name: tensor_checksum(tensor) for name, tensor in weights.items()} == report.checksums
 
 
-def test_one_memory_may_serve_bucket_after_bucket(receivers):
-    def buckets():
-        reused = torch.empty(300_000)  # above what Ray sends inline
-        for index in range(6):
-            yield [(f"w{index}", reused.fill_(index))]
-
-    ObjectStoreTransport(receivers, verify=False).send(buckets())
-    weights, _ = ray.get(receivers[0].get.remote())
-    assert [weights[f"w{index}"].unique().tolist() for index in range(6)] == [[float(index)] for index in range(6)]
+def test_one_memory_may_serve_tensor_after_tensor(receivers):
+    reused = torch.empty(300_000)  # above what Ray sends inline
+    sender = connect(receivers, [(f"w{index}", reused) for index in range(6)], bucket_bytes=reused.nbytes)
+    for first in (0, 10):  # a second refit through the same buffer
+        sender.send((f"w{index}", reused.fill_(first + index)) for index in range(6))
+        weights = take(receivers[0])["weights"]
+        assert [weights[f"w{index}"].unique().tolist() for index in range(6)] == [[first + index] for index in range(6)]
 
 
-class SlowReceiver(Receiver):
+class SlowLoader(Loader):
     def load_weights(self, bucket):
         time.sleep(0.1)
         super().load_weights(bucket)
 
 
 def test_at_most_two_buckets_are_in_flight(ray_cluster):
-    receiver = ray.remote(SlowReceiver).options(num_cpus=0, max_concurrency=1).remote()
-    counter = ray.remote(Receiver).options(num_cpus=0).remote()
-    ray.get([receiver.get.remote(), counter.get.remote()])
+    receiver = Receiver(ray.remote(SlowLoader).options(num_cpus=0, max_concurrency=1).remote(), (0,))
+    take(receiver)
     drawn = []
 
-    def buckets():
-        for index in range(6):
+    def weights():
+        for index in range(7):
             drawn.append(time.monotonic())
-            yield [(f"w{index}", torch.ones(2))]
+            yield f"w{index}", torch.ones(2)
 
-    ObjectStoreTransport([receiver], verify=False).send(buckets())
-    gaps = [after - before for before, after in itertools.pairwise(drawn[2:])]
-    assert min(gaps) > 0.05  # from the third on, each waits for one to be loaded
-    for actor in (receiver, counter):
-        ray.kill(actor)
+    connect([receiver], [(f"w{index}", torch.ones(2)) for index in range(7)], bucket_bytes=8).send(weights())
+    gaps = [after - before for before, after in itertools.pairwise(drawn[3:])]
+    assert min(gaps) > 0.05  # while two are loaded a third is packed; from then on, each waits for one to be loaded
+    ray.kill(receiver.actor)
 
 
 def test_what_a_receiver_refuses_stops_the_refit(receivers):
+    weights = [("a", torch.ones(1)), ("unwanted", torch.ones(1))]
     with pytest.raises(ValueError, match="no such weight here"):
-        ObjectStoreTransport(receivers, verify=False).send([[("a", torch.ones(1))], [("unwanted", torch.ones(1))]])
+        connect(receivers, weights, bucket_bytes=4).send(weights)
+
+
+def test_other_ranks_draw_the_export_and_send_nothing():
+    weights = iter(MIXED)
+    sender = ObjectStoreTransport([], verify=True).connect(ExportPlan.of(MIXED), rank=1, bucket_bytes=1000)
+    assert sender.send(weights) is None
+    assert list(weights) == []
 
 
 def test_a_transport_needs_a_receiver():
     with pytest.raises(ValueError, match="no receiver"):
-        ObjectStoreTransport([], verify=False)
+        make_transport("object_store", [], verify=False)
+
+
+def test_reports_of_ranks_are_summed_up_and_their_weights_compared():
+    one, other = RefitReport(2, 10, 1, 0.5, {"a": 1, "b": 2}), RefitReport(1, 5, 1, 0.7, {"a": 1})
+    assert RefitReport.of_ranks([one, None, other]) == RefitReport(3, 15, 2, 0.7, {"a": 1, "b": 2})
+    with pytest.raises(RuntimeError, match="different weights as a"):
+        RefitReport.of_ranks([one, RefitReport(1, 5, 1, 0.7, {"a": 3})])

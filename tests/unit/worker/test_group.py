@@ -3,6 +3,7 @@ import os
 import sys
 import time
 import traceback
+from dataclasses import dataclass
 
 import psutil
 import pytest
@@ -10,8 +11,11 @@ import ray
 import torch
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.refit.export import WeightExport
+from nemo_offload_rl.refit.interface import Receiver, RefitReport
+from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
@@ -89,7 +93,7 @@ def test_evaluate_counts_no_row_twice(group):
 def test_sizes_that_do_not_divide_leave_the_group_usable(group):
     with pytest.raises(ValueError, match=r"not a multiple of policy\.train_global_batch_size"):
         group.train(_batch(7), double, gbs=4, mbs=1)
-    assert group.prepare_refit_info() == {"weight": ((2, 3), torch.bfloat16)}
+    assert group.memory_stats()["host_rss_gib"] == 1.0
 
 
 def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
@@ -115,7 +119,7 @@ def test_ranks_go_on_where_none_of_them_finds_space(group):
     pids = _pids_of(group)
     with pytest.raises(DiskFullError, match=r"a full disk cannot be written: .*\(20 bytes needed, 10 bytes free\)"):
         group.save_checkpoint("a full disk", True)
-    assert group.prepare_refit_info() == {"weight": ((2, 3), torch.bfloat16)}
+    assert group.memory_stats()["host_rss_gib"] == 1.0
     assert _pids_of(group) == pids
 
 
@@ -150,34 +154,96 @@ def test_ports_come_from_the_range():
             free_port("127.0.0.1", (taken, taken))
 
 
-class Receiver:
-    def __init__(self, fails_at=-1):
-        self.weights = {}
-        self.loads = 0
-        self.fails_at = fails_at
+class Engine:
+    """Keeps all weights in the order in which they come, and where their buckets say that they are from."""
+
+    def __init__(self):
+        self.weights, self.origins = [], []
 
     def load_weights(self, bucket):
-        self.loads += 1
-        if self.loads == self.fails_at:
-            raise ValueError("a weight does not fit")
-        self.weights.update((name, tensor.clone()) for name, tensor in bucket.unpack())
+        self.weights += ((name, tensor.clone()) for name, tensor in bucket.named_tensors())
+        self.origins.append(getattr(bucket, "origin", None))
 
-    def get(self):
-        return self.weights, self.loads
+    def take(self):
+        taken = self.weights, self.origins
+        self.weights, self.origins = [], []
+        return taken
 
 
-def test_weights_go_through_the_group_to_every_receiver(group):
-    receivers = [ray.remote(Receiver).options(num_cpus=0).remote() for _ in range(2)]
-    report = group.send_weights(ObjectStoreTransport(receivers, verify=True))
+@pytest.fixture(scope="module")
+def receivers(ray_cluster):
+    receivers = [Receiver(ray.remote(Engine).options(num_cpus=0).remote(), (rank,)) for rank in range(2)]
+    yield receivers
+    for receiver in receivers:
+        ray.kill(receiver.actor)
+
+
+def test_weights_go_through_the_group_to_every_receiver(group, receivers):
+    group.prepare_refit_info(make_transport("object_store", receivers, verify=True))
+    report = group.send_weights()
     assert (report.num_tensors, report.num_bytes, report.num_buckets) == (5, 80, 3)
     assert report.seconds > 0
-    for weights, loads in ray.get([receiver.get.remote() for receiver in receivers]):
-        assert loads == 3
-        assert {name: tensor_checksum(tensor) for name, tensor in weights.items()} == report.checksums
-        assert weights["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
-    assert group.send_weights(ObjectStoreTransport(receivers, verify=False)).checksums is None
-    for receiver in receivers:
-        ray.kill(receiver)
+    for weights, origins in ray.get([receiver.actor.take.remote() for receiver in receivers]):
+        assert len(origins) == 3
+        assert {name: tensor_checksum(tensor) for name, tensor in weights} == report.checksums
+        assert dict(weights)["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
+    group.prepare_refit_info(make_transport("object_store", receivers, verify=False))
+    assert group.send_weights().checksums is None
+    ray.get([receiver.actor.take.remote() for receiver in receivers])
+
+
+@dataclass
+class NeighbourBucket:
+    origin: tuple[int, int]
+    weights: list
+
+    def named_tensors(self):
+        return self.weights
+
+
+class NeighbourTransport:
+    """A transport by which each rank sends everything at once to the engine that shares its bundle."""
+
+    def __init__(self, receivers, *, verify):
+        self.receivers = receivers
+
+    def connect(self, plan, *, rank, bucket_bytes):
+        (receiver,) = (receiver for receiver in self.receivers if rank in receiver.ranks)
+        return NeighbourSender(plan, rank, receiver)
+
+
+class NeighbourSender:
+    def __init__(self, plan, rank, receiver):
+        (self.layout,) = plan.buckets(plan.num_bytes)
+        self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # for all refits
+        self.rank, self.receiver = rank, receiver
+
+    def send(self, weights):
+        slots = self.layout.views(self.buffer)
+        for (_, slot), (_, tensor) in zip(slots, weights, strict=True):
+            slot.copy_(tensor)
+        ray.get(self.receiver.load_weights(NeighbourBucket((self.rank, self.buffer.data_ptr()), slots)))
+        checksums = {name: tensor_checksum(slot) for name, slot in slots}
+        return RefitReport(len(slots), self.buffer.numel(), 1, 0.1, checksums)
+
+
+def test_by_a_registered_transport_each_rank_sends_to_its_own_engine_as_planned(group, receivers, monkeypatch):
+    monkeypatch.setitem(TRANSPORTS, "neighbour", f"{__name__}:NeighbourTransport")
+    plan = group.prepare_refit_info(make_transport("neighbour", receivers, verify=True))
+    assert plan.tensors == tuple(TensorSpec(f"w{index}", (2, 2), torch.float32) for index in range(5))
+    assert plan.num_bytes == 80
+    reports = [group.send_weights() for _ in range(2)]
+    assert (reports[0].num_tensors, reports[0].num_buckets) == (10, 2)  # of both ranks
+    for rank, (weights, origins) in enumerate(ray.get([receiver.actor.take.remote() for receiver in receivers])):
+        assert [TensorSpec.of(name, tensor) for name, tensor in weights] == 2 * list(plan.tensors)
+        assert {name: tensor_checksum(tensor) for name, tensor in weights} == reports[0].checksums
+        assert [sender for sender, _ in origins] == [rank, rank]
+        assert len({address for _, address in origins}) == 1  # one buffer for both refits
+
+
+def test_a_refit_before_its_plan_is_refused():
+    with pytest.raises(RuntimeError, match="call prepare_refit_info before send_weights"):
+        WeightExport(list, rank=0, bucket_bytes=1).send()
 
 
 def test_a_world_that_does_not_divide_is_refused_before_anything_starts(ray_cluster):

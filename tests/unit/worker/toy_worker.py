@@ -9,6 +9,7 @@ import time
 import torch
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.storage.disk import DiskFullError
 
 
@@ -29,6 +30,8 @@ class ToyWorker:
         self.config = config
         self.rank = rank
         self.world_size = world_size
+        self.weights = [(f"w{index}", torch.full((2, 2), float(index))) for index in range(5)]
+        self.weight_export = WeightExport(lambda: self.weights, rank=rank, bucket_bytes=32)
         self.seen = {
             "rank": rank,
             "world_size": world_size,
@@ -62,12 +65,11 @@ class ToyWorker:
         assert data.size % mbs == 0
         return BatchedData(logprobs=data["row"][:, None].float() * torch.ones(1, 3), rank=[self.rank] * data.size)
 
-    def prepare_refit_info(self):
-        return {"weight": ((2, 3), torch.bfloat16)}
+    def prepare_refit_info(self, transport):
+        return self.weight_export.connect(transport)
 
-    def send_weights(self, transport):
-        named = [(f"w{index}", torch.full((2, 2), float(index))) for index in range(5)]
-        return transport.send([named[:2], named[2:4], named[4:]]) if self.rank == 0 else None
+    def send_weights(self):
+        return self.weight_export.send()
 
     def memory_stats(self):
         return {"host_rss_gib": float(self.rank), "pid": float(os.getpid())}

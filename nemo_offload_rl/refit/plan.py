@@ -1,0 +1,119 @@
+"""The export plan: which tensors a refit sends, in which order and sizes, known before the first one."""
+
+import itertools
+import math
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Self
+
+import torch
+
+NamedTensor = tuple[str, torch.Tensor]
+
+# Tensors start at multiples of this in a bucket, so that every dtype's view of it is aligned.
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to come, by its Hugging Face name."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, name: str, tensor: torch.Tensor) -> Self:
+        """Describe a tensor."""
+        return cls(name, tuple(tensor.shape), tensor.dtype)
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of its elements."""
+        return self.dtype.itemsize * math.prod(self.shape)
+
+    def __str__(self) -> str:
+        return f"{self.name!r} as {self.dtype} {list(self.shape)}"
+
+
+@dataclass(frozen=True)
+class BucketLayout:
+    """Where some tensors lie in one buffer.
+
+    Attributes:
+        tensors: In the order of the export.
+        offsets: In bytes, one a tensor.
+        num_bytes: Of the buffer.
+    """
+
+    tensors: tuple[TensorSpec, ...]
+    offsets: tuple[int, ...]
+    num_bytes: int
+
+    @classmethod
+    def of(cls, tensors: Iterable[TensorSpec]) -> Self:
+        """Lay tensors out one after the other."""
+        tensors = tuple(tensors)
+        sizes = (-(-spec.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in tensors)
+        *offsets, num_bytes = itertools.accumulate(sizes, initial=0)
+        return cls(tensors, tuple(offsets), num_bytes)
+
+    def views(self, buffer: torch.Tensor) -> list[NamedTensor]:
+        """The tensors as views of a buffer (uint8, at least `num_bytes` long, on any device)."""
+        return [
+            (spec.name, buffer[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
+            for spec, start in zip(self.tensors, self.offsets, strict=True)
+        ]
+
+
+@dataclass(frozen=True)
+class ExportPlan:
+    """Every tensor that a refit sends, in the order in which each rank exports them."""
+
+    tensors: tuple[TensorSpec, ...]
+
+    @classmethod
+    def of(cls, weights: Iterable[NamedTensor]) -> Self:
+        """Describe an export, which is drawn to its end."""
+        return cls(tuple(TensorSpec.of(name, tensor) for name, tensor in weights))
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(spec.num_bytes for spec in self.tensors)
+
+    def buckets(self, max_bytes: int) -> list[BucketLayout]:
+        """Group the tensors, in their order, into buckets; a tensor that is larger than one has one of its own.
+
+        Args:
+            max_bytes: The most bytes of tensors in a bucket; positive.
+
+        Raises:
+            ValueError: If `max_bytes` is not positive.
+        """
+        if max_bytes <= 0:
+            raise ValueError(f"The refit bucket size is {max_bytes} bytes; it must be positive.")
+        groups: list[list[TensorSpec]] = []
+        room = 0
+        for spec in self.tensors:
+            if not groups or spec.num_bytes > room:
+                groups.append([])
+                room = max_bytes
+            groups[-1].append(spec)
+            room -= spec.num_bytes
+        return [BucketLayout.of(group) for group in groups]
+
+    def checked(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
+        """Pass an export on as it is drawn.
+
+        Raises:
+            ValueError: If a tensor is not the one that the plan has at its place.
+        """
+        for spec, named in itertools.zip_longest(self.tensors, weights):
+            found = None if named is None else TensorSpec.of(*named)
+            if found != spec:
+                raise ValueError(
+                    f"The export of weights brings {found or 'no further tensor'} where the first one had "
+                    f"{spec or 'ended'}; it must bring the same tensors in the same order each time."
+                )
+            yield named

@@ -1,0 +1,71 @@
+"""A generation backend whose engines span several bundles: each actor of an engine holds some columns of the table."""
+
+import sys
+
+import ray
+import torch
+
+from nemo_offload_rl.generation.interface import Capabilities, EngineSpec
+from nemo_offload_rl.refit.interface import Receiver
+from support.toy_policy import VOCABULARY, TableSampler
+
+# The actors cannot import this module; what is defined in it travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Shard:
+    """One actor of an engine, which keeps its part of each weight, as a tensor-parallel rank does."""
+
+    def __init__(self, index, num_shards):
+        self.index = index
+        self.num_shards = num_shards
+        self.columns = None
+
+    def load_weights(self, bucket):
+        ((_, table),) = bucket.named_tensors()
+        self.columns = table.chunk(self.num_shards, dim=1)[self.index].clone()
+
+    def logits(self, rows):
+        return self.columns[rows]
+
+    def discard_weights(self):
+        self.columns = None
+
+    def resources(self):
+        """By name, such as CPU_group_INDEX_ID of a placement group's bundle."""
+        return set(ray._private.worker.global_worker.core_worker.resource_ids())
+
+
+class ShardedGeneration(TableSampler):
+    """One engine over all bundles of a node; its weights are gone when it sleeps, and it has no checksums."""
+
+    def __init__(self, placement, ranks):
+        super().__init__(Capabilities("object_store", keeps_weights=False, batch_independent_sampling=True))
+        self.shards = [
+            ray.remote(Shard).options(**placement.actor_options(rank, 0.5)).remote(index, len(ranks))
+            for index, rank in enumerate(ranks)
+        ]
+        self.receivers = [Receiver(shard, (rank,)) for shard, rank in zip(self.shards, ranks, strict=True)]
+
+    def logits(self, input_ids):
+        rows = input_ids[:, 0] * VOCABULARY + input_ids[:, 1]
+        return torch.cat(ray.get([shard.logits.remote(rows) for shard in self.shards]), dim=1)
+
+    def prepare_refit_info(self, plan):
+        assert [spec.name for spec in plan.tensors] == ["table"]
+
+    def finish_generation(self):
+        super().finish_generation()
+        ray.get([shard.discard_weights.remote() for shard in self.shards])
+
+    def shutdown(self):
+        for shard in self.shards:
+            ray.kill(shard)
+
+
+def start(policy_config, placement, ranks_by_engine):
+    (ranks,) = ranks_by_engine
+    return ShardedGeneration(placement, ranks)
+
+
+ENGINE = EngineSpec(lambda policy_config, placement: policy_config["generation"]["num_shards"], start)

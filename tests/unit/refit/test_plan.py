@@ -1,0 +1,84 @@
+import pytest
+import torch
+
+from nemo_offload_rl.refit.plan import ExportPlan, TensorSpec
+
+MIXED = [
+    ("a", torch.randn(3, 5)),
+    ("b", torch.randn(7, 3).bfloat16()),
+    ("scalar", torch.tensor(2.5)),
+    ("empty", torch.empty(0, 4)),
+    ("odd", torch.arange(5, dtype=torch.uint8)),
+    ("transposed", torch.randn(4, 6).T),
+]
+
+
+def _buckets(max_bytes: int, *num_bytes: int) -> list[list[str]]:
+    plan = ExportPlan.of((f"t{index}", torch.zeros(size, dtype=torch.uint8)) for index, size in enumerate(num_bytes))
+    assert plan.num_bytes == sum(num_bytes)
+    return [[spec.name for spec in bucket.tensors] for bucket in plan.buckets(max_bytes)]
+
+
+def test_buckets_fill_up_to_the_limit_and_keep_the_order():
+    assert _buckets(10, 4, 6, 1, 9, 1) == [["t0", "t1"], ["t2", "t3"], ["t4"]]
+    assert _buckets(10) == []
+
+
+def test_a_larger_tensor_has_a_bucket_of_its_own():
+    assert _buckets(10, 3, 50, 3) == [["t0"], ["t1"], ["t2"]]
+    assert _buckets(10, 50) == [["t0"]]
+    assert _buckets(10, 50, 3, 3) == [["t0"], ["t1", "t2"]]
+
+
+def test_a_bucket_size_of_zero_is_refused():
+    with pytest.raises(ValueError, match="must be positive"):
+        ExportPlan(()).buckets(0)
+
+
+def test_every_tensor_has_its_place_in_a_buffer():
+    plan = ExportPlan.of(MIXED)
+    assert plan.num_bytes == 60 + 42 + 4 + 0 + 5 + 96
+    (bucket,) = plan.buckets(1000)
+    assert bucket.offsets == (0, 64, 128, 192, 192, 256)
+    assert bucket.num_bytes == 256 + 128
+    buffer = torch.full((bucket.num_bytes,), 7, dtype=torch.uint8)
+    for (_, slot), (_, tensor) in zip(bucket.views(buffer), MIXED, strict=True):
+        slot.copy_(tensor)
+    for (name, slot), (sent_name, tensor) in zip(bucket.views(buffer), MIXED, strict=True):
+        assert (name, slot.dtype) == (sent_name, tensor.dtype)
+        assert torch.equal(slot, tensor)
+
+
+def test_an_export_that_keeps_to_its_plan_is_passed_on_as_it_is_drawn():
+    drawn = []
+
+    def weights():
+        for name, tensor in MIXED:
+            drawn.append(name)
+            yield name, tensor
+
+    checked = ExportPlan.of(MIXED).checked(weights())
+    assert next(checked)[1] is MIXED[0][1]
+    assert drawn == ["a"]
+    assert [name for name, _ in checked] == [name for name, _ in MIXED[1:]]
+
+
+@pytest.mark.parametrize(
+    ("weights", "message"),
+    [
+        ([MIXED[1], MIXED[0]], r"brings 'b' as torch.bfloat16 \[7, 3\] where the first one had 'a'"),
+        ([("a", torch.zeros(5, 3)), MIXED[1]], r"brings 'a' as torch.float32 \[5, 3\] where .* 'a' .* \[3, 5\]"),
+        ([("a", torch.zeros(3, 5).half()), MIXED[1]], r"brings 'a' as torch.float16"),
+        (MIXED[:1], "brings no further tensor where the first one had 'b'"),
+        (MIXED[:3], "brings 'scalar' .* where the first one had ended"),
+    ],
+)
+def test_an_export_that_leaves_its_plan_is_stopped(weights, message):
+    plan = ExportPlan.of(MIXED[:2])
+    with pytest.raises(ValueError, match=message):
+        list(plan.checked(weights))
+
+
+def test_a_spec_knows_its_bytes():
+    assert TensorSpec("w", (3, 5), torch.bfloat16).num_bytes == 30
+    assert TensorSpec("w", (), torch.int64).num_bytes == 8
