@@ -14,9 +14,9 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
 from nemo_offload_rl.mcore.local_spec import local_block_spec
-from nemo_offload_rl.offload.attach import attach
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.types import Phase
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.table import Phase
 
 
 def build() -> tuple[DistributedDataParallel, MegatronOptimizer]:

@@ -202,8 +202,8 @@ def _plan(options: argparse.Namespace) -> None:
         run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
     except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
-        keeps = ALGORITHMS[validated.algorithm].keeps_reference(config)
-        print_residency(without_sizes, keeps_reference=keeps, written_at=written_at, as_json=options.json)
+        keeps = ALGORITHMS[validated.algorithm].has_reference(config)
+        print_residency(without_sizes, has_reference=keeps, written_at=written_at, as_json=options.json)
         if without_sizes.activations is not None:
             limit_where_unknown(without_sizes.activations, error)
         raise

@@ -12,9 +12,9 @@ from typing import Any, NamedTuple
 from public_models import LLAMA_3_70B, QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_30B_A3B
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.planner import plan_run
-from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.residency.table import Target
 
 ROOT = Path(__file__).parent.parent
 PAGE = ROOT / "docs" / "residency.md"

@@ -27,10 +27,10 @@ from activation_cases.measuring import in_turn
 from activation_cases.parity import describe
 from activation_cases.table import Row, Setting
 from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
-from nemo_offload_rl.offload.activation_groups import Chunk, Stash
-from nemo_offload_rl.offload.activations import ActivationOffloader
-from nemo_offload_rl.offload.saved_activations import Group
+from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
+from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.saved_tensors import Group
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 NUM_STEPS = 50
@@ -124,12 +124,12 @@ def _nothing_leaves(active: ActivationOffloader) -> Iterator[None]:
 @contextlib.contextmanager
 def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int | None = None) -> Iterator[None]:
     copies = active.copies
-    begin_backward, ask_out, ask_back = active.begin_backward, _short(copies.out, at_most), _short(copies.back, at_most)
+    begin_backward, offload, ask_back = active.begin_backward, _short(copies.out, at_most), _short(copies.back, at_most)
     sent: list[int] = []  # bytes of each request out, which come back in the reverse order
 
-    def out(spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+    def out(spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         sent.append(sum(span.nbytes for span in spans))
-        return ask_out(spans, after)
+        return offload(spans, after)
 
     def begin(chunk: Chunk, group: Group) -> None:
         if group.key in active._profiles[chunk.stage].asks:
@@ -138,11 +138,11 @@ def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int |
             ask_back([Span(on_gpu.untyped_storage(), on_host, 0, nbytes)], [])
         begin_backward(chunk, group)
 
-    with instead(active, _stash=_Forgetful(copies), begin_backward=begin), instead(copies, out=out):
+    with instead(active, _inflight=_Forgetful(copies), begin_backward=begin), instead(copies, out=out):
         yield
 
 
-class _Forgetful(Stash):
+class _Forgetful(InflightOffloads):
     """Waits for nothing, and leaves on the GPU what is there."""
 
     def release(self, keep: int) -> None:
@@ -158,8 +158,8 @@ def _unread(device: torch.device, nbytes: int) -> tuple[torch.Tensor, torch.Tens
 
 
 def _short(
-    ask: Callable[[Sequence[Span], Iterable[Ticket]], Ticket], at_most: int | None
-) -> Callable[[Sequence[Span], Iterable[Ticket]], Ticket]:
+    ask: Callable[[Sequence[Span], Iterable[CopyHandle]], CopyHandle], at_most: int | None
+) -> Callable[[Sequence[Span], Iterable[CopyHandle]], CopyHandle]:
     if at_most is None:
         return ask
     return lambda spans, after: ask([span._replace(nbytes=min(span.nbytes, at_most)) for span in spans], after)

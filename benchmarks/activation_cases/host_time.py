@@ -27,7 +27,7 @@ from activation_cases.measuring import NUM_WARMUPS, model_frozen
 from activation_cases.parity import describe
 from activation_cases.table import Setting
 from activation_cases.worker import offloader
-from nemo_offload_rl.offload.activations import ActivationOffloader
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 
 NUM_STEPS = 20
 

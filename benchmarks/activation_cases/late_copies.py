@@ -6,8 +6,8 @@ from dataclasses import dataclass
 
 import torch
 
-from nemo_offload_rl.offload.activation_copies import Span, SpanLane
-from nemo_offload_rl.offload.lanes import Lane
+from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
+from nemo_offload_rl.memory.streams import CopyStream
 
 _CYCLES_PER_MS = 1_500_000  # an H200's clock is 1.98 GHz at most, lower under load
 
@@ -27,29 +27,29 @@ class Delays:
 def late_copies(milliseconds: float) -> Iterator[Delays]:
     """Before every copy of the offload engine, in either direction, its stream spins; nothing at 0."""
     delays = Delays()
-    copy_all, copy_spans = Lane.copy_all, SpanLane.copy_all
+    copy_all, copy_spans = CopyStream.copy_all, SpanCopyStream.copy_all
 
     def spin(stream: torch.cuda.Stream) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(milliseconds * _CYCLES_PER_MS))
         delays.num_copies += 1
 
-    def late_copy_all(self: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def late_copy_all(self: CopyStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for pair in pairs:
             if self.stream is not None:
                 spin(self.stream)
             copy_all(self, [pair])
 
-    def late_spans(self: SpanLane, spans: Iterable[Span]) -> None:
+    def late_spans(self: SpanCopyStream, spans: Iterable[Span]) -> None:
         for span in spans:
             spin(self.stream)
             copy_spans(self, [span])
 
     if milliseconds:
-        Lane.copy_all = late_copy_all  # type: ignore[method-assign]
-        SpanLane.copy_all = late_spans  # type: ignore[method-assign]
+        CopyStream.copy_all = late_copy_all  # type: ignore[method-assign]
+        SpanCopyStream.copy_all = late_spans  # type: ignore[method-assign]
     try:
         yield delays
     finally:
-        Lane.copy_all = copy_all  # type: ignore[method-assign]
-        SpanLane.copy_all = copy_spans  # type: ignore[method-assign]
+        CopyStream.copy_all = copy_all  # type: ignore[method-assign]
+        SpanCopyStream.copy_all = copy_spans  # type: ignore[method-assign]

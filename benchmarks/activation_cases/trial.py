@@ -7,8 +7,8 @@ from activation_cases import batches
 from activation_cases.combinations import Combination
 from activation_cases.late_copies import late_copies
 from activation_cases.worker import Feed, Moved, moved_by, policy, running
-from nemo_offload_rl.offload.types import Phase
 from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 
 from activation_cases import batches
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.cpu import adapt_to_cpu
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.offload.activations import ActivationOffloader
 from nemo_offload_rl.worker.environment import library_environment
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 

@@ -83,7 +83,7 @@ def tensors_10000(setting: Setting) -> None:
 
 def optimizer_state(setting: Setting) -> None:
     """The state of a real DistributedOptimizer, 18 GB with its masters."""
-    from nemo_offload_rl.offload.optimizer_state import state_tensors
+    from nemo_offload_rl.residency.optimizer_state import state_tensors
 
     case, rounds = "optimizer_state", Rounds(quick=5, slow=1, slow_warmups=0)
     with setting.report.attempt(case, "all ways"), real_optimizer(setting.scale) as (model, optimizer):

@@ -65,8 +65,8 @@ def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     from megatron.core.optimizer import get_megatron_optimizer
 
     from nemo_offload_rl.mcore import model_config
-    from nemo_offload_rl.mcore.prime import prime_optimizer_state
-    from nemo_offload_rl.offload.optimizer_state import state_tensors
+    from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
+    from nemo_offload_rl.residency.optimizer_state import state_tensors
 
     provider = model_config.make_provider(policy, model_config.make_bridge(policy))
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
@@ -76,7 +76,7 @@ def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
             use_cpu_initialization=provider.use_cpu_initialization,
         )
     optimizer = get_megatron_optimizer(model_config.make_optimizer_config(policy), model, use_gloo_process_groups=False)
-    prime_optimizer_state(optimizer)
+    init_optimizer_state(optimizer)
     device = next(model[0].parameters()).device
     with torch.no_grad():
         for name, tensor in state_tensors(optimizer, device):

@@ -7,8 +7,8 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from nemo_offload_rl.offload.page_lock import CudaPageLocker, PageLocker
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.memory.page_lock import CudaPageLocker, PageLocker
+from nemo_offload_rl.memory.pinned import PinnedArena
 from offload_ways import bars
 from offload_ways.cases import NO_GPU, Setting, moments_sizes
 from offload_ways.trips import checksum, driver_free, release_unused, seconds, settle

@@ -6,13 +6,13 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.offload.housed import Housed
-from nemo_offload_rl.offload.housing import Housing, Tenant
-from nemo_offload_rl.offload.optimizer_state import OptimizerState
-from nemo_offload_rl.offload.page_lock import PageLocker
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.transfer import Mover
-from nemo_offload_rl.offload.types import Cell
+from nemo_offload_rl.memory.page_lock import PageLocker
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer
+from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
+from nemo_offload_rl.residency.optimizer_state import OptimizerState
+from nemo_offload_rl.residency.table import Placement
+from nemo_offload_rl.residency.transfer import Mover
 from offload_ways.trips import settle
 
 LINK_BLOCK_BYTES = 2**30
@@ -90,37 +90,39 @@ class Ours:
     def __init__(self, tensors: Sequence[torch.Tensor], device: torch.device, locker: PageLocker | None = None) -> None:
         self.arena = PinnedArena(locker=locker)
         self.mover = Mover(device, self.arena)
-        self.housing = Housing("benchmark", device, self.arena)
+        self.flat_buffer = FlatBuffer("benchmark", device, self.arena)
         self.nbytes = sum(tensor.nbytes for tensor in tensors)
         self._housed = self._house(tensors)
         settle(device)
         if device.type == "cuda":
             torch.cuda.empty_cache()  # what the tensors lived in before
 
-    def _house(self, tensors: Sequence[torch.Tensor]) -> Housed:
-        tenants = [Tenant(str(number), tensor.untyped_storage(), [tensor]) for number, tensor in enumerate(tensors)]
-        self.housing.add(tenants)
-        return Housed(self.housing, self.mover)
+    def _house(self, tensors: Sequence[torch.Tensor]) -> FlatBufferTarget:
+        entries = [
+            BufferEntry(str(number), tensor.untyped_storage(), [tensor]) for number, tensor in enumerate(tensors)
+        ]
+        self.flat_buffer.add(entries)
+        return FlatBufferTarget(self.flat_buffer, self.mover)
 
     def leave(self) -> None:
         """See `Way`."""
-        self._housed.start(Cell.HOST).wait()
+        self._housed.start(Placement.HOST).wait()
 
     def come_back(self) -> None:
         """See `Way`."""
-        self._housed.start(Cell.GPU).hold_current_stream()
+        self._housed.start(Placement.GPU).wait_on_current_stream()
 
     def copy_only(self, direction: str) -> None:
         """The same copies, with nothing given back or taken: what the link alone does to others."""
         if direction == "d2h":
-            self.mover.save(self.housing.homes)
+            self.mover.save(self.flat_buffer.backed_ranges)
         else:
-            self.mover.restore(self.housing.homes).hold_current_stream()
+            self.mover.restore(self.flat_buffer.backed_ranges).wait_on_current_stream()
 
     def close(self) -> None:
         """See `Way`."""
         self.mover.close()
-        self.housing.close()
+        self.flat_buffer.close()
         self.arena.close()
 
 
@@ -135,8 +137,8 @@ class OursForOptimizer(Ours):
         self._shared = lambda: shared
         super().__init__(tensors, device)
 
-    def _house(self, tensors: Sequence[torch.Tensor]) -> Housed:
-        return OptimizerState(self._optimizer, self._shared, self.housing, self.mover)
+    def _house(self, tensors: Sequence[torch.Tensor]) -> FlatBufferTarget:
+        return OptimizerState(self._optimizer, self._shared, self.flat_buffer, self.mover)
 
 
 def link_seconds_per_byte(device: torch.device, *, samples: int, copies: int = 4) -> dict[str, list[float]]:

@@ -249,7 +249,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             fitted_policy,
             cluster,
             seed=section["seed"],
-            init_reference_model=ALGORITHMS["grpo"].keeps_reference(config),
+            init_reference_model=ALGORITHMS["grpo"].has_reference(config),
         )
         generation = make_generation(fitted_policy, cluster)
         verify = bool(fitted_policy.get("verify_refit"))

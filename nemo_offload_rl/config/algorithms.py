@@ -6,7 +6,7 @@ from types import MappingProxyType
 from typing import Any
 
 from nemo_offload_rl.config.schema import GRPOMasterConfig, SFTMasterConfig
-from nemo_offload_rl.offload.types import Phase
+from nemo_offload_rl.residency.table import Phase
 
 
 @dataclass(frozen=True)
@@ -19,7 +19,7 @@ class AlgorithmSpec:
         schema: the TypedDict of its recipes.
         phases: of a step, in their order; the planner follows them.
         validation_metrics: what its ``validate`` measures; a recipe writes ``val:NAME``.
-        keeps_reference: whether a validated recipe keeps reference weights.
+        has_reference: whether a validated recipe keeps reference weights.
         group_size: consecutive rows of a batch that belong together, such as a chosen and a rejected answer, and are
             never separated; 1 where each row is on its own.
     """
@@ -29,7 +29,7 @@ class AlgorithmSpec:
     schema: type
     phases: tuple[Phase, ...]
     validation_metrics: tuple[str, ...]
-    keeps_reference: Callable[[Mapping[str, Any]], bool]
+    has_reference: Callable[[Mapping[str, Any]], bool]
     group_size: int
 
 
@@ -58,7 +58,7 @@ register(
         schema=GRPOMasterConfig,
         phases=(Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
         validation_metrics=("accuracy", "reward", "mean_gen_tokens_per_sample"),
-        keeps_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
+        has_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
         group_size=1,
     )
 )
@@ -69,7 +69,7 @@ register(
         schema=SFTMasterConfig,
         phases=(Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
         validation_metrics=("val_loss", "answer_probability"),
-        keeps_reference=lambda config: False,
+        has_reference=lambda config: False,
         group_size=1,
     )
 )

@@ -271,7 +271,7 @@ OTHER_ALGORITHMS: dict[str, str] = {
 
 
 @dataclass(frozen=True)
-class Screened:
+class SplitKeys:
     """A recipe without the keys of upstream's other features.
 
     Attributes:
@@ -285,9 +285,9 @@ class Screened:
     notes: list[str]
 
 
-def screen(config: dict[str, Any]) -> Screened:
+def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
     """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
-    screened = Screened(copy.deepcopy(config), [], [])
+    screened = SplitKeys(copy.deepcopy(config), [], [])
     for row in OFF_ONLY:
         for path, value in _matches(screened.config, row.path):
             if not any(same(value, off) for off in row.off):
@@ -316,7 +316,7 @@ def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str
     return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
 
 
-def _screen_feature(screened: Screened, feature: SwitchedOff) -> None:
+def _screen_feature(screened: SplitKeys, feature: SwitchedOff) -> None:
     for path, section in _matches(screened.config, feature.section):
         _remove(screened.config, path)
         if section is None:

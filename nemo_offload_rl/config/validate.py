@@ -24,7 +24,7 @@ from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
-from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, screen
+from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 
@@ -65,27 +65,31 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     algorithm, problem = _algorithm_of(recipe)
     if algorithm is None:
         raise RecipeError(show_file(recipe.path), [*recipe.problems, *([problem] if problem else [])])
-    screened = screen(recipe.config)
+    upstream_keys = split_upstream_keys(recipe.config)
     found = _Findings(recipe)
-    for path, message in screened.problems:
+    for path, message in upstream_keys.problems:
         found.add(path, message)
     spec = ALGORITHMS[algorithm]
-    for path, message in islice(schema_problems(screened.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(schema_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
         found.add(path, message)
-    for path, message in islice(megatron_problems(screened.config, spec.schema, found.written_at), MAX_PROBLEMS + 1):
+    for path, message in islice(
+        megatron_problems(upstream_keys.config, spec.schema, found.written_at), MAX_PROBLEMS + 1
+    ):
         found.add(path, message)
-    if isinstance(screened.config.get("policy"), dict):
-        for path, message in islice(hf_config_problems(screened.config["policy"]), MAX_PROBLEMS + 1):
+    if isinstance(upstream_keys.config.get("policy"), dict):
+        for path, message in islice(hf_config_problems(upstream_keys.config["policy"]), MAX_PROBLEMS + 1):
             found.add(path, message)
-    for path, message in ignored_overrides(recipe, screened.config):
+    for path, message in ignored_overrides(recipe, upstream_keys.config):
         found.add(path, message)
-    found.add_broken(_broken(RULES, spec, screened.config, found))
-    warm_start, of_warm_start = _warm_start(recipe, screened.config, found)
+    found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
+    warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = screened.notes + [f"{path} {message}" for path, message in _broken(NOTES, spec, screened.config, found)]
-    _switch_off_lone_sequence_parallel(screened.config)
-    return ValidatedRecipe(algorithm, cast(MasterConfig, screened.config), notes, recipe, warm_start)
+    notes = upstream_keys.notes + [
+        f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
+    ]
+    _switch_off_lone_sequence_parallel(upstream_keys.config)
+    return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 
 
 class _Findings:

@@ -1,7 +1,7 @@
 """Everything that touches megatron-core and Megatron-Bridge: building, stepping, log-probs, checkpoints."""
 
-from nemo_offload_rl.mcore import cpu_device, quiet
+from nemo_offload_rl.mcore import cpu_device, log_filters
 
 # Both must come before the first import of megatron, which the other modules of this package import at their top.
-quiet.install()
+log_filters.install()
 cpu_device.install()

@@ -14,10 +14,10 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
+from nemo_offload_rl.activation_offload.copies import CudaCopies
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.options import ActivationOptions
 from nemo_offload_rl.config.libraries import untested_megatron_core
-from nemo_offload_rl.offload.activation_copies import CudaCopies
-from nemo_offload_rl.offload.activation_options import ActivationOptions
-from nemo_offload_rl.offload.activations import ActivationOffloader
 
 
 def activation_options(config: Any) -> ActivationOptions:
@@ -94,7 +94,7 @@ def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[...,
     with manager.saving_to_recompute():
         outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)
     for output in checkpoint.outputs or ():
-        manager.keep_recomputed(output.untyped_storage())
+        manager.exclude_recomputed(output.untyped_storage())
     return outputs
 
 

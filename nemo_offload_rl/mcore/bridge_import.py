@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.mcore import quiet
+from nemo_offload_rl.mcore import log_filters
 
 _NEEDS_PLACEHOLDER = "megatron.bridge.peft.lora_layers"
 
@@ -77,7 +77,7 @@ def auto_bridge() -> Any:
     if importlib.util.find_spec("transformer_engine") is None:
         sys.meta_path.insert(0, finder)
     try:
-        with quiet.while_importing():
+        with log_filters.while_importing():
             from megatron.bridge import AutoBridge
     finally:
         if finder in sys.meta_path:

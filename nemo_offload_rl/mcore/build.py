@@ -14,6 +14,7 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
+from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
 from nemo_offload_rl.mcore.model_config import (
     has_pretrained_weights,
     make_bridge,
@@ -21,7 +22,6 @@ from nemo_offload_rl.mcore.model_config import (
     make_optimizer_config,
     make_provider,
 )
-from nemo_offload_rl.mcore.prime import prime_optimizer_state
 from nemo_offload_rl.mcore.weight_names import check_weights
 
 
@@ -93,7 +93,7 @@ def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> Trai
     if init_optimizer:
         optimizer_config = make_optimizer_config(policy)
         optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
-        prime_optimizer_state(optimizer)
+        init_optimizer_state(optimizer)
         scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
         config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads
@@ -162,8 +162,8 @@ def _freeze_router(chunks: list[Any]) -> list[Any]:
 def _settle_dtypes(chunks: list[Any]) -> None:
     """Have routers take their expert bias back to fp32 now, which they do in every forward pass.
 
-    Float16Module makes it bf16; a buffer that changes its memory after the residency engine has housed it would have no
-    reference weights.
+    Float16Module makes it bf16; a buffer that changes its memory after the residency engine moved it into a flat
+    buffer would have no reference weights.
     """
     for chunk in chunks:
         for module in chunk.modules():

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
+from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.parallel import ParallelSizes
-from nemo_offload_rl.mcore.prime import prime_optimizer_state, torch_adams
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -79,7 +79,7 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     }
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
-        prime_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
+        init_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
         model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
         sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=_METADATA)
         sharded["scheduler"] = state.scheduler.state_dict()

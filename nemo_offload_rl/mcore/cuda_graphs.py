@@ -32,9 +32,9 @@ from nemo_offload_rl.mcore.graph_capture import (
     undone_on_failure,
     without_attention_mask,
 )
-from nemo_offload_rl.mcore.graph_pace import GraphPace
+from nemo_offload_rl.mcore.graph_speed_check import GraphPace
 from nemo_offload_rl.mcore.microbatches import MicroBatch
-from nemo_offload_rl.offload.lanes import mark_current_stream
+from nemo_offload_rl.memory.streams import record_current_stream
 
 logger = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ class CudaGraphs:
         self._pace = GraphPace(
             _names(config.cuda_graph_modules),
             copies_inside=any(layer.offload_module_in_cuda_graph for layer in _layers(self._model)),
-            mark=functools.partial(mark_current_stream, next(self._model[0].parameters()).device),
+            mark=functools.partial(record_current_stream, next(self._model[0].parameters()).device),
         )
         self.num_replays = self.num_captures = 0
 
@@ -253,7 +253,7 @@ class CudaGraphs:
             )
             layers = list(helper.flattened_callables)
             self._check_some_layer(layers)
-            with without_attention_mask(layers, self._observer.keep_graph_input), undone_on_failure():
+            with without_attention_mask(layers, self._observer.exclude_graph_input), undone_on_failure():
                 helper.create_cudagraphs()
         if were_on:
             helper.cuda_graph_set_manual_hooks()

@@ -14,11 +14,11 @@ from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, Shared
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
-from nemo_offload_rl.offload.first_error import first_error_stays
+from nemo_offload_rl.memory.errors import preserve_first_error
 
 
 @contextlib.contextmanager
-def forgotten_on_failure(model: Sequence[torch.nn.Module]) -> Iterator[None]:
+def clear_saved_state_on_failure(model: Sequence[torch.nn.Module]) -> Iterator[None]:
     """A schedule runs inside; of one that fails the model keeps nothing alive that autograd has saved, wherever it is.
 
     Layers hand tensors from one of their parts to the next as attributes, each with all that autograd has saved up to
@@ -107,6 +107,6 @@ def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Ca
     try:
         yield undo
     except BaseException:
-        with first_error_stays():  # a GPU that has failed says so again
+        with preserve_first_error():  # a GPU that has failed says so again
             undo()
         raise

@@ -21,7 +21,7 @@ class CaptureObserver(Protocol):
         """Captures follow; the GPU is idle."""
         ...
 
-    def keep_graph_input(self, storage: torch.UntypedStorage) -> None:
+    def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
         """A graph reads its input there for as long as it lives."""
         ...
 
@@ -40,7 +40,7 @@ class NoObserver(CaptureObserver):
     def prepare_capture(self) -> None:
         """Nothing."""
 
-    def keep_graph_input(self, storage: torch.UntypedStorage) -> None:
+    def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
         """Nothing."""
 
     def count_replay(self) -> None:
@@ -77,7 +77,7 @@ def undone_on_failure() -> Iterator[None]:
 
 
 def forget_replayed_routing(layers: Sequence[Any]) -> None:
-    """A layer that fails behind its router's replay keeps what that gave, and would route all passes by it."""
+    """A layer that fails behind its router's replay keeps what that gave, and would path all passes by it."""
     for layer in layers:
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.cudagraph_tensor_store.clear()

@@ -14,7 +14,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from nemo_offload_rl.offload.first_error import first_error_stays
+from nemo_offload_rl.memory.errors import preserve_first_error
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def initialize(
         # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
         init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
     except BaseException:
-        with first_error_stays():  # a GPU without memory for groups, for instance; the process may try again
+        with preserve_first_error():  # a GPU without memory for groups, for instance; the process may try again
             destroy()
         raise
     return device

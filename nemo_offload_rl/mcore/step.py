@@ -18,7 +18,7 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.failed_step import forgotten_on_failure, router_updates
+from nemo_offload_rl.mcore.failed_step import clear_saved_state_on_failure, router_updates
 from nemo_offload_rl.mcore.logprob import next_token_logprobs
 from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
 
@@ -145,7 +145,7 @@ def _run(
     on_device = [_to_device(batch, device) for batch in batches]
     iterators = [iter(on_device) for _ in state.model]
     schedule = get_forward_backward_func()
-    with forgotten_on_failure(state.model):
+    with clear_saved_state_on_failure(state.model):
         return schedule(
             forward_step_func=forward_step,
             data_iterator=iterators if len(iterators) > 1 else iterators[0],

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.placement.numa import gpu_numa_node, normalize_pci_bus_id, read_text
+from nemo_offload_rl.memory.numa import gpu_numa_node, normalize_pci_bus_id, read_text
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
-    from nemo_offload_rl.offload.pinned_arena import PinnedArena
+    from nemo_offload_rl.memory.pinned import PinnedArena
 
 GIB = 1024**3
 
@@ -66,7 +66,7 @@ def measure_link(
     """
     import torch
 
-    from nemo_offload_rl.offload.pinned_arena import PinnedArena
+    from nemo_offload_rl.memory.pinned import PinnedArena
 
     with (
         torch.cuda.device(device),

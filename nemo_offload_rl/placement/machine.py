@@ -10,9 +10,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
+from nemo_offload_rl.memory.numa import NumaNode, gpu_numa_node, numa_nodes, prefer_node, read_text
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
 from nemo_offload_rl.placement.link import GIB, LinkSpeed, measure_link
-from nemo_offload_rl.placement.numa import NumaNode, gpu_numa_node, numa_nodes, prefer_node, read_text
 
 PACKAGES = (
     "nemo-offload-rl",

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import which_leave, which_leave_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 

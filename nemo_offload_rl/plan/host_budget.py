@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from nemo_offload_rl.offload.types import Target
-from nemo_offload_rl.plan.units import GIB, show_gib
+from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.residency.table import Target
 
 # Left to everybody else on the host: for what Ray, generation and the page cache still take after this was asked.
 MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB

@@ -15,8 +15,8 @@ from nemo_offload_rl.config.rules.parallel import (
     pipeline_stages_share_layers_evenly,
     tensor_parallel_size_divides_heads,
 )
-from nemo_offload_rl.offload.types import ShardFacts
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
+from nemo_offload_rl.residency.table import ShardFacts
 
 _DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 # megatron-core's DDP buffers: each parameter starts at a multiple of 64 elements, each bucket ends at one of 128.
@@ -45,7 +45,7 @@ class _Weight:
 
 
 def shard_facts(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, keeps_reference: bool
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, has_reference: bool
 ) -> tuple[ShardFacts, ...]:
     """What one rank of each pipeline stage holds.
 
@@ -56,7 +56,7 @@ def shard_facts(
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         policy: the recipe's section.
         world_size: ranks of the whole cluster.
-        keeps_reference: whether reference weights are kept for a KL penalty.
+        has_reference: whether reference weights are kept for a KL penalty.
 
     Returns:
         One entry a pipeline stage.
@@ -82,7 +82,7 @@ def shard_facts(
                 grad_size=_grad_size(policy),
                 num_optimizer_params=_optimizer_shard(trained, sizes, cfg, stage),
                 optimizer_size=optimizer_size(policy),
-                keeps_reference=keeps_reference,
+                has_reference=has_reference,
             )
         )
     return tuple(stages)

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
-from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, ShardFacts, Table, Target
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.activations import ActivationSettings, ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
-from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
 # Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
 # H200 (64 GB/s less the protocol's overhead); and copies of single tensors from and to pageable memory.
@@ -179,11 +179,11 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
         if name not in policy:
             continue
         for phase in phases:
-            table[Phase(phase)][Target.OPTIMIZER_STATE] = Cell(flag_cell(policy[name]))
+            table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(policy[name]))
             sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
     overrides = policy["residency"]["table"] if "residency" in policy else None
     for phase, cells in (overrides or {}).items():
         for target, cell in cells.items():
-            table[Phase(phase)][Target(target)] = Cell(cell)
+            table[Phase(phase)][Target(target)] = Placement(cell)
             sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"
     return table, sources

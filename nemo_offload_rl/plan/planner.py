@@ -5,13 +5,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.offload.types import Cell, Phase, ShardFacts, Table, Target
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import ActivationSettings, module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
 
 
 def make_plan(
@@ -87,7 +87,7 @@ def plan_run(
     spec = ALGORITHMS[algorithm]
     plan = make_plan(
         policy,
-        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=spec.keeps_reference(config)),
+        shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config)),
         activations=activation_facts(hf_config, policy, world_size=world_size),
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
@@ -113,7 +113,7 @@ def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> lis
 
 
 def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence[Phase]) -> RankPlan:
-    from nemo_offload_rl.offload.targets import TARGETS  # imports torch
+    from nemo_offload_rl.residency.targets import TARGETS  # imports torch
 
     sizes = {target: TARGETS[target].estimate_bytes(facts) for target in Target}
     steps = list(_steady_cycle(plan.table, cycle))
@@ -122,7 +122,7 @@ def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence
         facts=facts,
         target_bytes=sizes,
         gpu_bytes={
-            phase: {target: sizes[target] if cell is Cell.GPU else 0 for target, cell in cells.items()}
+            phase: {target: sizes[target] if cell is Placement.GPU else 0 for target, cell in cells.items()}
             for _, phase, _, cells in steps
         },
         host_bytes={target: sizes[target] if _needs_host(plan.table, target, facts) else 0 for target in Target},
@@ -136,21 +136,21 @@ def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence
 
 def _needs_host(table: Table, target: Target, facts: ShardFacts) -> bool:
     # The policy's own parameters wait on the host while the reference weights are swapped in.
-    swapped_out = target is Target.PARAMS and facts.keeps_reference
-    return swapped_out or any(table[phase][target] is Cell.HOST for phase in Phase)
+    swapped_out = target is Target.PARAMS and facts.has_reference
+    return swapped_out or any(table[phase][target] is Placement.HOST for phase in Phase)
 
 
-_Cells = Mapping[Target, Cell]
+_Cells = Mapping[Target, Placement]
 
 
 def _steady_cycle(table: Table, cycle: Sequence[Phase]) -> Iterator[tuple[Phase, Phase, _Cells, _Cells]]:
     """(phase before, phase, where everything was, where it is then) of a step that has a step before it."""
-    where: dict[Target, Cell] = dict(table[Phase.TRAIN])
+    where: dict[Target, Placement] = dict(table[Phase.TRAIN])
     previous = cycle[-1]
     for in_steady_state in (False, True):
         for phase in cycle:
             before = dict(where)
-            where |= {target: cell for target, cell in table[phase].items() if cell is not Cell.KEEP}
+            where |= {target: cell for target, cell in table[phase].items() if cell is not Placement.UNCHANGED}
             if in_steady_state:
                 yield previous, phase, before, dict(where)
             previous = phase
@@ -165,9 +165,9 @@ def _traffic(
             if phase is Phase.LOGPROB:
                 # Swapped in for their log-probs: the policy's own go out and come back.
                 out, back = sizes[target], 2 * sizes[target]
-        elif (before[target], after[target]) == (Cell.GPU, Cell.HOST):
+        elif (before[target], after[target]) == (Placement.GPU, Placement.HOST):
             out = sizes[target]
-        elif (before[target], after[target]) == (Cell.HOST, Cell.GPU):
+        elif (before[target], after[target]) == (Placement.HOST, Placement.GPU):
             back = sizes[target]
         if out or back:
             yield Traffic(target, out, back, (out + back) / plan.bytes_per_s(target))

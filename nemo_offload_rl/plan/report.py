@@ -10,12 +10,12 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nemo_offload_rl.offload.types import Phase, Target
+from nemo_offload_rl.memory.units import MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
-from nemo_offload_rl.plan.units import MIB, show_gib
+from nemo_offload_rl.residency.table import Phase, Target
 
 GB = 1e9
 # rich takes 80 columns where there is no terminal; the tables need more.
@@ -48,7 +48,7 @@ def print_plan(
 def print_residency(
     plan: OffloadPlan,
     *,
-    keeps_reference: bool,
+    has_reference: bool,
     written_at: Callable[[str], str],
     as_json: bool,
     console: Console | None = None,
@@ -57,7 +57,7 @@ def print_residency(
 
     Args:
         plan: its ranks are not looked at.
-        keeps_reference: whether reference weights are swapped in.
+        has_reference: whether reference weights are swapped in.
         written_at: as `print_plan`.
         as_json: as `print_plan`.
         console: as `print_plan`.
@@ -65,7 +65,7 @@ def print_residency(
     if as_json:
         _print_json(_settings_json(plan), console)
     else:
-        _print_tables(_residency_and_sources(plan, keeps_reference, written_at), console)
+        _print_tables(_residency_and_sources(plan, has_reference, written_at), console)
 
 
 def _print_json(values: Mapping[str, Any], console: Console | None) -> None:
@@ -82,7 +82,7 @@ def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> 
 def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMemory) -> Iterator[RenderableType]:
     """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
     plan, rank = run.plan, run.plan.largest_rank
-    yield from _residency_and_sources(plan, rank.facts.keeps_reference, written_at)
+    yield from _residency_and_sources(plan, rank.facts.has_reference, written_at)
     yield ""
     yield _memory(rank, of_several=len(plan.ranks) > 1)
     for other in plan.ranks:
@@ -148,18 +148,18 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
 
 
 def _residency_and_sources(
-    plan: OffloadPlan, keeps_reference: bool, written_at: Callable[[str], str]
+    plan: OffloadPlan, has_reference: bool, written_at: Callable[[str], str]
 ) -> Iterator[RenderableType]:
     table = _new_table("Where each target lives", "target", *Phase)
     for target in Target:
-        table.add_row(target, *(_cell(plan, phase, target, keeps_reference) for phase in Phase))
+        table.add_row(target, *(_cell(plan, phase, target, has_reference) for phase in Phase))
     yield table
     for key, cells in _written_cells(plan).items():
         yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
 
 
-def _cell(plan: OffloadPlan, phase: Phase, target: Target, keeps_reference: bool) -> Text:
-    swapped = target is Target.REFERENCE_WEIGHTS and phase is Phase.LOGPROB and keeps_reference
+def _cell(plan: OffloadPlan, phase: Phase, target: Target, has_reference: bool) -> Text:
+    swapped = target is Target.REFERENCE_WEIGHTS and phase is Phase.LOGPROB and has_reference
     word = "swapped in" if swapped else str(plan.table[phase][target])
     return Text(word, style="bold" if target in plan.sources[phase] else "")
 

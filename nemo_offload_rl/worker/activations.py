@@ -7,21 +7,21 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.report import StepReport
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.parallel import mpu
-from nemo_offload_rl.offload.activation_report import StepReport
-from nemo_offload_rl.offload.activations import ActivationOffloader
-from nemo_offload_rl.offload.attach import Engine
-from nemo_offload_rl.offload.first_error import first_error_stays
-from nemo_offload_rl.offload.wait_clock import Waits
+from nemo_offload_rl.memory.errors import preserve_first_error
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.memory.wait_clock import Waits
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import OffloadPlan
-from nemo_offload_rl.plan.units import GIB
-from nemo_offload_rl.worker.activation_words import gpu_waited, stays_alive, table, why_no_effect
+from nemo_offload_rl.residency.attach import Engine
+from nemo_offload_rl.worker.activation_messages import gpu_waited, stays_alive, table, why_no_effect
 
 logger = logging.getLogger(__name__)
 
@@ -90,7 +90,7 @@ class Activations:
         try:
             self.offloader = activation_offload.install(state.model, options, memory, device, graphs=graphs)
         except BaseException:
-            with first_error_stays():
+            with preserve_first_error():
                 if self._segment is not None:
                     self._arena.release(self._segment)
             raise
@@ -112,7 +112,7 @@ class Activations:
             try:
                 yield
             except BaseException:
-                with first_error_stays():
+                with preserve_first_error():
                     self.offloader.reset()  # a schedule that ends does it itself
                 raise
         if self.offloader.report is before:
@@ -145,7 +145,7 @@ class Activations:
             return
         offloader, self.offloader = self.offloader, None
         # A GPU that has failed says so when it is waited for.
-        with first_error_stays(), contextlib.ExitStack() as stack:
+        with preserve_first_error(), contextlib.ExitStack() as stack:
             if self._segment is not None:
                 stack.callback(self._arena.release, self._segment)
             stack.callback(offloader.close)

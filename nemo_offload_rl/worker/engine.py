@@ -9,15 +9,15 @@ import torch
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.mcore.graph_capture import CaptureObserver
-from nemo_offload_rl.offload.attach import Engine, attach, needed_host_bytes
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.site import Options
-from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.memory.numa import Binding, bind_process
+from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
-from nemo_offload_rl.placement.numa import Binding, bind_process
 from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.residency.attach import Engine, attach, needed_host_bytes
+from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.table import Target
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +38,7 @@ def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
 
 
 def make_engine(
-    state: TrainingState, plan: OffloadPlan, *, node: int | None, keep_reference: bool, activation_bytes: int
+    state: TrainingState, plan: OffloadPlan, *, node: int | None, with_reference: bool, activation_bytes: int
 ) -> Engine:
     """Attach the engine to a rank's model and optimizer; collective over all ranks.
 
@@ -46,14 +46,14 @@ def make_engine(
         state: model and optimizer, on their device.
         plan: what the recipe asks for.
         node: the NUMA node whose memory is preferred.
-        keep_reference: whether the weights of now are kept as the reference policy.
+        with_reference: whether the weights of now are kept as the reference policy.
         activation_bytes: host memory that the activations will take; it counts against the budget.
 
     Raises:
         HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
         ValueError: see `attach`.
     """
-    options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, keep_reference=keep_reference)
+    options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, with_reference=with_reference)
     # Tensor by tensor it is pageable memory, of the same size.
     counted = dataclasses.replace(options, pinned_optimizer_state=True)
     need = needed_host_bytes(state.model, state.optimizer, table=plan.table, options=counted)
@@ -68,7 +68,7 @@ def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver 
         return NoCudaGraphs()
 
     def settle() -> None:
-        engine.writable()
+        engine.load_all_to_gpu()
         engine.residency.wait_until_released()
 
     return CudaGraphs(

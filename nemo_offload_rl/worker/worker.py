@@ -17,13 +17,13 @@ from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.failed_step import wait_for_reductions
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
+from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
-from nemo_offload_rl.offload.first_error import first_error_stays
-from nemo_offload_rl.offload.types import Cell, Phase, Target
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
@@ -97,7 +97,7 @@ class MegatronPolicyWorker:
             undo.callback(self._state.close)
             nbytes = activation_bytes(config, plan, world_size=world_size) if init_optimizer else 0
             self._engine = make_engine(
-                self._state, plan, node=binding.node, keep_reference=init_reference_model, activation_bytes=nbytes
+                self._state, plan, node=binding.node, with_reference=init_reference_model, activation_bytes=nbytes
             )
             undo.callback(self._engine.close)
             self.activations = Activations(self._state, plan, self._engine, nbytes)
@@ -106,7 +106,7 @@ class MegatronPolicyWorker:
             undo.pop_all()
         self.residency = self._engine.residency
         self._batcher = MicroBatcher(config, self.device)
-        self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Cell.KEEP
+        self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
         self._peaks: dict[str, float] = {}
@@ -325,7 +325,7 @@ class MegatronPolicyWorker:
             DiskFullError: on every rank, where there is no space; the worker can go on.
         """
         self._catch_up()
-        read = self._engine.reader()  # what is on the host is read there
+        read = self._engine.checkpoint_reader()  # what is on the host is read there
         return checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
@@ -341,9 +341,9 @@ class MegatronPolicyWorker:
         """
         self._catch_up()
         self.graphs.delete()
-        self._engine.writable()
+        self._engine.load_all_to_gpu()
         checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
-        self._engine.house_new()
+        self._engine.adopt_new_tensors()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -369,7 +369,7 @@ class MegatronPolicyWorker:
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
-        with first_error_stays(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
+        with preserve_first_error(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
             closed = (self._stream.close, self._state.close, self._engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)

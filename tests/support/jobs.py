@@ -6,9 +6,9 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from nemo_offload_rl.offload.attach import Engine
-from nemo_offload_rl.offload.optimizer_state import state_tensors
-from nemo_offload_rl.offload.types import Phase, Target
+from nemo_offload_rl.residency.attach import Engine
+from nemo_offload_rl.residency.optimizer_state import state_tensors
+from nemo_offload_rl.residency.table import Phase, Target
 
 CPU = torch.device("cpu")
 CYCLE = (Phase.REFIT, Phase.GENERATE, Phase.LOGPROB, Phase.TRAIN)

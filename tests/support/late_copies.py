@@ -1,4 +1,4 @@
-"""A copy engine without a GPU that is as late, and as out of order, as its callers' tickets allow."""
+"""A copy engine without a GPU that is as late, and as out of order, as its callers' handles allow."""
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -7,8 +7,8 @@ from contextlib import contextmanager
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.offload.activation_copies import CopyEngine, Span, Ticket
-from nemo_offload_rl.offload.wait_clock import Waits
+from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
+from nemo_offload_rl.memory.wait_clock import Waits
 
 GARBAGE = 0xFF
 """Not a number, in bf16 and in float32."""
@@ -17,14 +17,14 @@ GARBAGE = 0xFF
 class LateTicket:
     """Copies that have perhaps not been made."""
 
-    def __init__(self, copy: Callable[[], None], after: Iterable[Ticket]) -> None:
+    def __init__(self, copy: Callable[[], None], after: Iterable[CopyHandle]) -> None:
         self._copy: Callable[[], None] | None = copy
         self._after = list(after)
 
     def reached(self) -> bool:
         return self._copy is None
 
-    def covers(self, other: Ticket) -> bool:
+    def covers(self, other: CopyHandle) -> bool:
         return other is self
 
     def run(self) -> None:
@@ -32,9 +32,9 @@ class LateTicket:
         copy, self._copy = self._copy, None
         if copy is None:
             return
-        for ticket in self._after:
-            assert isinstance(ticket, LateTicket)
-            ticket.run()
+        for handle in self._after:
+            assert isinstance(handle, LateTicket)
+            handle.run()
         copy()
 
 
@@ -59,7 +59,7 @@ class LateCopies(CopyEngine):
     def is_capturing(self) -> bool:
         return self.captures
 
-    def out(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+    def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         self.num_out += len(spans)
         weak = [(host_part(span), _Weak(span)) for span in spans]
 
@@ -70,7 +70,7 @@ class LateCopies(CopyEngine):
 
         return self._queue(copy, after)
 
-    def back(self, spans: Sequence[Span], after: Iterable[Ticket]) -> Ticket:
+    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         self.num_back += len(spans)
         weak = [(host_part(span), _Weak(span)) for span in spans]
         for _, gpu in weak:
@@ -86,26 +86,26 @@ class LateCopies(CopyEngine):
 
         return self._queue(copy, after)
 
-    def wait(self, ticket: Ticket) -> None:
-        assert isinstance(ticket, LateTicket)
-        ticket.run()
+    def wait(self, handle: CopyHandle) -> None:
+        assert isinstance(handle, LateTicket)
+        handle.run()
 
     def synchronize(self) -> None:
-        for ticket in self._pending:
-            ticket.run()
+        for handle in self._pending:
+            handle.run()
 
     @contextmanager
     def timed_waits(self) -> Iterator[Waits]:
         self.num_timed += 1
         yield self.waits
 
-    def _queue(self, copy: Callable[[], None], after: Iterable[Ticket]) -> LateTicket:
-        ticket = LateTicket(copy, after)
-        self._pending = [other for other in self._pending if not other.reached()] + [ticket]
+    def _queue(self, copy: Callable[[], None], after: Iterable[CopyHandle]) -> LateTicket:
+        handle = LateTicket(copy, after)
+        self._pending = [other for other in self._pending if not other.reached()] + [handle]
         for other in self._random.sample(self._pending, len(self._pending)):
             if self._random.random() < self._eager_share:
                 other.run()
-        return ticket
+        return handle
 
 
 def host_part(span: Span) -> torch.Tensor:

@@ -8,11 +8,11 @@ from typing import Any
 import torch
 from torch.distributed.checkpoint import FileSystemReader
 
+from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.offload.activation_copies import Span, SpanLane
-from nemo_offload_rl.offload.gpu_range import HostRange
-from nemo_offload_rl.offload.lanes import Lane
-from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.memory.gpu_range import HostRange
+from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 from support.tiny import random_batch
 
@@ -55,7 +55,7 @@ def run_steps(
 
 def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
     """Make everything that comes back late, so that a wait that is missing shows in the numbers."""
-    map_chunk, copy_all, copy_spans = HostRange.map, Lane.copy_all, SpanLane.copy_all
+    map_chunk, copy_all, copy_spans = HostRange.map, CopyStream.copy_all, SpanCopyStream.copy_all
 
     def late_map(self: HostRange, index: int) -> None:
         time.sleep(seconds)
@@ -65,20 +65,20 @@ def delay_moves(monkeypatch: Any, seconds: float = 0.01) -> None:
         with torch.cuda.stream(stream):
             torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
 
-    def late_copy_all(self: Lane, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def late_copy_all(self: CopyStream, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
         for pair in pairs:
             if self.stream is not None:
                 spin(self.stream)
             copy_all(self, [pair])
 
-    def late_spans(self: SpanLane, spans: Iterable[Span]) -> None:
+    def late_spans(self: SpanCopyStream, spans: Iterable[Span]) -> None:
         for span in spans:
             spin(self.stream)
             copy_spans(self, [span])
 
     monkeypatch.setattr(HostRange, "map", late_map)
-    monkeypatch.setattr(Lane, "copy_all", late_copy_all)  # all copies of state go through it
-    monkeypatch.setattr(SpanLane, "copy_all", late_spans)  # and those of activations through this
+    monkeypatch.setattr(CopyStream, "copy_all", late_copy_all)  # all copies of state go through it
+    monkeypatch.setattr(SpanCopyStream, "copy_all", late_spans)  # and those of activations through this
 
 
 def saved_between_steps(
@@ -102,7 +102,7 @@ def saved_between_steps(
     finally:
         torch.use_deterministic_algorithms(False)
     if offload:
-        assert worker.residency.where(Target.PARAMS) is Cell.HOST
+        assert worker.residency.where(Target.PARAMS) is Placement.HOST
         assert worker._engine.mapped_bytes == 0  # nothing came back for it
     after = run_steps(worker, 2, visit_phases=offload)
     return checkpoint_entries(folder), after

@@ -4,7 +4,7 @@ import time
 
 import torch
 
-from nemo_offload_rl.offload.gpu_range import MIB, GpuRange, HostRange, OutOfGpuMemoryError
+from nemo_offload_rl.memory.gpu_range import MIB, GpuRange, HostRange, OutOfGpuMemoryError
 
 CHUNK_BYTES = 2 * MIB
 

@@ -17,7 +17,7 @@ import nemo_offload_rl
 
 PACKAGE = "nemo_offload_rl"
 ROOT = Path(nemo_offload_rl.__file__).parent
-LEAVES = frozenset({"metrics", "placement.numa", "placement.signals", "offload.types", "storage"})
+LEAVES = frozenset({"metrics", "memory.numa", "memory.units", "placement.signals", "residency.table", "storage"})
 
 
 @dataclass(frozen=True)
@@ -39,22 +39,26 @@ LAYERS = {
     "hf_config": layer("hub", "config.transformers_source", never="torch ray megatron transformer_engine"),
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
     "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
-    "placement.numa": layer(never="torch ray megatron"),
+    "memory": layer(never="ray megatron transformer_engine transformers"),
+    "memory.numa": layer(never="torch ray megatron"),
+    "memory.units": layer(never="torch ray megatron"),
+    "residency.table": layer(never="torch ray megatron"),
+    "residency": layer("memory", *LEAVES, never="ray transformers"),
+    "activation_offload": layer("memory", *LEAVES, never="ray transformers"),
+    "activation_offload.schedule": layer(never="torch ray megatron"),
+    "config": layer("storage", "residency.table", never="torch ray megatron transformer_engine transformers"),
     "placement.signals": layer(never="torch ray megatron"),
-    "offload.types": layer(never="torch ray megatron"),
-    "config": layer("storage", "offload.types", never="torch ray megatron transformer_engine transformers"),
-    "offload.activation_share": layer(never="torch ray megatron"),
+    "placement": layer(*LEAVES, never="megatron transformers"),
+    "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),
     "plan": layer(
-        "config", "offload.targets", "offload.activation_share", *LEAVES,
+        "config", "residency.targets", "activation_offload.schedule", *LEAVES,
         never="torch ray megatron transformer_engine transformers",
     ),
-    "offload": layer(*LEAVES, never="ray transformers"),
-    "placement": layer(*LEAVES, never="megatron transformers"),
-    "placement.link": layer("offload.pinned_arena", *LEAVES, never="ray megatron transformers"),
     "data": layer("hub", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
-        "offload", "data.batch", "data.loss_contract", "config.activation_modules", "config.graph_modules",
+        "memory", "residency", "activation_offload", "data.batch", "data.loss_contract",
+        "config.activation_modules", "config.graph_modules",
         "config.model_kind", "config.unsupported_models", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
@@ -64,7 +68,8 @@ LAYERS = {
         "data.batch", "metrics", "placement.signals", "refit", "hf_config", never="megatron transformer_engine"
     ),
     "worker": layer(
-        "plan", "model_check", "mcore", "offload", "placement", "refit", "config", "data.batch", "data.loss_contract",
+        "plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement",
+        "refit", "config", "data.batch", "data.loss_contract",
         "hf_config", *LEAVES
     ),
     "run": layer(
@@ -76,7 +81,8 @@ LAYERS = {
         never="megatron transformer_engine",
     ),
     "cli": layer(
-        "config", "plan", "offload", "placement", "data", "environments", "mcore", "refit", "generation", "worker",
+        "config", "plan", "memory", "residency", "activation_offload", "placement",
+        "data", "environments", "mcore", "refit", "generation", "worker",
         "model_check", "run", "hf_config", *LEAVES,
     ),
 }  # fmt: skip
@@ -163,13 +169,13 @@ def test_the_table_has_no_cycle():
     [
         ("algorithms.grpo", "from nemo_offload_rl.mcore.build import build_model"),
         ("algorithms.grpo", "def train():\n    from ..mcore import build"),
-        ("algorithms.grpo", "import nemo_offload_rl.offload.residency"),
+        ("algorithms.grpo", "import nemo_offload_rl.residency.residency"),
         ("algorithms.grpo", "from nemo_offload_rl.worker.worker import MegatronPolicyWorker"),
         ("generation.interface", "from nemo_offload_rl import algorithms"),
         ("run.train_loop", "from nemo_offload_rl.algorithms import grpo"),
         ("metrics.report", "from nemo_offload_rl.config import load"),
-        ("offload.types", "if TYPE_CHECKING:\n    import torch.nn"),
-        ("offload.residency", "from nemo_offload_rl.mcore.build import build_model"),
+        ("residency.table", "if TYPE_CHECKING:\n    import torch.nn"),
+        ("residency.residency", "from nemo_offload_rl.mcore.build import build_model"),
         ("config.validate", "from torch import nn"),
         ("plan.planner", "import ray"),
     ],
@@ -185,8 +191,8 @@ def test_a_forbidden_import_is_found(module, source):
         ("algorithms.grpo", "from .advantages import group_relative"),
         ("config.validate", "from . import recipe\nimport yaml"),
         (
-            "offload.residency",
-            "import torch\nfrom .types import Phase\nfrom nemo_offload_rl.placement.numa import bind",
+            "residency.residency",
+            "import torch\nfrom .table import Phase\nfrom nemo_offload_rl.memory.numa import bind",
         ),
         ("worker.worker", "from nemo_offload_rl import __version__\nfrom ..mcore import build"),
     ],

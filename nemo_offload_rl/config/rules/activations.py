@@ -229,7 +229,7 @@ def recomputed_activations_are_not_offloaded(
 
     The others go together. A recomputed norm (layernorm) or activation (moe_act) discards its output and keeps its
     input, which is what attn_norm, mlp_norm and moe_act move; of what qkv_linear saves the output of a norm of its own
-    stays (`KeptStorages`). mlp and shared_experts hold no module that is offloaded.
+    stays (`ExcludedStorages`). mlp and shared_experts hold no module that is offloaded.
     """
     moved = offloaded(enabled, modules)
     again = recomputed_modules(recompute, granularity, recomputed)

@@ -6,7 +6,7 @@ import time
 from support.ranks import free_port, worker_of_rank
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.memory.pinned import PinnedArena
 
 if __name__ == "__main__":
     policy = tiny_policy(precision="bfloat16") | {

@@ -17,10 +17,10 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import libraries
 from nemo_offload_rl.mcore import activation_offload
-from nemo_offload_rl.offload import attach
-from nemo_offload_rl.offload.measurements import LinkSpeed
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.wait_clock import Waits
+from nemo_offload_rl.memory.link import LinkSpeed
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.wait_clock import Waits
+from nemo_offload_rl.residency import attach
 from nemo_offload_rl.worker.activations import NoEffectError
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
@@ -152,27 +152,27 @@ def test_a_limit_of_the_host_memory_is_kept(make_worker, late):
 def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
     want = make_worker(tiny_policy()).train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
     worker = make_worker(offloading_activations(tiny_policy(), ATTENTION))
-    slab = worker.activations.offloader.slab
+    host_pool = worker.activations.offloader.host_pool
 
     def broken(logprobs, data, counts):
-        assert slab.used_bytes > 0
+        assert host_pool.used_bytes > 0
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
     gc.collect()
-    slab.take(0)
-    assert slab.used_bytes == 0
+    host_pool.take(0)
+    assert host_pool.used_bytes == 0
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
 
 
 def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, recomputing, monkeypatch):
     again = {"recompute_granularity": "selective", "recompute_modules": ["layernorm"], "activation_checkpointing": True}
     worker = make_worker(offloading_activations(tiny_policy(**again), ATTENTION))
-    slab = worker.activations.offloader.slab
+    host_pool = worker.activations.offloader.host_pool
 
     def broken(*_, **__):
-        assert slab.used_bytes > 0
+        assert host_pool.used_bytes > 0
         raise ZeroDivisionError
 
     layers = [module for module in worker._state.model[0].modules() if isinstance(module, TransformerLayer)]
@@ -180,8 +180,8 @@ def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, re
     with pytest.raises(ZeroDivisionError):
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
     gc.collect()
-    slab.take(0)
-    assert slab.used_bytes == 0
+    host_pool.take(0)
+    assert host_pool.used_bytes == 0
 
 
 def test_a_module_without_effect_is_said_and_strictly_an_error(make_worker, late, caplog):

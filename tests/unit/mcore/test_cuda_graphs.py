@@ -17,7 +17,7 @@ from megatron.core.transformer import cuda_graphs as mcore_graphs
 from megatron.core.transformer import transformer_layer
 from megatron.core.transformer.cuda_graph_config import normalize_cuda_graph_modules
 from megatron.core.transformer.module import GraphableMegatronModule
-from support.marks import At
+from support.events import At
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -25,7 +25,7 @@ from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
 from nemo_offload_rl.mcore.graph_capture import FrozenShapes, NoObserver
-from nemo_offload_rl.mcore.graph_pace import slower_than_eager
+from nemo_offload_rl.mcore.graph_speed_check import slower_than_eager
 
 LAYERS = 4
 WARMUP_STEPS = 2
@@ -215,7 +215,7 @@ class Witness(NoObserver):
     def prepare_capture(self):
         self.told.append("prepare")
 
-    def keep_graph_input(self, storage):
+    def exclude_graph_input(self, storage):
         self.told.append("input")
 
     def count_replay(self):

@@ -9,7 +9,7 @@ from support.tiny import offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import activation_offload
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
+from nemo_offload_rl.memory.pinned import PinnedArena
 
 MODULES = ["qkv_linear", "core_attn", "attn_proj"]
 
@@ -26,10 +26,10 @@ class Failing(LateCopies):
             raise DriverError
         return super().out(spans, after)
 
-    def wait(self, ticket):
+    def wait(self, handle):
         if self.num_out > 2:
             raise RuntimeError("the GPU has failed")
-        super().wait(ticket)
+        super().wait(handle)
 
 
 def no_stream(device, graphs):

@@ -17,7 +17,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore import activation_offload
-from nemo_offload_rl.mcore.failed_step import forgotten_on_failure
+from nemo_offload_rl.mcore.failed_step import clear_saved_state_on_failure
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 
@@ -88,9 +88,9 @@ def test_a_failed_step_leaves_no_activation_alive(make_worker, monkeypatch, conf
     assert len(seen) > 8
     assert not [storage for storage in seen if not storage.expired()]
     if offloads:
-        slab = worker.activations.offloader.slab
-        slab.take(0)
-        assert slab.used_bytes == 0
+        host_pool = worker.activations.offloader.host_pool
+        host_pool.take(0)
+        assert host_pool.used_bytes == 0
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[1]
 
 
@@ -129,7 +129,7 @@ def test_shared_experts_beside_the_exchange_of_tokens_begin_anew():
     experts.config = SimpleNamespace(moe_shared_expert_overlap=True)
     experts.cached_fc1_input = torch.ones(1, requires_grad=True) * 2
     experts._overlap_state = SharedExpertState.PRE_FORWARD_COMM_DONE
-    with pytest.raises(ZeroDivisionError), forgotten_on_failure([experts]):
+    with pytest.raises(ZeroDivisionError), clear_saved_state_on_failure([experts]):
         failing()
     assert (experts.cached_fc1_input, experts._overlap_state) == (None, SharedExpertState.IDLE)
 

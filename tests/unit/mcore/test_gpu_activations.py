@@ -180,7 +180,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch):
     # Attention's offsets and seeds stay: a kernel that reads garbage there may end the process.
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION, min_offloaded_tensor_size=2**14))
     delay_moves(monkeypatch, seconds=0.01)
-    monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda ticket: None)
+    monkeypatch.setattr(worker.activations.offloader.copies, "wait", lambda handle: None)
     try:
         got = steps(worker, 2)
     except TooManySkippedStepsError:

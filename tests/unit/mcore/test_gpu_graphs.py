@@ -12,7 +12,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.offload.types import Phase
+from nemo_offload_rl.residency.table import Phase
 
 pytestmark = [
     pytest.mark.gpu,

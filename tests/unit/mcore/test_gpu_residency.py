@@ -10,11 +10,11 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.offload.gpu_range import VirtualRange
-from nemo_offload_rl.offload.page_lock import CudaPageLocker, PageLockError
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.residency import ResidencyError
-from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.memory.gpu_range import VirtualRange
+from nemo_offload_rl.memory.page_lock import CudaPageLocker, PageLockError
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.residency import ResidencyError
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -53,7 +53,7 @@ def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker,
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
     delay_moves(monkeypatch)
     assert run_steps(worker, 20, visit_phases=True) == plain
-    assert isinstance(worker._engine.targets[Target.OPTIMIZER_STATE].housing.homes[0].range, VirtualRange)
+    assert isinstance(worker._engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range, VirtualRange)
 
 
 def test_the_pageable_way_changes_no_number_either(make_worker, monkeypatch):
@@ -79,7 +79,7 @@ def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
 
     monkeypatch.setattr(CudaPageLocker, "lock", refuse)
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch), verify=True), init_reference_model=True)
-    assert not worker._engine.targets[Target.OPTIMIZER_STATE].housing.homes[0].host.pinned
+    assert not worker._engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].host.pinned
     assert run_steps(worker, 3, visit_phases=True) == plain
     bits = checksums(worker)
     worker.get_reference_policy_logprobs(random_batch(4), mbs=2)
@@ -155,7 +155,7 @@ def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
         come_back()
     del hog
     torch.cuda.empty_cache()
-    assert worker.residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
     assert checksums(worker) != want
 

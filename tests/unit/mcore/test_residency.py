@@ -15,10 +15,10 @@ from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.build import _settle_dtypes
-from nemo_offload_rl.offload.pinned_arena import PinnedArena
-from nemo_offload_rl.offload.residency import ResidencyError
-from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.residency.residency import ResidencyError
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 
 def offloading(policy, *, pinned=True, verify=True, **residency):
@@ -78,7 +78,7 @@ def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
     assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(12 * count, rel=0.02)
     worker.offload_after_refit()
     assert worker._engine.mapped_bytes == 0
-    assert worker.residency.where(Target.OPTIMIZER_STATE) is Cell.HOST
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
     assert worker._engine.mapped_bytes == sum(sizes.values())
@@ -147,11 +147,11 @@ def failing_copies(worker, monkeypatch, *, number, lasts):
     mover, done = worker._engine.site.mover, []
     copy_back = mover._copy_back
 
-    def copy_or_fail(home, chunk):
+    def copy_or_fail(backed, chunk):
         done.append(chunk)
         if len(done) > number and (lasts or len(done) == number + 1):
             raise MemoryError("no staging buffer")
-        copy_back(home, chunk)
+        copy_back(backed, chunk)
 
     monkeypatch.setattr(mover, "_copy_back", copy_or_fail)
 
@@ -218,9 +218,9 @@ def test_a_forward_pass_in_the_wrong_phase_is_refused_in_words(make_worker):
 def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker = make_worker(offloading(policy_of("bf16"), table={"generate": {"params": "keep"}}))
     worker.offload_after_refit()
-    assert worker.residency.where(Target.PARAMS) is Cell.GPU
+    assert worker.residency.where(Target.PARAMS) is Placement.GPU
     assert worker._engine.mapped_bytes == worker._engine.nbytes()[Target.PARAMS]
-    assert worker._engine.targets[Target.PARAMS].housing.homes[0].host is None  # so it takes no host memory
+    assert worker._engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it takes no host memory
 
 
 @pytest.mark.parametrize("pinned", [True, False])

@@ -1,9 +1,10 @@
 import torch
 from support.metrics_page import PAGE, undocumented
 
+from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.metrics.names import residency_metrics
-from nemo_offload_rl.offload.measurements import LinkSpeed, MemoryNow, Meter, Started
-from nemo_offload_rl.offload.types import Cell, Phase, Target
+from nemo_offload_rl.residency.metrics import MemoryNow, Meter, Started
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 
 class Ended:
@@ -27,7 +28,7 @@ class MeterOfAGpu(Meter):
 
 def test_everything_that_the_engine_measures_is_on_the_page():
     meter = MeterOfAGpu(torch.device("cpu"), link=LinkSpeed(out=25e9, back=50e9))
-    meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, Cell.HOST, Cell.GPU, Ended()))
+    meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, Placement.HOST, Placement.GPU, Ended()))
     meter.record_transition(Phase.TRAIN, 0.03, meter.memory())
     metrics = residency_metrics(meter.take_metrics())
     assert metrics["residency/train/optimizer_state/share_of_link"] == 0.4

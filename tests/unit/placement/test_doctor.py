@@ -10,12 +10,12 @@ import torch
 from rich.console import Console
 
 from nemo_offload_rl.cli import main
+from nemo_offload_rl.memory.numa import NumaNode
 from nemo_offload_rl.placement.checks import Verdict, judge
 from nemo_offload_rl.placement.doctor import checks_table, facts_as_json
 from nemo_offload_rl.placement.gpus import GpuFacts
 from nemo_offload_rl.placement.link import LinkSpeed
 from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
-from nemo_offload_rl.placement.numa import NumaNode
 
 GIB = 1 << 30
 ADDRESS = "0000:65:00.0"

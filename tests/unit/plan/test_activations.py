@@ -7,13 +7,14 @@ from typing import Any
 import pytest
 from support.tiny import TINY_QWEN3_MOE
 
+from nemo_offload_rl.activation_offload.groups import Profile
+from nemo_offload_rl.activation_offload.report import ModuleReport
+from nemo_offload_rl.activation_offload.saved_tensors import Group
+from nemo_offload_rl.activation_offload.schedule import which_leave, which_leave_unknown
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
-from nemo_offload_rl.offload.activation_groups import Profile
-from nemo_offload_rl.offload.activation_report import ModuleReport
-from nemo_offload_rl.offload.activation_share import which_leave, which_leave_unknown
-from nemo_offload_rl.offload.saved_activations import Group
+from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
     EXPERT_LOAD_FACTOR,
@@ -28,7 +29,6 @@ from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
-from nemo_offload_rl.plan.units import GIB, MIB
 from tests.unit.config.conftest import CONFIGS
 from tools.public_models import QWEN2_5_1_5B
 

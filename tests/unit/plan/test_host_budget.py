@@ -4,7 +4,7 @@ import pickle
 
 import pytest
 
-from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import (
     HostBudgetError,
@@ -13,7 +13,7 @@ from nemo_offload_rl.plan.host_budget import (
     margin_bytes,
     usable_bytes,
 )
-from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.residency.table import Target
 
 
 def host(available=100, cgroup=None, memlock=None):

@@ -151,7 +151,7 @@ def test_every_family_is_built():
 @pytest.mark.parametrize("layout", ALONE)
 def test_a_rank_alone_is_counted_exactly(alone, layout):
     built = alone[layout]
-    [facts] = shard_facts(built["hf_config"], policy_of(layout), world_size=1, keeps_reference=False)
+    [facts] = shard_facts(built["hf_config"], policy_of(layout), world_size=1, has_reference=False)
     assert facts.num_params == built["num_params"] > 0
     assert facts.num_frozen_params == built["num_frozen_params"]
     assert facts.num_optimizer_params == built["num_optimizer_params"] == built["num_params"]
@@ -165,7 +165,7 @@ def test_a_rank_alone_is_counted_exactly(alone, layout):
 def test_ranks_that_share_a_model_are_counted_exactly(together, layout):
     ranks = [counted[layout] for counted in together]
     policy = policy_of(layout)
-    stages = shard_facts(ranks[0]["hf_config"], policy, world_size=2, keeps_reference=False)
+    stages = shard_facts(ranks[0]["hf_config"], policy, world_size=2, has_reference=False)
     assert len(stages) == policy["megatron_cfg"]["pipeline_model_parallel_size"]
     for stage, facts in enumerate(stages):
         here = [counted for counted in ranks if counted["stage"] == stage]
@@ -191,16 +191,16 @@ PUBLIC: dict[int, dict[str, Any]] = {
 
 @pytest.mark.parametrize("num_params", PUBLIC)
 def test_public_models_have_the_parameters_that_they_are_known_for(num_params):
-    [facts] = shard_facts(PUBLIC[num_params], policy_of("qwen2"), world_size=1, keeps_reference=True)
+    [facts] = shard_facts(PUBLIC[num_params], policy_of("qwen2"), world_size=1, has_reference=True)
     assert facts.num_params == num_params
-    assert facts.keeps_reference
+    assert facts.has_reference
 
 
 def test_stages_together_are_the_model_and_ranks_share_the_experts_less_than_the_rest():
     sizes = {"pipeline_model_parallel_size": 4, "expert_model_parallel_size": 4}
     policy = policy_of("qwen3_moe")
     policy["megatron_cfg"] |= sizes
-    stages = shard_facts(QWEN3_30B_A3B, policy, world_size=32, keeps_reference=False)
+    stages = shard_facts(QWEN3_30B_A3B, policy, world_size=32, has_reference=False)
     experts = 48 * 128 * 3 * 2048 * 768
     num_params = 30_532_122_624
     assert sum(stage.num_params for stage in stages) == num_params - experts + experts // 4
@@ -238,24 +238,24 @@ def test_bytes_of_optimizer_state_a_parameter(precision, settings, nbytes):
 def test_gradients_are_reduced_in_the_type_that_the_recipe_says():
     policy = policy_of("qwen3_bf16")
     policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"] = True
-    [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, keeps_reference=False)
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=1, has_reference=False)
     assert (facts.param_size, facts.grad_size) == (2, 4)
 
 
 def test_without_the_distributed_optimizer_every_rank_keeps_all():
     policy = policy_of("qwen3")
     policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = False
-    [facts] = shard_facts(TINY_QWEN3, policy, world_size=8, keeps_reference=False)
+    [facts] = shard_facts(TINY_QWEN3, policy, world_size=8, has_reference=False)
     assert facts.num_optimizer_params == facts.num_params
 
 
 def test_layers_of_experts_that_are_not_the_models_own_are_refused():
     policy = policy_of("qwen3_moe_first_dense")
     policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1]
-    shard_facts(policy["hf_config"] | {"tie_word_embeddings": True}, policy, world_size=1, keeps_reference=False)
+    shard_facts(policy["hf_config"] | {"tie_word_embeddings": True}, policy, world_size=1, has_reference=False)
     policy["megatron_cfg"]["moe_layer_freq"] = 2
     with pytest.raises(ValueError, match=r"moe_layer_freq is 2, but by mlp_only_layers and .* in 3 of its 4 layers"):
-        shard_facts(policy["hf_config"], policy, world_size=1, keeps_reference=False)
+        shard_facts(policy["hf_config"], policy, world_size=1, has_reference=False)
 
 
 @pytest.mark.parametrize(
@@ -281,7 +281,7 @@ def test_what_cannot_be_counted_or_split_is_said(hf_config, megatron, world_size
     policy = policy_of("qwen3")
     policy["megatron_cfg"] |= megatron
     with pytest.raises(ValueError, match=message):
-        shard_facts(hf_config, policy, world_size=world_size, keeps_reference=False)
+        shard_facts(hf_config, policy, world_size=world_size, has_reference=False)
 
 
 def test_fields_that_are_not_followed_are_megatrons():
@@ -290,4 +290,4 @@ def test_fields_that_are_not_followed_are_megatrons():
 
 def test_an_unknown_architecture_is_an_error_of_its_own_kind():
     with pytest.raises(UnknownArchitectureError, match="The worker will know the exact sizes"):
-        shard_facts({"model_type": "mamba"}, policy_of("qwen3"), world_size=1, keeps_reference=False)
+        shard_facts({"model_type": "mamba"}, policy_of("qwen3"), world_size=1, has_reference=False)

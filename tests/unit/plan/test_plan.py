@@ -6,9 +6,9 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import schema_keys
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE
 from nemo_offload_rl.config.schema import GRPOMasterConfig
-from nemo_offload_rl.offload.types import DEFAULT_TABLE, Cell, Phase, Target
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from tests.unit.config.conftest import CONFIGS
 
 
@@ -41,9 +41,9 @@ def test_flags_write_cells_of_optimizer_state_and_nothing_else():
         if table[phase][target] != DEFAULT_TABLE[phase][target]
     }
     assert changed == {
-        (Phase.LOGPROB, Target.OPTIMIZER_STATE): Cell.HOST,
-        (Phase.REFIT, Target.OPTIMIZER_STATE): Cell.KEEP,
-        (Phase.GENERATE, Target.OPTIMIZER_STATE): Cell.KEEP,
+        (Phase.LOGPROB, Target.OPTIMIZER_STATE): Placement.HOST,
+        (Phase.REFIT, Target.OPTIMIZER_STATE): Placement.UNCHANGED,
+        (Phase.GENERATE, Target.OPTIMIZER_STATE): Placement.UNCHANGED,
     }
 
 
@@ -54,13 +54,13 @@ def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
             "~policy.offload_optimizer_for_refit",
         )
     )
-    assert plan.table[Phase.GENERATE][Target.PARAMS] is Cell.KEEP
-    assert plan.table[Phase.GENERATE][Target.GRADS] is Cell.GPU
-    assert plan.table[Phase.GENERATE][Target.OPTIMIZER_STATE] is Cell.HOST
-    assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Cell.GPU
+    assert plan.table[Phase.GENERATE][Target.PARAMS] is Placement.UNCHANGED
+    assert plan.table[Phase.GENERATE][Target.GRADS] is Placement.GPU
+    assert plan.table[Phase.GENERATE][Target.OPTIMIZER_STATE] is Placement.HOST
+    assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Placement.GPU
     assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: f"{TABLE}.refit.optimizer_state"}
     assert set(plan.sources[Phase.GENERATE]) == {Target.PARAMS, Target.GRADS}
-    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Cell.HOST  # which is nobody's to change
+    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Placement.HOST  # which is nobody's to change
 
 
 def test_every_setting_reaches_the_plan():
@@ -86,5 +86,5 @@ def test_the_schema_has_every_phase_and_target_and_only_cells_that_there_are(pha
     assert {path for path in below if "." not in path} == set(Phase)
     assert {path.split(".")[1] for path in below if path.startswith(f"{phase}.")} == set(Target)
     for target in Target:
-        assert set(keys[f"{TABLE}.{phase}.{target}"].annotation.__args__) <= set(Cell)
+        assert set(keys[f"{TABLE}.{phase}.{target}"].annotation.__args__) <= set(Placement)
     assert {name for phases in FLAG_PHASES.values() for name in phases} <= set(Phase)

@@ -6,10 +6,10 @@ import pytest
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.offload.types import Phase, ShardFacts, Target
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.plan import PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S
 from nemo_offload_rl.plan.planner import make_plan, plan_run, rank_needs
+from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
 from tools.public_models import QWEN2_5_1_5B
 
@@ -21,9 +21,9 @@ FACTS = ShardFacts(
     grad_size=4,
     num_optimizer_params=500,
     optimizer_size=12,
-    keeps_reference=False,
+    has_reference=False,
 )
-WITH_REFERENCE = dataclasses.replace(FACTS, keeps_reference=True)
+WITH_REFERENCE = dataclasses.replace(FACTS, has_reference=True)
 PARAMS, GRADS, OPTIMIZER, REFERENCE = Target
 LOGPROB, TRAIN, REFIT, GENERATE = ALGORITHMS["grpo"].phases
 
@@ -154,12 +154,12 @@ def test_the_plan_of_a_whole_recipe():
     run = plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
     [rank] = run.plan.ranks
     assert rank.facts.num_params == 1_543_714_304
-    assert rank.facts.keeps_reference
+    assert rank.facts.has_reference
     assert rank.target_bytes[PARAMS] == rank.target_bytes[REFERENCE] == 2 * 1_543_714_304
     assert rank.target_bytes[OPTIMIZER] == pytest.approx(10 * 1_543_714_304 / 8, rel=1e-4)
     assert len(run.needs) == 8
     without = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["loss_fn.reference_policy_kl_penalty=0.0"]).config
-    assert not plan_run(without, QWEN2_5_1_5B, algorithm="grpo").plan.largest_rank.facts.keeps_reference
+    assert not plan_run(without, QWEN2_5_1_5B, algorithm="grpo").plan.largest_rank.facts.has_reference
 
 
 def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():

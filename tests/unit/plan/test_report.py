@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from nemo_offload_rl.cli import main
-from nemo_offload_rl.offload.types import DEFAULT_TABLE
+from nemo_offload_rl.residency.table import DEFAULT_TABLE
 from tests.unit.config.conftest import CONFIGS
 
 BENCHMARK = str(CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml")

@@ -2,10 +2,10 @@
 
 import pytest
 
-from nemo_offload_rl.offload.types import Target
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.units import GIB
+from nemo_offload_rl.residency.table import Target
 from nemo_offload_rl.worker.engine import check_ranks
 
 NEED = {Target.OPTIMIZER_STATE: 60 * GIB}

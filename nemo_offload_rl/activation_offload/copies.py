@@ -1,0 +1,239 @@
+"""Copies of activations between GPU and host, each direction on a stream of its own."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
+from typing import Any, NamedTuple, Protocol
+
+import torch
+
+from nemo_offload_rl.memory.pinned import cut_at_locks
+from nemo_offload_rl.memory.streams import record_current_stream
+from nemo_offload_rl.memory.wait_clock import WaitClock, Waits
+
+
+class CopyHandle(Protocol):
+    """Some copies that were asked for."""
+
+    def reached(self) -> bool:
+        """Whether they are done."""
+        ...
+
+    def covers(self, other: "CopyHandle") -> bool:
+        """Whether the other copies are done once these are."""
+        ...
+
+
+class Span(NamedTuple):
+    """Memory of the GPU and of the host, one to be copied to the other.
+
+    Attributes:
+        gpu: from its first byte on.
+        host: uint8, page-locked in chunks (`pinned_arena.LOCK_CHUNK_BYTES`).
+        offset: where in `host`, in bytes.
+        nbytes: of both.
+    """
+
+    gpu: torch.UntypedStorage
+    host: torch.Tensor
+    offset: int
+    nbytes: int
+
+
+class CopyEngine(Protocol):
+    """Copies in the order that handles say, and in no other."""
+
+    def is_capturing(self) -> bool:
+        """Whether what the caller's stream is given becomes part of a CUDA graph."""
+        ...
+
+    def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """To the host: after what the caller's stream has been given, and after `after`."""
+        ...
+
+    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """To the GPU: after what the caller's stream has been given, since the GPU's memory was free only there."""
+        ...
+
+    def wait(self, handle: CopyHandle) -> None:
+        """What the caller's stream is given from now on runs after these copies."""
+        ...
+
+    def wait_to_free(self, handle: CopyHandle) -> None:
+        """Memory that these copies use is about to be used again by the stream that asked for them; nobody reads it.
+
+        Captures begin on an idle GPU. So there is nothing to wait for where what an eager pass has left is collected
+        beside one, and an event from outside of a capture would end it.
+        """
+        if not self.is_capturing():
+            self.wait(handle)
+
+    def synchronize(self) -> None:
+        """Return when all copies are done."""
+        ...
+
+    def timed_waits(self) -> AbstractContextManager[Waits]:
+        """Time what the caller's streams wait inside; an engine whose waits cannot be timed counts none."""
+        return nullcontext(Waits())
+
+
+class _CurrentStream:
+    """The stream of whoever asks, on one GPU, by its handle: `torch.cuda.current_stream` makes an object each time."""
+
+    def __init__(self, device: int) -> None:
+        self._device = device
+        self._known: dict[int, torch.cuda.Stream] = {}
+
+    def __call__(self) -> torch.cuda.Stream:
+        handle = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = self._known.get(handle)
+        if stream is None:
+            stream = self._known[handle] = torch.cuda.current_stream(self._device)
+        return stream
+
+
+class _Event(CopyHandle):
+    """The copies that a copy stream has been given so far; it makes them in order."""
+
+    def __init__(
+        self, copy_stream: "SpanCopyStream", number: int, event: torch.cuda.Event, asker: torch.cuda.Stream
+    ) -> None:
+        self._copy_stream, self._number, self.event = copy_stream, number, event
+        self.asker = asker
+        """The stream that was current where the copies were asked for, and memory for them allocated."""
+        self.waiter: torch.cuda.Stream | None = None
+        """The stream that was told last to wait for it; a layer's storages share a handle, and need one wait."""
+
+    def reached(self) -> bool:
+        return bool(self.event.query())
+
+    def covers(self, other: CopyHandle) -> bool:
+        return isinstance(other, _Event) and self._copy_stream is other._copy_stream and self._number >= other._number
+
+    def __del__(self) -> None:
+        self._copy_stream.unused_events.append(
+            self.event
+        )  # streams that wait for it wait for what it was at their call
+
+
+class SpanCopyStream:
+    """A stream for copies of spans in one direction.
+
+    Where the CPU sets the pace, each call shows: a request takes three times as long between a model's kernels as in a
+    loop of its own. So events are used again, and copies are asked of the driver by address: `Tensor.copy_` wants
+    tensors of both sides and a change of the stream. Together they were a quarter of the manager's time
+    (docs/decisions/activation-manager.md).
+    """
+
+    def __init__(self, device: torch.device, *, to_host: bool) -> None:
+        from cuda.bindings import driver
+
+        self.stream = torch.cuda.Stream(device)
+        self.unused_events: list[torch.cuda.Event] = []
+        self._current_stream = _CurrentStream(self.stream.device_index)
+        self._to_host = to_host
+        self._num_asked = 0
+        self._memcpy = driver.cuMemcpyAsync
+        self._stream_of_driver = driver.CUstream(self.stream.cuda_stream)
+
+    def ask(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """Queue copies behind what the caller's stream has been given, and behind `after`."""
+        begin, asker = self._event(), self._current_stream()
+        begin.record(asker)
+        begin.wait(self.stream)
+        self.unused_events.append(begin)
+        for handle in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
+            assert isinstance(handle, _Event)
+            handle.event.wait(self.stream)
+        self.copy_all(spans)
+        end = self._event()
+        end.record(self.stream)
+        self._num_asked += 1
+        return _Event(self, self._num_asked, end, asker)
+
+    def copy_all(self, spans: Iterable[Span]) -> None:
+        """Queue copies; torch has been called in this thread, so that the driver knows its context there.
+
+        Raises:
+            RuntimeError: the driver refused one.
+        """
+        for span in spans:  # both addresses are taken from where `host` begins, as cuts are
+            gpu, host = span.gpu.data_ptr() - span.offset, span.host.data_ptr()
+            for start, stop in cut_at_locks(span.offset, span.nbytes):
+                there, here = (host, gpu) if self._to_host else (gpu, host)
+                (error,) = self._memcpy(there + start, here + start, stop - start, self._stream_of_driver)
+                if error:
+                    raise _refused(error, span, to_host=self._to_host)
+
+    def _event(self) -> torch.cuda.Event:
+        return self.unused_events.pop() if self.unused_events else torch.cuda.Event()
+
+
+class CudaCopies(CopyEngine):
+    """Two streams, and an event for each group of copies.
+
+    Args:
+        device: the GPU.
+        graphs: whether CUDA graphs may be under capture. Without, nobody asks the driver, three times a group.
+    """
+
+    def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
+        self.copy_streams = {"out": SpanCopyStream(device, to_host=True), "back": SpanCopyStream(device, to_host=False)}
+        self._current_stream = _CurrentStream(self.copy_streams["out"].stream.device_index)
+        self._graphs = graphs
+        self._mark = partial(record_current_stream, torch.device(device))
+        self._clock: WaitClock | None = None  # and no null object: it is asked for in each wait of each step
+
+    def is_capturing(self) -> bool:
+        """See `CopyEngine`."""
+        return self._graphs and torch.cuda.is_current_stream_capturing()
+
+    def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """See `CopyEngine`."""
+        return self.copy_streams["out"].ask(spans, after)
+
+    def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+        """See `CopyEngine`."""
+        return self.copy_streams["back"].ask(spans, after)
+
+    def wait(self, handle: CopyHandle) -> None:
+        """See `CopyEngine`."""
+        assert isinstance(handle, _Event)
+        stream = self._current_stream()
+        if handle.waiter is stream:
+            return
+        handle.waiter = stream
+        if self._clock is None or self.is_capturing():
+            handle.event.wait(stream)
+            return
+        with self._clock.wait():
+            handle.event.wait(stream)
+
+    def wait_to_free(self, handle: CopyHandle) -> None:
+        """See `CopyEngine`; the stream that uses the memory again is the asker's, whoever collects garbage here."""
+        assert isinstance(handle, _Event)
+        with torch.cuda.stream(handle.asker):
+            super().wait_to_free(handle)
+
+    def synchronize(self) -> None:
+        """See `CopyEngine`."""
+        for copy_stream in self.copy_streams.values():
+            copy_stream.stream.synchronize()
+
+    @contextmanager
+    def timed_waits(self) -> Iterator[Waits]:
+        """See `CopyEngine`; waits under capture are left out."""
+        self._clock = WaitClock(self._mark)
+        try:
+            with self._clock.running() as waits:
+                yield waits
+        finally:
+            self._clock = None
+
+
+def _refused(error: Any, span: Span, *, to_host: bool) -> RuntimeError:
+    direction = "to the host" if to_host else "to the GPU"
+    return RuntimeError(
+        f"cuMemcpyAsync: {error.name} for {span.nbytes} bytes of activations {direction}; it may be the error of an "
+        "earlier kernel: CUDA_LAUNCH_BLOCKING=1 shows where"
+    )

@@ -1,0 +1,165 @@
+"""A pool of host memory, handed out by bytes, whatever the shapes are."""
+
+from bisect import bisect
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+import torch
+
+from nemo_offload_rl.activation_offload.copies import CopyHandle
+
+ALIGNMENT_BYTES = 4096
+"""Regions start on pages, for copies at full speed."""
+
+
+class Region(NamedTuple):
+    """A part of a host pool that one storage was given.
+
+    Attributes:
+        offset: of its first byte.
+        reserved_bytes: what was asked for, and the padding to the next page.
+        after: copies out of this part that the next copy into it has to follow.
+    """
+
+    offset: int
+    reserved_bytes: int
+    after: tuple[CopyHandle, ...]
+
+
+class _Gap(NamedTuple):
+    start: int
+    stop: int
+    after: tuple[CopyHandle, ...]
+
+
+class PinnedHostPool:
+    """First fit over free gaps, which grow together again.
+
+    Regions may be given back from any thread and at any time, also by the garbage collector while a region is being
+    taken: they are queued, and the next `take` finds them.
+
+    Args:
+        memory: uint8 [nbytes] on the CPU.
+    """
+
+    def __init__(self, memory: torch.Tensor) -> None:
+        assert memory.dtype == torch.uint8 and memory.dim() == 1
+        self.nbytes = len(memory)
+        self.used_bytes = 0
+        self.peak_bytes = 0
+        self.memory = memory
+        self._gaps = [_Gap(0, self.nbytes, ())] if self.nbytes else []
+        self._returned: deque[tuple[Region, CopyHandle | None]] = deque()
+
+    def take(self, nbytes: int) -> Region | None:
+        """A region of so many bytes; None if no gap is as large."""
+        self._collect()
+        return self._taken(_aligned(nbytes))
+
+    def _taken(self, reserved_bytes: int) -> Region | None:
+        for index, gap in enumerate(self._gaps):
+            stop = gap.start + reserved_bytes
+            if stop > gap.stop:
+                continue
+            if stop < gap.stop:
+                self._gaps[index] = _Gap(stop, gap.stop, gap.after)
+            else:
+                del self._gaps[index]
+            self.used_bytes += reserved_bytes
+            self.peak_bytes = max(self.peak_bytes, self.used_bytes)
+            return Region(gap.start, reserved_bytes, gap.after)
+        return None
+
+    def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
+        """A region for each number of bytes, side by side if there is such a gap.
+
+        Returns:
+            None, and nothing is taken, if there is no room for all of them.
+        """
+        self._collect()
+        reserved = [_aligned(nbytes) for nbytes in sizes]
+        whole = self._taken(sum(reserved))
+        if whole is not None:  # one search for all
+            offsets = accumulate(reserved, initial=whole.offset)
+            return [Region(offset, nbytes, whole.after) for offset, nbytes in zip(offsets, reserved, strict=False)]
+        regions: list[Region] = []
+        for nbytes in reserved:
+            region = self._taken(nbytes)
+            if region is None:
+                for taken in regions:
+                    self.give_back(taken, None)
+                return None
+            regions.append(region)
+        return regions
+
+    def forget_reached(self) -> None:
+        """Regions that are free do not name copies that are done; where the GPU is idle, none at all."""
+        self._collect()
+        self._gaps = [
+            _Gap(gap.start, gap.stop, tuple(handle for handle in gap.after if not handle.reached()))
+            for gap in self._gaps
+        ]
+
+    def give_back(self, region: Region, after: CopyHandle | None) -> None:
+        """Return a region.
+
+        Args:
+            region: from `take`.
+            after: the copy that uses it last, if it may still be under way; it follows those that the region names.
+        """
+        self._returned.append((region, after))
+
+    def close(self) -> None:
+        """Let go of the memory, whoever still knows this host pool; there is no room in it any more."""
+        self.nbytes = 0
+        self.memory = self.memory[:0].clone()
+        self._gaps = []
+        self._returned.clear()
+
+    def _collect(self) -> None:
+        gap: _Gap | None = None
+        while self._returned:
+            (start, reserved_bytes, after), last = self._returned.popleft()
+            if not reserved_bytes:
+                continue
+            self.used_bytes -= reserved_bytes
+            stop = start + reserved_bytes
+            if last is not None:
+                after = (last,)
+            # What was taken side by side comes back so, and is sorted in as one.
+            if gap is not None and gap.after == after and start == gap.stop:
+                gap = _Gap(gap.start, stop, after)
+            elif gap is not None and gap.after == after and stop == gap.start:
+                gap = _Gap(start, gap.stop, after)
+            else:
+                if gap is not None:
+                    self._insert(gap)
+                gap = _Gap(start, stop, after)
+        if gap is not None:
+            self._insert(gap)
+
+    def _insert(self, gap: _Gap) -> None:
+        at = bisect(self._gaps, (gap.start,))  # no two begin at the same place
+        if at < len(self._gaps) and gap.stop == self._gaps[at].start:
+            behind = self._gaps.pop(at)
+            gap = _Gap(gap.start, behind.stop, _last(gap.after, behind.after))
+        if at > 0 and self._gaps[at - 1].stop == gap.start:
+            before = self._gaps[at - 1]
+            self._gaps[at - 1] = _Gap(before.start, gap.stop, _last(before.after, gap.after))
+        else:
+            self._gaps.insert(at, gap)
+
+
+def _last(some: tuple[CopyHandle, ...], others: tuple[CopyHandle, ...]) -> tuple[CopyHandle, ...]:
+    """Those after which all of them are done; nobody is asked whether it is, since that takes a microsecond each."""
+    last = list(some)
+    for handle in others:
+        if not any(known.covers(handle) for known in last):
+            last = [known for known in last if not handle.covers(known)] + [handle]
+    return tuple(last)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -1,0 +1,405 @@
+"""Offloads what autograd saves inside chosen modules, and brings it back in time for the backward pass.
+
+megatron-core's layers mark the modules: they call a manager at the start and the end ("commit") of a group, which is
+one module's forward pass in one layer, and autograd's saved-tensor hooks hand over what is saved in between. This
+manager takes the place of megatron-core's own (docs/decisions/activation-manager.md says why). The life of a storage:
+
+    saved -> its group commits -> its layer's last one does: copied out
+          -> the compute stream has waited for the copy: the GPU's memory is dropped
+          -> a group before it in the backward pass begins: copied back -> unpacked: the compute stream waits -> used
+
+Numbers rest on nothing planned ahead, so micro-batches may change in number and length at any time. Three rules keep
+them right, and each is kept in one place:
+
+- GPU memory is held until the compute stream has waited for the copy out of it (`InflightOffloads`);
+- host memory is used again only after the copy out of it: the next copy follows its handle (`PinnedHostPool`);
+- whoever unpacks waits for the copy back, and that follows the copy out (`SavedStorage.fetch`).
+
+Passes that CUDA graphs capture go the same way once, and their replays repeat it (`Captures`).
+"""
+
+import weakref
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.autograd.graph import saved_tensors_hooks
+
+from nemo_offload_rl.activation_offload.copies import CopyEngine
+from nemo_offload_rl.activation_offload.excluded_storages import ExcludedStorages
+from nemo_offload_rl.activation_offload.graphs import Captures
+from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads, PendingOffload, Profile
+from nemo_offload_rl.activation_offload.host_pool import PinnedHostPool
+from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.activation_offload.path import OffloadPath
+from nemo_offload_rl.activation_offload.report import StepReport, Tally
+from nemo_offload_rl.activation_offload.saved_tensors import (
+    Group,
+    ResidentTensor,
+    SavedTensor,
+    keep,
+    may_move,
+    resident_tensor,
+)
+from nemo_offload_rl.activation_offload.storage import SavedStorage, prefetch
+
+
+class ActivationOffloader:
+    """Behind the functions that megatron-core's layers call; has what they use of `PipelineOffloadManager`.
+
+    Args:
+        options: what to offload.
+        memory: uint8 [nbytes] of the host, for the activations of all micro-batches in flight.
+        copies: makes them.
+        keep: storages that are never offloaded: those of parameters and buffers.
+    """
+
+    cuda_graph_stream: Any = None
+    """Graphs with copies inside are replayed on it, one after the other."""
+    cuda_graph_event: Any = None
+    """Recorded in each of them where its computation ends, and copies may be under way."""
+
+    def __init__(
+        self,
+        options: ActivationOptions,
+        memory: torch.Tensor,
+        copies: CopyEngine,
+        keep: Iterable[torch.UntypedStorage] = (),
+    ) -> None:
+        self.options = options
+        self.host_pool = PinnedHostPool(memory)
+        self.copies = copies
+        self.captures = Captures(self.host_pool, copies)
+        self.report = StepReport({}, 0, 0, 0)
+        """Of the last step."""
+        self._excluded = ExcludedStorages(keep)
+        self._enabled = True
+        self._path = OffloadPath(self.host_pool, copies)
+        self._chunk: Chunk | None = None
+        self._chunks: deque[Chunk] = deque()
+        self._active: list[tuple[Chunk, Group] | None] = []
+        self._inflight = InflightOffloads(copies)
+        self._profiles: dict[int, Profile] = {}
+        self._resident: weakref.WeakSet[SavedStorage] = weakref.WeakSet()
+        self._hooks = saved_tensors_hooks(self._pack, self._unpack)
+        self._delayed: list[Callable[[], None]] = []
+        self._saves_aliases = False
+        self._in_replay = False  # megatron-core sets it
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Passes that begin and end inside run as if nothing were offloaded."""
+        was, self._enabled = self._enabled, False
+        try:
+            yield
+        finally:
+            self._enabled = was
+
+    def modules_that_leave(self) -> set[str]:
+        """Those of which something leaves in the next pass, as the passes before say."""
+        return set().union(*(profile.modules_that_leave() for profile in self._profiles.values()))
+
+    # What megatron-core calls, by its names.
+
+    def init_model_chunk_offload_handler(
+        self, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: Any, **__: Any
+    ) -> None:
+        """A micro-batch's forward pass through a model chunk begins."""
+        self._end_forward()
+        if not (self._enabled and torch.is_grad_enabled()):
+            return
+        self._chunk = Chunk(self, vp_stage or 0, self._path, self.options.fraction)
+        self._chunks.append(self._chunk)
+        self._path.tally.num_chunks += 1
+
+    def pop_forward_chunk(self, name: str) -> None:
+        """A group starts: what is saved from now on is part of it.
+
+        megatron-core would put a node into the autograd graph for the chunk that it hopes to be given. Ours has nothing
+        to do where the group's backward pass ends, and a node costs the host some time in both passes.
+        """
+        chunk = self.cur_forward_chunk()
+        if chunk is not None:
+            chunk.start_group(name)
+
+    def cur_forward_chunk(self) -> Chunk | None:
+        """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
+        if not (self._enabled and torch.is_grad_enabled()):
+            return None
+        return self._captured_chunk() if self.copies.is_capturing() else self._chunk
+
+    def __enter__(self) -> None:
+        chunk = self.cur_forward_chunk()
+        self._active.append((chunk, chunk.open[-1]) if chunk is not None else None)
+        if chunk is not None:
+            self._hooks.__enter__()
+
+    def __exit__(self, *_: object) -> None:
+        if self._active.pop() is not None:
+            self._hooks.__exit__()
+
+    @staticmethod
+    def mark_not_offload(tensor: torch.Tensor | None) -> None:
+        """Keep this one."""
+        if tensor is not None:
+            tensor._do_not_offload = True  # type: ignore[attr-defined]
+
+    def disable_offload(self) -> None:
+        """While Transformer Engine warms up before a capture."""
+        self._enabled = False
+
+    def enable_offload(self) -> None:
+        """As before."""
+        self._enabled = True
+
+    @contextmanager
+    def saving_to_recompute(self) -> Iterator[None]:
+        """Selective recomputation saves its inputs inside, each detached from what the model goes on with."""
+        was, self._saves_aliases = self._saves_aliases, True
+        try:
+            yield
+        finally:
+            self._saves_aliases = was
+
+    def exclude_recomputed(self, storage: torch.UntypedStorage) -> None:
+        """Selective recomputation will empty it behind the pass under way, and fill it again in the backward pass."""
+        if self.cur_forward_chunk() is not None:
+            self._excluded.add_recomputed(storage)
+
+    def flush_delayed_groups(self) -> None:
+        """Make the commits that waited for a graph's replay."""
+        delayed, self._delayed = self._delayed, []
+        for commit in delayed:
+            commit()
+
+    def reset(self) -> None:
+        """A schedule has ended, or has failed."""
+        self._chunk = None  # its backward pass has not begun, and will not
+        self._in_replay = False  # of a layer that has failed behind its replay
+        try:
+            self._inflight.abandon()
+        finally:
+            for chunk in filter(None, (*self._chunks, self.captures.chunk)):
+                chunk.abandon()
+            self._chunks.clear()
+            self._active.clear()
+            self._delayed.clear()
+            self._excluded.forget_recomputed()
+            self.captures.chunk = None
+        if self.cuda_graph_stream is not None:  # copies in the last graphs may be under way
+            torch.cuda.current_stream().wait_stream(self.cuda_graph_stream)
+        if self._path.tally.num_chunks:  # not after forward-only passes, nor after captures
+            tally, self._path.tally = self._path.tally, Tally()
+            tally.add(self.captures.take_report())
+            kept = self.captures.regions.nbytes
+            self.report = StepReport(
+                tally.modules, tally.num_chunks, self.host_pool.nbytes, self.host_pool.peak_bytes, kept
+            )
+            self.host_pool.forget_reached()  # here, where the GPU has work: the next step would begin with it
+            self.host_pool.peak_bytes = self.host_pool.used_bytes
+
+    def close(self) -> None:
+        """Let go of the host memory, which no copy uses any more; nothing can be offloaded any more."""
+        with ExitStack() as stack:  # from the last to the first, whatever a GPU that has failed says
+            stack.callback(self.host_pool.close)
+            if self.cuda_graph_stream is not None:
+                stack.callback(self.cuda_graph_stream.synchronize)
+            stack.callback(self.copies.synchronize)
+            stack.callback(self.reset)
+
+    def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
+        """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
+        if delay and self._in_replay:
+            self._delayed.append(lambda: chunk.end_group(name))
+        else:
+            chunk.end_group(name)
+
+    # CUDA graphs.
+
+    def prepare_capture(self) -> None:
+        """Captures follow; the GPU is idle, and nothing is on its way."""
+        self.host_pool.forget_reached()
+
+    def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
+        """A graph will read its input there in each replay: it can neither be freed nor, therefore, be moved."""
+        self.captures.keep.add(storage._cdata)
+
+    def end_capture(self, *, forward: bool) -> None:
+        """The last thing in a captured pass of a layer."""
+        self.captures.end(forward=forward)
+
+    def count_replay(self) -> None:
+        """A layer's forward graph with copies inside has been replayed."""
+        self.captures.count_replay()
+
+    def forget_captures(self) -> None:
+        """The graphs have been deleted, or their capture has failed, perhaps in Transformer Engine's warm-up."""
+        self.captures.abandon()
+        self.captures = Captures(self.host_pool, self.copies)
+        self._enabled = True
+
+    def _captured_chunk(self) -> Chunk:
+        if self.captures.chunk is None:
+            self.captures.chunk = Chunk(self, 0, self.captures.path, self.options.fraction)  # the one pipeline stage
+        return self.captures.chunk
+
+    # Forward.
+
+    def commit(self, chunk: Chunk, group: Group) -> None:
+        """A group's forward pass is queued: decide whether it leaves; at a layer's end ask for the copies."""
+        saved, fresh = group.settle()
+        is_captured = chunk.path is self.captures.path
+        group.report.distinct_bytes += group.nbytes
+        profile = self._profiles.get(chunk.stage)
+        stays = bool(fresh) and self._stays(profile, chunk, group, fresh)
+        for stored in fresh:
+            stored.stays = stays
+        for one in saved:
+            if one.stored.stays:
+                one.stay()
+            elif one.stored not in fresh:  # it leaves with the group that saved it first
+                one.leave()
+        if stays:
+            group.report.kept_bytes += group.nbytes
+        elif fresh:
+            if any(one.group.name == group.name for one in chunk.pending):  # a new layer, and the last one did not ask:
+                chunk.offload(self._inflight)  # in the pass before it was too short to have anything that leaves
+            chunk.pending.append(PendingOffload(group, fresh, [one for one in saved if one.stored in fresh]))
+        if is_captured:
+            chunk.offload(self.captures.inflight)  # the wait is at the end of the graph
+            return
+        max_inflight = self.options.max_inflight
+        if profile is None or max_inflight is not None or group.key in profile.asks:
+            chunk.offload(self._inflight)
+        in_flight = len(self.options.modules) if profile is None else profile.per_layer * profile.lead
+        self._inflight.release(keep=in_flight if max_inflight is None else max_inflight)
+
+    def _stays(self, profile: Profile | None, chunk: Chunk, group: Group, fresh: Sequence[SavedStorage]) -> bool:
+        leaves = None if profile is None else profile.leaves.get(group.key)
+        if leaves is None:  # its size was not known before
+            leaves = chunk.pace.leaves(group.nbytes)
+        if not leaves:
+            return True
+        limit = self.options.resident_bytes
+        if limit and sum(stored.nbytes for stored in self._resident) + group.nbytes <= limit:
+            self._resident.update(fresh)
+            return True
+        return False
+
+    def drain(self) -> None:
+        """What has left is gone from the GPU, as far as the caller's stream can see.
+
+        Called before the logits are made: with the loss they are where most memory is in use.
+        """
+        self.flush_delayed_groups()  # the last layer's: no replay follows that would
+        if self._chunk is not None:
+            self._chunk.offload(self._inflight)
+        self._inflight.release(keep=0)
+
+    def _end_forward(self) -> None:
+        chunk, self._chunk = self._chunk, None
+        if chunk is not None:
+            self.flush_delayed_groups()
+        if chunk is None or not chunk.groups:
+            return
+        chunk.offload(self._inflight)
+        chunk.num_not_back = len(chunk.groups)
+        profile = self._profiles.get(chunk.stage)
+        is_whole = not self.captures.regions.nbytes  # a pass with replays has eager groups only
+        if profile is None or (is_whole and profile.is_outdated_by(chunk.groups)):
+            has_margin = chunk.stage == self.options.margin_stage
+            profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
+            if profile.per_layer:  # else it was too short to say anything
+                self._profiles[chunk.stage] = profile
+        chunk.lead = profile.lead
+
+    def _pack(self, tensor: torch.Tensor) -> ResidentTensor | SavedTensor:
+        # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
+        active = self._active[-1]
+        assert active is not None
+        chunk, group = active
+        if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
+            return keep(tensor, group.name)
+        storage = tensor.untyped_storage()
+        number = storage._cdata
+        if number in self._excluded.addresses or number in self.captures.keep:
+            return keep(tensor, group.name)
+        nbytes = storage.nbytes()
+        if nbytes < self.options.min_elements * tensor.element_size():
+            group.report.small_bytes += nbytes
+            return keep(tensor, group.name)
+        if not may_move(tensor):
+            return keep(tensor, group.name)
+        known = chunk.storages.get(number)
+        stored = known() if known is not None else None
+        if stored is None or stored.version != tensor._version:  # a new storage, or new bytes
+            stored = SavedStorage(storage, tensor._version, group.report, chunk.path)
+            chunk.storages[number] = weakref.ref(stored)
+        elif stored.report is not group.report:
+            group.report.duplicate_bytes += nbytes
+        saved = SavedTensor(tensor, group, stored, is_alias=self._saves_aliases)
+        group.saved.append(saved)
+        return saved
+
+    # Backward.
+
+    def begin_backward(self, chunk: Chunk, group: Group) -> None:
+        """A group's backward pass is about to be queued: ask for what the ones after it need."""
+        if group.index < 0:  # its commit is delayed
+            return
+        self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of one that is to follow it
+        if chunk.num_not_back is None:
+            chunk.num_not_back = len(chunk.groups)
+        if group.index > chunk.prefetch_from:
+            return
+        first = group.index - chunk.lead * chunk.num_modules
+        if first < chunk.num_not_back:
+            self._start_back(chunk, first, group)
+        if first < 0:
+            follower = self._next_backward(chunk)
+            if follower is not None:
+                self._start_back(follower, len(follower.groups) + first, group)
+        if group.index == 0 and chunk in self._chunks:
+            self._chunks.remove(chunk)
+
+    def _next_backward(self, chunk: Chunk) -> Chunk | None:
+        """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
+        return next((c for c in self._chunks if c is not chunk and c.num_not_back and c.stage == chunk.stage), None)
+
+    def _start_back(self, chunk: Chunk, first: int, begun: Group) -> None:
+        """Ask for the copies of all groups from `first` on that nobody has asked for; late where one has `begun`."""
+        assert chunk.num_not_back is not None
+        due = chunk.groups[max(0, first) : chunk.num_not_back]
+        if not due:
+            return
+        requests = [[group] for group in reversed(due)]  # each is waited for by itself
+        if len(due) == 1:
+            # In step with the backward pass, `lead` ahead of it: then a layer's groups are one request. The host pays
+            # for each, and would pay as often as a layer has modules.
+            start = max(0, due[0].index - chunk.num_modules + 1)
+            requests = [chunk.groups[start : chunk.num_not_back][::-1]]
+        for groups in requests:
+            on_host_only: dict[SavedStorage, bool] = {}
+            for group in groups:
+                for stored in group.on_host_only():
+                    on_host_only.setdefault(stored, group is begun)
+            prefetch(list(on_host_only))
+            for stored, is_late in on_host_only.items():
+                stored.report.count_back(stored.nbytes, is_late=is_late)
+        chunk.num_not_back = requests[-1][-1].index
+
+    def _unpack(self, packed: ResidentTensor | SavedTensor) -> torch.Tensor:
+        if not isinstance(packed, SavedTensor):
+            return resident_tensor(packed)
+        group = packed.group
+        if not group.in_backward:
+            group.in_backward = True
+            chunk = group.chunk()
+            if chunk is not None:
+                self.begin_backward(chunk, group)
+        if packed.stored.storage is None:
+            prefetch([packed.stored])
+            packed.stored.report.count_back(packed.stored.nbytes, is_late=True)
+        return packed.unpacked()

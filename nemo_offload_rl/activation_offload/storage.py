@@ -1,0 +1,147 @@
+"""A storage that autograd saved, on its way to the host and back."""
+
+from collections.abc import Sequence
+
+import torch
+
+from nemo_offload_rl.activation_offload.copies import CopyHandle, Span
+from nemo_offload_rl.activation_offload.host_pool import Region
+from nemo_offload_rl.activation_offload.path import OffloadPath
+from nemo_offload_rl.activation_offload.report import ModuleReport
+from nemo_offload_rl.memory.errors import preserve_first_error
+
+
+class SavedStorage:
+    """A storage that autograd saved, wherever it is now.
+
+    Attributes:
+        version: of the tensor that was saved first, in autograd's count of changes in place.
+        report: of the module that saved it first.
+        path: that it takes.
+        nbytes: of the storage.
+        device: the GPU.
+        storage: on the GPU; None while it is on the host alone.
+        stays: on the GPU; None until a group has committed it.
+    """
+
+    __slots__ = (
+        "__weakref__",
+        "_left",
+        "_region",
+        "_returning",
+        "_weak",
+        "device",
+        "nbytes",
+        "path",
+        "report",
+        "stays",
+        "storage",
+        "version",
+    )
+    # Not by torch's name when it is called: an interpreter that ends may have cleared that module.
+    _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
+
+    def __init__(self, storage: torch.UntypedStorage, version: int, report: ModuleReport, path: OffloadPath) -> None:
+        self.version = version
+        self.report = report
+        self.path = path
+        self.nbytes = storage.nbytes()
+        self.storage: torch.UntypedStorage | None = storage
+        self.stays: bool | None = None
+        self.device = storage.device
+        self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; given back in `__del__`
+        self._region: Region | None = None
+        self._left: CopyHandle | None = None
+        self._returning: CopyHandle | None = None
+
+    @property
+    def has_left(self) -> bool:
+        """Whether a copy out of it was asked for."""
+        return self._left is not None
+
+    def span(self, storage: torch.UntypedStorage, region: Region) -> Span:
+        """`storage` on the GPU, as large as its own, and a region of its path."""
+        return Span(storage, self.path.host.memory, region.offset, self.nbytes)
+
+    def leave(self, region: Region, handle: CopyHandle) -> None:
+        """Its copy to the host was asked for."""
+        self._region, self._left = region, handle
+
+    def on_host(self) -> tuple[Region, CopyHandle]:
+        """Where it is there, and the copy that has taken it there."""
+        assert self._region is not None and self._left is not None
+        return self._region, self._left
+
+    def come_back(self, storage: torch.UntypedStorage, handle: CopyHandle) -> None:
+        """Its copy to the GPU was asked for."""
+        region, _ = self.on_host()
+        self.storage, self._returning = storage, handle
+        self._region = None
+        if torch.UntypedStorage._new_with_weak_ptr(self._weak) is None:
+            self.report.freed_bytes += self.nbytes  # else somebody has kept what left, and may have changed it
+        self.path.host.give_back(region, handle)
+
+    def fetch(self) -> torch.UntypedStorage:
+        """Its storage on the GPU; the caller's stream has waited for it."""
+        if self.storage is None:
+            prefetch([self])
+        if self._returning is not None:
+            self.path.copies.wait(self._returning)
+            self._returning = None
+        assert self.storage is not None
+        return self.storage
+
+    def __del__(self) -> None:
+        self._free_weak_ref(self._weak)
+        if self._returning is not None:  # prefetched and not needed
+            self.path.copies.wait_to_free(self._returning)
+        if self._region is not None:
+            self.path.host.give_back(self._region, self._left)
+
+
+def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) -> CopyHandle:
+    """Queue the copies of saved storages to their host regions, in one request: the CPU pays for each request."""
+    spans: list[Span] = []
+    after: list[CopyHandle] = []
+    for stored, region in placed:
+        assert stored.storage is not None
+        spans.append(stored.span(stored.storage, region))
+        after += region.after
+    try:
+        handle = path.copies.out(spans, after)
+    except BaseException:
+        with preserve_first_error():
+            for _, region in placed:  # the next copy there comes after those of this request, on the same stream
+                path.host.give_back(region, None)
+            _end_copies(path)
+        raise
+    for stored, region in placed:
+        stored.leave(region, handle)
+    return handle
+
+
+def _end_copies(path: OffloadPath) -> None:
+    """Of a request that was refused some copies may be under way, in memory that is about to be used again."""
+    if not path.copies.is_capturing():  # what a capture has asked for never runs where it fails
+        path.copies.synchronize()
+
+
+def prefetch(storages: Sequence[SavedStorage]) -> None:
+    """Ask for the copies to the GPU of saved storages that are on the host alone and take one path, all at once."""
+    if not storages:
+        return
+    spans: list[Span] = []
+    after: list[CopyHandle] = []
+    for stored in storages:
+        region, left = stored.on_host()
+        spans.append(stored.span(torch.UntypedStorage(stored.nbytes, device=stored.device), region))
+        after.append(left)
+    path = storages[0].path
+    try:
+        returning = path.copies.back(spans, after)
+    except BaseException:
+        with preserve_first_error():
+            _end_copies(path)
+        raise
+    for stored, span in zip(storages, spans, strict=True):
+        stored.come_back(span.gpu, returning)

@@ -1,0 +1,45 @@
+"""Makes the optimizer's state before its first step, so that its size is a fact when memory is planned and pinned.
+
+Adam's state is otherwise made inside the first step: the memory that a run needs shows at its second step, too late.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from megatron.core.optimizer import MegatronOptimizer
+
+
+def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
+    """The optimizers that megatron-core's wrap: torch's, or Transformer Engine's."""
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        if part.optimizer is not None:  # a rank without trainable parameters has a stub
+            yield part.optimizer
+
+
+def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
+    """The plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
+    return (inner for inner in inner_optimizers(optimizer) if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)))
+
+
+@torch.no_grad()
+def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
+    """Make the state that Adam would make in its first step, for every parameter that has none.
+
+    Of torch's Adam and of Transformer Engine's FusedAdam; other optimizers go on making theirs when they step.
+    megatron-core's own `init_state_fn` makes one without `step`, with which torch's Adam fails, and calls FusedAdam in
+    a way that Transformer Engine 2.20 does not know.
+    """
+    for inner in inner_optimizers(optimizer):
+        for parameter in (p for group in inner.param_groups for p in group["params"]):
+            if inner.state[parameter]:
+                continue
+            if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
+                inner.state[parameter] = {
+                    "step": torch.tensor(0.0),
+                    "exp_avg": torch.zeros_like(parameter.detach()),
+                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
+                }
+            elif hasattr(inner, "initialize_state"):  # FusedAdam, with the argument that its own step gives
+                remainders = inner.store_param_remainders and parameter.dtype == torch.bfloat16
+                inner.initialize_state(parameter, remainders)

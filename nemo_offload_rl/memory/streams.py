@@ -1,0 +1,113 @@
+"""Streams for copies, and events in them; without a GPU the same words mean plain copies by the calling thread."""
+
+import time
+from collections.abc import Iterable
+from typing import Protocol, Self
+
+import torch
+
+
+class Event(Protocol):
+    """A point in a stream's work."""
+
+    def wait(self) -> None:
+        """The caller waits until it is reached."""
+        ...
+
+    def wait_on_current_stream(self) -> None:
+        """What the caller's stream is given from now on runs after it."""
+        ...
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """What a stream is given from now on runs after it."""
+        ...
+
+    def seconds_since(self, earlier: Self) -> float:
+        """Seconds from `earlier` to here, both of them reached; below 0 if `earlier` was reached later."""
+        ...
+
+
+class _CudaEvent:
+    def __init__(self, stream: torch.cuda.Stream, *, spins: bool) -> None:
+        # A helper thread that waits for half a second must not spin on a core meanwhile.
+        self._event = torch.cuda.Event(enable_timing=True, blocking=not spins)
+        self._event.record(stream)
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+    def wait_on_current_stream(self) -> None:
+        self.hold(torch.cuda.current_stream())
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        stream.wait_event(self._event)
+
+    def seconds_since(self, earlier: Self) -> float:
+        return earlier._event.elapsed_time(self._event) / 1000
+
+
+class _HostEvent:
+    def __init__(self) -> None:
+        self._time = time.perf_counter()
+
+    def wait(self) -> None:
+        """Copies on a CPU have been made when they are marked."""
+
+    def wait_on_current_stream(self) -> None:
+        """There are no streams on a CPU."""
+
+    def hold(self, stream: torch.cuda.Stream) -> None:
+        """There are no streams on a CPU."""
+
+    def seconds_since(self, earlier: Self) -> float:
+        return self._time - earlier._time
+
+
+class CopyStream:
+    """A stream for copies in one direction; without a GPU the copies are made by the thread that asks for them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._device = None if self.stream is None else self.stream.device_index
+
+    def follow_current_stream(self) -> None:
+        """What is queued from now on runs after everything that the caller's stream has been given."""
+        if self.stream is not None:
+            self.stream.wait_stream(torch.cuda.current_stream(self._device))
+
+    def follow(self, mark: Event) -> None:
+        """What is queued from now on runs after an event of another copy stream."""
+        if self.stream is not None:
+            mark.hold(self.stream)
+
+    def copy(self, destination: torch.Tensor, source: torch.Tensor) -> None:
+        """Queue a copy."""
+        self.copy_all([(destination, source)])
+
+    def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Queue copies, each of a destination and its source, and change the caller's stream once for all of them."""
+        if self.stream is None:
+            for destination, source in pairs:
+                destination.copy_(source)
+            return
+        # As `torch.cuda.stream`, which asks about devices first: 9 us on the host of an H200, this takes a third.
+        current = torch.cuda.current_stream(self._device)
+        torch.cuda.set_stream(self.stream)
+        try:
+            for destination, source in pairs:
+                destination.copy_(source, non_blocking=True)
+        finally:
+            torch.cuda.set_stream(current)
+
+    def mark(self, *, spins: bool = False) -> Event:
+        """What has been queued so far.
+
+        Args:
+            spins: whoever waits for it learns of it some 0.5 ms sooner, and keeps a core busy.
+        """
+        return _HostEvent() if self.stream is None else _CudaEvent(self.stream, spins=spins)
+
+
+def record_current_stream(device: torch.device) -> Event:
+    """What the caller's stream has been given so far."""
+    return _CudaEvent(torch.cuda.current_stream(), spins=False) if device.type == "cuda" else _HostEvent()

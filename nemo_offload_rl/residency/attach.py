@@ -1,0 +1,203 @@
+"""Puts the engine on a model and an optimizer of megatron-core; no Ray, no recipe, no worker is needed for it."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.memory.errors import preserve_first_error
+from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
+from nemo_offload_rl.memory.link import measure_link
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, OffloadSubject, Options, TargetContext
+from nemo_offload_rl.residency.metrics import GIB, Meter
+from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_optimizers
+from nemo_offload_rl.residency.params_and_grads import Params
+from nemo_offload_rl.residency.reference_weights import ReferenceWeights
+from nemo_offload_rl.residency.residency import OffloadTarget, Residency
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
+from nemo_offload_rl.residency.targets import TARGETS
+from nemo_offload_rl.residency.transfer import Mover
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Engine:
+    """What moves a model's and an optimizer's state between phases; made by `attach`.
+
+    Attributes:
+        residency: `residency.enter(phase)` moves.
+        targets: the mechanisms.
+        meter: what moves took.
+        site: what all of it was made of.
+        hooks: take the engine's hooks off model and optimizer.
+    """
+
+    residency: Residency
+    targets: Mapping[Target, OffloadTarget]
+    meter: Meter
+    site: TargetContext
+    hooks: Sequence[Callable[[], None]]
+
+    @property
+    def reference(self) -> ReferenceWeights | None:
+        """The weights of the start, if they were to be kept."""
+        reference = self.targets.get(Target.REFERENCE_WEIGHTS)
+        assert reference is None or isinstance(reference, ReferenceWeights)
+        return reference
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What ranges take of the GPU now, which torch's allocator does not count."""
+        return sum(target.mapped_bytes for target in self.targets.values())
+
+    def nbytes(self) -> dict[Target, int]:
+        """What each target takes where it is held."""
+        return {name: target.nbytes for name, target in self.targets.items()}
+
+    def checkpoint_reader(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        """Everything can be read where it is, on the CPU or the GPU, for instance to save a checkpoint.
+
+        Returns:
+            For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
+            and no larger; any other tensor as it is. Good until the next phase.
+        """
+        self.residency.wait_until_released()
+        away = [target for name, target in self.targets.items() if self.residency.where(name) is Placement.HOST]
+        if any(target.needs_gpu_to_save for target in away):
+            self.load_all_to_gpu()
+            away = []
+        for name in self.targets:
+            if self.residency.where(name) is Placement.GPU:
+                self.residency.require(name)
+
+        def read(tensor: torch.Tensor) -> torch.Tensor:
+            views = (target.host_view(tensor) for target in away)
+            return next((view for view in views if view is not None), tensor)
+
+        return read
+
+    def load_all_to_gpu(self) -> None:
+        """Bring to the GPU what training needs and wait for all of it, for instance before a checkpoint is loaded."""
+        self.residency.enter(Phase.TRAIN)
+        for name in self.targets:
+            if self.residency.where(name) is Placement.GPU:
+                self.residency.require(name)
+
+    def adopt_new_tensors(self) -> None:
+        """Bring into ranges what has got memory of its own, such as optimizer state that a checkpoint replaced.
+
+        It happens anyway when that state leaves; until then both would take memory.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        for target in self.targets.values():
+            if isinstance(target, (OptimizerState, Params)):
+                target.adopt_new_tensors()
+
+    def close(self) -> None:
+        """Give all memory back, the arena's segments too; model and optimizer are of no use afterwards."""
+        for remove in self.hooks:
+            remove()
+        with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, whatever the others say
+            stack.callback(self.site.arena.close)
+            for target in self.targets.values():
+                stack.callback(target.close)
+            stack.callback(self.site.mover.close)
+
+
+def attach(
+    model: Sequence[torch.nn.Module],
+    optimizer: Any | None,
+    arena: PinnedArena,
+    *,
+    table: Table = DEFAULT_TABLE,
+    options: Options = DEFAULT_OPTIONS,
+    ranges: RangeMaker = make_range,
+) -> Engine:
+    """House a model and an optimizer in ranges, and hand them to a residency.
+
+    Call it before the first forward pass, since every view of a parameter or gradient buffer has to follow. Parameters,
+    optimizer and its state stay the same objects. Everything is on the GPU when this returns.
+
+    Args:
+        model: the chunks, each bare or in megatron-core's DistributedDataParallel.
+        optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
+        arena: gives the host memory. Without a GPU everything works alike, between two places of host memory.
+        table: where each target lives in each phase.
+        options: how the engine works.
+        ranges: makes the ranges that everything lives in.
+
+    Raises:
+        ValueError: the table does not fit, or something holds views that would not follow.
+        MemoryError: the host has no room.
+        torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
+    """
+    start = time.perf_counter()
+    subject = OffloadSubject(model, optimizer, table, options)
+    targets: dict[Target, OffloadTarget] = {}
+    meter = Meter(
+        subject.device,
+        pinned_bytes=lambda: arena.pinned_bytes,
+        mapped_bytes=lambda: sum(target.mapped_bytes for target in targets.values()),
+        link=measure_link(subject.device, arena),
+    )
+    mover = Mover(subject.device, arena)
+
+    def require(target: Target) -> None:
+        residency.require(target)
+
+    site = TargetContext(**vars(subject), arena=arena, mover=mover, meter=meter, ranges=ranges, require=require)
+    with contextlib.ExitStack() as undo:
+        undo.callback(mover.close)
+        for name, kind in TARGETS.items():
+            if (made := kind.make(site, targets)) is not None:
+                targets[name] = made
+                undo.callback(made.close)
+        # A generator loads its weights during a refit, beside what is still leaving.
+        room = {Phase.REFIT: targets[Target.PARAMS].nbytes}
+        residency = Residency(targets, table, meter=meter, room=room, check=lambda: mover.check())
+        undo.pop_all()
+    meter.give_back_cache()  # what everything lived in before
+    engine = Engine(residency, targets, meter, site, _guard(residency, model, optimizer))
+    sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
+    logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
+    return engine
+
+
+def needed_host_bytes(
+    model: Sequence[torch.nn.Module],
+    optimizer: Any | None,
+    *,
+    table: Table = DEFAULT_TABLE,
+    options: Options = DEFAULT_OPTIONS,
+) -> dict[Target, int]:
+    """What `attach` with the same arguments will take of the arena, in bytes; takes nothing."""
+    subject = OffloadSubject(model, optimizer, table, options)
+    return {target: kind.host_bytes(subject) for target, kind in TARGETS.items()}
+
+
+def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Callable[[], None]]:
+    """Have forward passes ask for the params, and optimizer steps for their state; returns how to stop that.
+
+    This is where late arrivals are waited for, and where a use in the wrong phase ends in words and not in an illegal
+    memory access.
+    """
+
+    def before_forward(*_: object) -> None:
+        residency.require(Target.PARAMS)
+
+    def before_step(*_: object) -> None:
+        residency.require(Target.OPTIMIZER_STATE)
+
+    hooks = [chunk.register_forward_pre_hook(before_forward) for chunk in model]
+    if optimizer is not None:
+        hooks += [inner.register_step_pre_hook(before_step) for inner in stepped_optimizers(optimizer)]
+    return [hook.remove for hook in hooks]

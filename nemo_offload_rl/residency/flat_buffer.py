@@ -1,0 +1,305 @@
+"""Lays out the storages of tensors in GPU ranges, once; the same tensor objects then point there.
+
+Ten thousand small tensors thus cross the link as one large one does, and their addresses never change.
+"""
+
+import dataclasses
+import gc
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.memory.gpu_range import CHUNK_BYTES, OutOfGpuMemoryError, RangeMaker, make_range
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, map_chunk
+
+ALIGNMENT = 512  # bytes, as torch's allocator aligns, so that kernels make the same choices
+
+
+@dataclass(frozen=True)
+class BufferEntry:
+    """A storage that is to live in a range, with everything that looks into it.
+
+    Attributes:
+        name: what messages call it.
+        storage: its memory of before.
+        tensors: all tensors of that storage, strided views of whatever dtype.
+    """
+
+    name: str
+    storage: torch.UntypedStorage
+    tensors: Sequence[torch.Tensor]
+
+    def num_unknown_views(self) -> int:
+        """How many more tensors or graphs use the storage, which would go on doing so."""
+        return torch._C._storage_Use_Count(self.storage._cdata) - len(self.tensors) - 1  # one count is ours
+
+
+@dataclass(frozen=True)
+class BufferSlice:
+    """Where an entry lives.
+
+    Attributes:
+        name: of the entry.
+        backed: the range it lives in.
+        offset: where in the range it begins, bytes.
+        nbytes: its size.
+        tensors: of the entry.
+    """
+
+    name: str
+    backed: BackedRange
+    offset: int
+    nbytes: int
+    tensors: Sequence[torch.Tensor]
+
+    def on_device(self) -> torch.Tensor:
+        """uint8 [nbytes]; to be touched only while the range is mapped."""
+        return self.backed.range.tensor[self.offset : self.offset + self.nbytes]
+
+
+class FlatBuffer:
+    """The backed ranges of one target.
+
+    Args:
+        owner: the target, for messages and for the arena's books.
+        device: where the tensors are used.
+        arena: gives the host's side; None for what is only ever dropped.
+        chunk_bytes: what is mapped and unmapped as one.
+        ranges: makes the ranges.
+    """
+
+    def __init__(
+        self,
+        owner: str,
+        device: torch.device,
+        arena: PinnedArena | None,
+        chunk_bytes: int = CHUNK_BYTES,
+        ranges: RangeMaker = make_range,
+    ) -> None:
+        self.owner = owner
+        self.device = device
+        self.backed_ranges: list[BackedRange] = []
+        self.slices: list[BufferSlice] = []
+        self._arena = arena
+        self._chunk_bytes = chunk_bytes
+        self._make_range = ranges
+
+    @property
+    def has_host_side(self) -> bool:
+        """Whether the contents can leave, and not only be dropped."""
+        return self._arena is not None
+
+    @property
+    def nbytes(self) -> int:
+        """Of all backed ranges, mapped or not."""
+        return sum(backed.range.nbytes for backed in self.backed_ranges)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What the backed ranges take from the device now."""
+        return sum(backed.range.mapped_bytes for backed in self.backed_ranges)
+
+    def add(self, entries: Sequence[BufferEntry]) -> None:
+        """Move more entries into a range of their own, which stays mapped.
+
+        A entry's old memory is free as soon as it has moved, so that both copies of everything are never there.
+
+        Raises:
+            MemoryError: the host has no room; nothing has changed.
+            OutOfGpuMemoryError: the device has no room for an entry beside its old memory; the message names it. What
+                had moved in has moved out again, to memory of its own.
+            ValueError: an entry's storage is used by something that was not named. The model cannot be used further.
+        """
+        if not entries:
+            return
+        *offsets, total = itertools.accumulate(map(_aligned_bytes, entries), initial=0)
+        backed = self._new_range(total)
+        slices = [
+            BufferSlice(entry.name, backed, offset, entry.storage.nbytes(), entry.tensors)
+            for entry, offset in zip(entries, offsets, strict=True)
+        ]
+        mapped = 0
+        for number, (entry, buffer_slice) in enumerate(zip(entries, slices, strict=True)):
+            while (
+                mapped < len(backed.range.chunks)
+                and backed.range.chunks[mapped].start < buffer_slice.offset + buffer_slice.nbytes
+            ):
+                try:
+                    map_chunk(backed.range, mapped)
+                except OutOfGpuMemoryError as error:
+                    _move_out(backed, entries[:number], slices[:number], mapped)
+                    self._give_back(backed)
+                    raise OutOfGpuMemoryError(f"{entry.name} cannot move into a range: {error}") from error
+                mapped += 1
+            try:
+                _move_in(entry, buffer_slice)
+            except ValueError:  # the range stays, for tensors look into it
+                self._release_host_side(backed)
+                raise
+        self.backed_ranges.append(backed)
+        self.slices += slices
+
+    def add_or_replace(self, entries: Sequence[BufferEntry]) -> None:
+        """Move entries in, those of a known name and size in the place of their predecessors; see `add`."""
+        places = (
+            {(buffer_slice.name, buffer_slice.nbytes): index for index, buffer_slice in enumerate(self.slices)}
+            if entries
+            else {}
+        )
+        new = []
+        for entry in entries:
+            index = places.get((entry.name, entry.storage.nbytes()))
+            if index is None:
+                new.append(entry)
+                continue
+            self.slices[index] = dataclasses.replace(self.slices[index], tensors=entry.tensors)
+            _move_in(entry, self.slices[index])
+        self.add(new)
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """A CPU tensor of the same dtype, shape and strides that views the host copy of a tensor of this buffer.
+
+        Its storage is its own and ends where it ends: what serialises a whole storage writes no neighbours.
+
+        Args:
+            tensor: any; None comes back for one that is not in this buffer.
+        """
+        address = tensor.untyped_storage().data_ptr()
+        for backed in self.backed_ranges:
+            if backed.range.tensor.data_ptr() == address:
+                assert backed.host is not None
+                size = tensor.element_size()
+                steps = zip(tensor.shape, tensor.stride(), strict=True)
+                length = sum((count - 1) * stride for count, stride in steps) + 1 if tensor.numel() else 0
+                window = backed.host.window(int(tensor.storage_offset()) * size, max(length, 1) * size)
+                return _view(tensor, window, 0)
+        return None
+
+    def name_at(self, error: ChunkError) -> str:
+        """The entry whose bytes begin in, or reach into, the chunk that an error is about."""
+        return next(
+            buffer_slice.name
+            for buffer_slice in self.slices
+            if buffer_slice.backed is error.backed and buffer_slice.offset + buffer_slice.nbytes > error.offset
+        )
+
+    def close(self) -> None:
+        """Give all memory back; the tensors are of no use afterwards."""
+        for backed in self.backed_ranges:
+            self._give_back(backed)
+        self.backed_ranges, self.slices = [], []
+
+    def _new_range(self, nbytes: int) -> BackedRange:
+        gpu_range = self._make_range(nbytes, self.device, self._chunk_bytes)
+        try:
+            return BackedRange(gpu_range, None if self._arena is None else self._arena.allocate(self.owner, nbytes))
+        except MemoryError:
+            gpu_range.close()
+            raise
+
+    def _give_back(self, backed: BackedRange) -> None:
+        backed.range.close()
+        self._release_host_side(backed)
+
+    def _release_host_side(self, backed: BackedRange) -> None:
+        if backed.host is not None:
+            assert self._arena is not None
+            self._arena.release(backed.host)
+
+
+def flat_buffer_bytes(entries: Iterable[BufferEntry]) -> int:
+    """What entries will take in a range, and of the arena."""
+    return sum(map(_aligned_bytes, entries))
+
+
+def _aligned_bytes(entry: BufferEntry) -> int:
+    return -(-entry.storage.nbytes() // ALIGNMENT) * ALIGNMENT
+
+
+@torch.no_grad()
+def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
+    there = buffer_slice.on_device()
+    there.copy_(_bytes_of(entry.storage, there.device))
+    _point(entry.tensors, buffer_slice.backed.range.tensor, buffer_slice.offset)
+    # One count is ours. More of them are views that would go on using the old memory.
+    others = torch._C._storage_Use_Count(entry.storage._cdata) - 1
+    if others:
+        raise ValueError(
+            f"{buffer_slice.name} is also used by {others} tensors or graphs that could not be found, which would not "
+            "see it move; attach the engine before the first forward pass, and keep no views of parameters or buffers."
+        )
+    if entry.storage.resizable():
+        entry.storage.resize_(0)  # whoever lists the entries still holds it
+
+
+@torch.no_grad()
+def _move_out(
+    backed: BackedRange, entries: Sequence[BufferEntry], slices: Sequence[BufferSlice], num_mapped: int
+) -> None:
+    """Back into their old memory, by way of the host: the GPU is full.
+
+    Args:
+        backed: they have moved into.
+        entries: that have moved.
+        slices: where they live.
+        num_mapped: how many of the backed range's chunks are mapped; none of them is afterwards.
+    """
+    kept = [buffer_slice.on_device().to("cpu", copy=True) for buffer_slice in slices]
+    for index in range(num_mapped):
+        backed.range.unmap(index)
+    for entry, buffer_slice, contents in zip(entries, slices, kept, strict=True):
+        if entry.storage.resizable():
+            entry.storage.resize_(buffer_slice.nbytes)
+        there = _bytes_of(entry.storage, buffer_slice.backed.range.tensor.device)
+        there.copy_(contents)
+        _point(entry.tensors, there, -buffer_slice.offset)
+
+
+def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=device).set_(storage)
+
+
+def _point(tensors: Iterable[torch.Tensor], memory: torch.Tensor, shift: int) -> None:
+    """Let tensors look at other memory, with the dtype, shape and strides that they have.
+
+    Args:
+        tensors: of one storage.
+        memory: uint8, the whole of its storage.
+        shift: how many bytes further into it than into their present storage.
+    """
+    for tensor in tensors:
+        tensor.data = _view(tensor, memory, int(tensor.storage_offset()) * tensor.element_size() + shift)
+
+
+def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
+    """With the dtype, shape and strides of a tensor, what begins at a byte of `memory`, the whole of a storage."""
+    start, rest = divmod(offset, tensor.element_size())
+    assert rest == 0
+    view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
+    return view.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
+
+
+def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+    """Every tensor object in this process that looks into one of some storages, by the storage's address.
+
+    megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
+    garbage collector finds them all, and those of its next version.
+    """
+    found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
+    for candidate in gc.get_objects():
+        # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
+        if issubclass(type(candidate), torch.Tensor) and (address := _address(candidate)) in found:
+            found[address].append(candidate)
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's storage; None for one that has no memory itself, such as a DTensor or a lazy module's parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
+        except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
+            return None

@@ -1,0 +1,207 @@
+"""What every move took: bytes, seconds, share of the link, what was waited for and what was hidden, and memory."""
+
+import dataclasses
+import os
+from collections import defaultdict, deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import psutil
+import torch
+
+from nemo_offload_rl.memory.link import LinkSpeed
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.residency.residency import Move
+
+GIB = 2**30
+_MOST_RECORDS = 512
+"""Older ones are forgotten where nobody takes them."""
+
+
+@dataclass(frozen=True)
+class MemoryNow:
+    """Memory in bytes, as it is; the GPU's are None without one."""
+
+    host_rss: int
+    """Of this process, page-locked memory included."""
+    host_pinned: int
+    gpu_allocated: int | None = None
+    """By torch's allocator; ranges not included."""
+    gpu_reserved: int | None = None
+    gpu_ranges: int | None = None
+    """Mapped in ranges."""
+    gpu_free: int | None = None
+    """As the driver sees it."""
+    gpu_total: int | None = None
+
+    def describe(self) -> str:
+        """For an error message."""
+        if self.gpu_free is None or self.gpu_total is None or self.gpu_reserved is None or self.gpu_ranges is None:
+            return f"this process holds {self.host_rss / GIB:.2f} GiB of host memory"
+        return (
+            f"the GPU has {self.gpu_free / GIB:.2f} GiB free of {self.gpu_total / GIB:.2f}, this process holds "
+            f"{(self.gpu_reserved + self.gpu_ranges) / GIB:.2f} of them and {self.host_rss / GIB:.2f} GiB of the host"
+        )
+
+    def as_gib(self) -> dict[str, float]:
+        """Every quantity that is known."""
+        return {f"{name}_gib": value / GIB for name, value in vars(self).items() if value is not None}
+
+
+@dataclass(frozen=True)
+class Started:
+    """A move, and what it is part of."""
+
+    phase: Phase
+    target: Target
+    source: Placement
+    goal: Placement
+    move: "Move"
+
+    def finished(self, link: "LinkSpeed | None") -> "MoveRecord":
+        """What it took; waits for its copies."""
+        move = self.move
+        seconds = move.copy_seconds(), move.exposed_seconds()
+        return MoveRecord(self.phase, self.target, self.source, self.goal, move.nbytes, *seconds, link)
+
+
+@dataclass(frozen=True)
+class MoveRecord:
+    """What a move took."""
+
+    phase: Phase
+    target: Target
+    source: Placement
+    goal: Placement
+    nbytes: int
+    """Bytes that crossed the link."""
+    copy_s: float
+    """From the first byte on the link to the last."""
+    exposed_s: float
+    """What the caller, or its stream, waited."""
+    link: LinkSpeed | None
+
+    @property
+    def hidden_s(self) -> float:
+        """Copying beside which something else ran."""
+        return max(0.0, self.copy_s - self.exposed_s)
+
+    def plus(self, later: "MoveRecord") -> "MoveRecord":
+        """Both as one."""
+        return dataclasses.replace(
+            later,
+            nbytes=self.nbytes + later.nbytes,
+            copy_s=self.copy_s + later.copy_s,
+            exposed_s=self.exposed_s + later.exposed_s,
+        )
+
+    def metrics(self) -> dict[str, float]:
+        """By name: seconds, and where something was copied GB, GB/s and the share of the link."""
+        values = {"exposed_s": self.exposed_s}
+        if self.nbytes and self.copy_s > 0:
+            speed = self.nbytes / self.copy_s
+            values |= {
+                "copy_s": self.copy_s,
+                "hidden_s": self.hidden_s,
+                "gb": self.nbytes / 1e9,
+                "gb_per_s": speed / 1e9,
+            }
+            if self.link is not None:
+                values["share_of_link"] = speed / (self.link.back if self.goal is Placement.GPU else self.link.out)
+        return values
+
+
+class Meter:
+    """Collects what moves took, until somebody takes it.
+
+    Args:
+        device: whose memory counts.
+        pinned_bytes: gives the page-locked bytes of now.
+        mapped_bytes: gives the bytes that ranges take of the GPU now.
+        link: what the link can do; None where nobody measured it.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        *,
+        pinned_bytes: Callable[[], int] = lambda: 0,
+        mapped_bytes: Callable[[], int] = lambda: 0,
+        link: LinkSpeed | None = None,
+    ) -> None:
+        self._device = device
+        self._pinned_bytes = pinned_bytes
+        self._mapped_bytes = mapped_bytes
+        self.link = link
+        self._process = psutil.Process(os.getpid())
+        self._started: deque[Started] = deque(maxlen=_MOST_RECORDS)
+        self._transitions: defaultdict[str, float] = defaultdict(float)
+
+    def memory(self) -> MemoryNow:
+        """Memory as it is."""
+        rss, pinned = self._process.memory_info().rss, self._pinned_bytes()
+        if self._device.type != "cuda":
+            return MemoryNow(rss, pinned)
+        free, total = torch.cuda.mem_get_info(self._device)
+        return MemoryNow(
+            rss,
+            pinned,
+            gpu_allocated=torch.cuda.memory_allocated(self._device),
+            gpu_reserved=torch.cuda.memory_reserved(self._device),
+            gpu_ranges=self._mapped_bytes(),
+            gpu_free=free,
+            gpu_total=total,
+        )
+
+    def give_back_cache(self) -> None:
+        """Give the driver what torch's allocator keeps but does not use; waits for every stream."""
+        if self._device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def record_start(self, started: Started) -> None:
+        """Note a move that has begun."""
+        self._started.append(started)
+
+    def forget(self, move: "Move") -> None:
+        """Leave a move that failed out of the records."""
+        self._keep([started for started in self._started if started.move is not move])
+
+    def record_transition(self, phase: Phase, seconds: float, before: MemoryNow) -> None:
+        """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with."""
+        self._transitions[f"{phase}/enter_s"] += seconds
+        for when, memory in (("before", before), ("after", self.memory())):
+            for name, value in memory.as_gib().items():
+                if not name.startswith(("gpu_total", "host_rss", "host_pinned")):
+                    self._transitions[f"{phase}/{name.removesuffix('_gib')}_{when}_gib"] = value
+
+    def _keep(self, started: list[Started]) -> None:
+        self._started.clear()
+        self._started.extend(started)
+
+    def take_records(self) -> list[MoveRecord]:
+        """What has ended since the last call; moves under way come with a later one. Waits for queued copies."""
+        ended = [started for started in self._started if started.move.is_queued and not started.move.has_failed]
+        self._keep([started for started in self._started if not started.move.is_queued])
+        return [started.finished(self.link) for started in ended]
+
+    def take_metrics(self) -> dict[str, float]:
+        """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
+
+        Several moves of a target in one phase, such as the params' before and after a swap with the reference weights,
+        are added up, and so are the seconds of several entries of a phase.
+        """
+        totals: dict[tuple[Phase, Target], MoveRecord] = {}
+        for record in self.take_records():
+            key = record.phase, record.target
+            totals[key] = totals[key].plus(record) if key in totals else record
+        values: dict[str, float] = {}
+        for record in totals.values():
+            for name, value in record.metrics().items():
+                values[f"{record.phase}/{record.target}/{name}"] = value
+        values |= self._transitions
+        self._transitions.clear()
+        now: Mapping[str, float] = self.memory().as_gib()
+        return values | {name: now[name] for name in ("host_rss_gib", "host_pinned_gib")}

@@ -1,0 +1,304 @@
+"""Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
+
+import logging
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, flat_buffer_bytes
+from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
+from nemo_offload_rl.residency.residency import Move, OffloadTarget
+from nemo_offload_rl.residency.table import Placement, ShardFacts, Target
+from nemo_offload_rl.residency.transfer import Gate, Mover
+
+logger = logging.getLogger(__name__)
+
+
+def estimate_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's optimizer state."""
+    return facts.num_optimizer_params * facts.optimizer_size
+
+
+def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """The torch optimizers inside.
+
+    Args:
+        optimizer: one of torch's, or of megatron-core's: chained, distributed, mixed-precision or fp32.
+    """
+    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
+        inner = part if isinstance(part, torch.optim.Optimizer) else part.optimizer
+        if inner is not None:  # a rank without trainable parameters has a stub
+            yield inner
+
+
+def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Those of them that hold state: HybridDeviceOptimizer has optimizers of its own, one for each device."""
+    for inner in stepped_optimizers(optimizer):
+        yield from getattr(inner, "sub_optimizers", [inner])
+
+
+def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every tensor that an optimizer keeps on a device beside the model's own: masters and state, by a lasting name.
+
+    The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter.
+    """
+    for index, inner in enumerate(torch_optimizers(optimizer)):
+        number = -1
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                number += 1
+                place = f"{index}.{number}"
+                if parameter.device == device:
+                    yield f"master[{place}]", parameter
+                for key, value in inner.state.get(parameter, {}).items():
+                    tensor = getattr(value, "_data", value)  # Transformer Engine's fp8 tensors hold their bytes there
+                    if isinstance(tensor, torch.Tensor) and tensor.ndim > 0 and tensor.device == device:
+                        yield f"{key}[{place}]", tensor
+
+
+def has_scaled_moments(optimizer: Any) -> bool:
+    """Whether megatron-core computes fp32 moments on the GPU when it saves them: those kept in fewer bits.
+
+    Transformer Engine's fp8 tensors say that they are float32, and hold their bytes in `_data`.
+    """
+    return any(
+        isinstance(value, torch.Tensor)
+        and (hasattr(value, "_data") or (value.is_floating_point() and value.dtype is not torch.float32))
+        for inner in torch_optimizers(optimizer)
+        for state in inner.state.values()
+        for value in state.values()
+    )
+
+
+def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[list[tuple[str, torch.Tensor]]]:
+    """An optimizer's tensors with their names, those of one storage together.
+
+    Args:
+        optimizer: see `stepped_optimizers`.
+        device: where the optimizer steps.
+        but_in: addresses of storages that belong to somebody else, or are in a flat buffer already.
+    """
+    found: dict[int, list[tuple[str, torch.Tensor]]] = {}
+    for name, tensor in state_tensors(optimizer, device):
+        address = tensor.untyped_storage().data_ptr()
+        if address and address not in but_in:
+            found.setdefault(address, []).append((name, tensor))
+    return list(found.values())
+
+
+def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
+    """The entries of one storage's tensors.
+
+    torch.load and deepcopy may put many tensors into one storage, which would be a entry of another size each time;
+    where nobody else looks into it, each gets its own.
+    """
+    storage = named[0][1].untyped_storage()
+    if len(named) == 1 or torch._C._storage_Use_Count(storage._cdata) > len(named) + 1:
+        return [BufferEntry(named[0][0], storage, [tensor for _, tensor in named])]
+    for _, tensor in named:
+        tensor.data = tensor.data.clone()
+    return [BufferEntry(name, tensor.untyped_storage(), [tensor]) for name, tensor in named]
+
+
+def release_main_grads(optimizer: Any | None) -> None:
+    """Drop the fp32 gradients that megatron-core makes of a bf16 model's, and its views of the gradient buffers."""
+    for inner in () if optimizer is None else torch_optimizers(optimizer):
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                parameter.grad = None
+                if hasattr(parameter, "decoupled_grad"):
+                    parameter.decoupled_grad = None
+
+
+def host_bytes(subject: OffloadSubject) -> int:
+    """What the optimizer state will take of the arena."""
+    if subject.optimizer is None or not _lives_in_ranges(subject):
+        return 0
+    groups = _by_storage(subject.optimizer, subject.device, _model_storages(subject))
+    return flat_buffer_bytes(BufferEntry(named[0][0], named[0][1].untyped_storage(), []) for named in groups)
+
+
+def make(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> "OptimizerState | PageableOptimizerState | None":
+    """House the optimizer's state, or leave it where it is, to be moved tensor by tensor."""
+    if site.optimizer is None:
+        return None
+    if not _lives_in_ranges(site):
+        return PageableOptimizerState(site.optimizer, lambda: _model_storages(site), site.device)
+    flat_buffer = site.flat_buffer(Target.OPTIMIZER_STATE, with_host_side=True)
+    verify = site.options.verify
+    return OptimizerState(site.optimizer, lambda: _model_storages(site), flat_buffer, site.mover, verify=verify)
+
+
+def _lives_in_ranges(subject: OffloadSubject) -> bool:
+    return subject.options.pinned_optimizer_state and subject.visits_host(Target.OPTIMIZER_STATE)
+
+
+def _model_storages(subject: OffloadSubject) -> set[int]:
+    tensors = (tensor for chunk in subject.model for tensor in chunk.parameters())
+    return {tensor.untyped_storage().data_ptr() for tensor in tensors}
+
+
+class OptimizerState(FlatBufferTarget):
+    """Masters and moments, in ranges; the optimizer's Parameter and state objects stay the same.
+
+    What the optimizer shares with the model (the parameters of an fp32 model, the bf16 views of the precision-aware
+    optimizer) belongs to the params and stays out.
+
+    Args:
+        optimizer: see `torch_optimizers`.
+        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
+        flat_buffer: of this target.
+        mover: copies.
+        verify: see `FlatBufferTarget`.
+    """
+
+    lazy_wait = True  # see attach.py: before the step of each inner optimizer
+
+    def __init__(
+        self,
+        optimizer: Any,
+        model_storages: Callable[[], set[int]],
+        flat_buffer: FlatBuffer,
+        mover: Mover,
+        *,
+        verify: bool = False,
+    ) -> None:
+        super().__init__(flat_buffer, mover, verify=verify)
+        self._optimizer = optimizer
+        self._model_storages = model_storages
+        self.adopt_new_tensors()
+
+    @property
+    def needs_gpu_to_save(self) -> bool:
+        """See `has_scaled_moments`."""
+        return has_scaled_moments(self._optimizer)
+
+    def adopt_new_tensors(self) -> int:
+        """Bring into a range what has appeared since the last time: state of a first step, of a loaded checkpoint.
+
+        Returns:
+            The number of tensors that moved in.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
+        groups = _by_storage(self._optimizer, self.flat_buffer.device, known | self._model_storages())
+        entries = [entry for named in groups for entry in _entries(named)]
+        self.flat_buffer.add_or_replace(entries)
+        if entries:
+            logger.debug("%s: %d more tensors moved into a range", self.flat_buffer.owner, len(entries))
+        return len(entries)
+
+    def _leave(self) -> Move:
+        if self._verify:
+            self.adopt_new_tensors()
+            return super()._leave()
+        gate = Gate()
+        try:
+            move = self._mover.out(self.flat_buffer.backed_ranges, gate)
+            # While the copies run: it takes 10 ms to look through ten thousand tensors.
+            if not self.adopt_new_tensors():
+                gate.open()
+                return move
+        finally:
+            gate.cancel()  # does nothing to an open one
+        move.wait()
+        return super()._leave()
+
+
+class PageableOptimizerState:
+    """Masters and moments moved tensor by tensor through pageable memory, as upstream does: a baseline of some 2 GB/s.
+
+    Args:
+        optimizer: see `torch_optimizers`.
+        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
+        device: where the optimizer steps.
+    """
+
+    placements = frozenset({Placement.GPU, Placement.HOST})
+    lazy_wait = False
+
+    @property
+    def needs_gpu_to_save(self) -> bool:
+        """See `has_scaled_moments`."""
+        return has_scaled_moments(self._optimizer)
+
+    def __init__(self, optimizer: Any, model_storages: Callable[[], set[int]], device: torch.device) -> None:
+        self._optimizer = optimizer
+        self._model_storages = model_storages
+        self._device = device
+        self._moved: list[torch.Tensor] = []
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return sum(tensor.nbytes for tensor in self._moved or self._tensors())
+
+    @property
+    def mapped_bytes(self) -> int:
+        """It has no ranges."""
+        return 0
+
+    def start(self, placement: Placement) -> Move:
+        """See `residency.OffloadTarget`; returns when the move has ended."""
+        begin = time.perf_counter()
+        tensors = self._tensors() if placement is Placement.HOST else self._moved
+        source = self._device if placement is Placement.HOST else torch.device("cpu")
+        goal = torch.device("cpu") if placement is Placement.HOST else self._device
+        for number, tensor in enumerate(tensors):
+            try:
+                tensor.data = tensor.data.to(goal, copy=True)
+            except torch.OutOfMemoryError:
+                for moved in tensors[:number]:
+                    moved.data = moved.data.to(source)
+                raise
+        self._moved = tensors if placement is Placement.HOST else []
+        if placement is Placement.HOST and self._device.type == "cuda":
+            torch.cuda.empty_cache()
+        return _Done(sum(tensor.nbytes for tensor in tensors), time.perf_counter() - begin)
+
+    def name_for_error(self, error: Exception) -> str:
+        """Torch's own message says how much could not be had."""
+        return "a tensor of it"
+
+    def host_view(self, tensor: torch.Tensor) -> None:
+        """Its tensors are on the host themselves."""
+
+    def close(self) -> None:
+        """Its memory is the optimizer's."""
+
+    def _tensors(self) -> list[torch.Tensor]:
+        shared = self._model_storages()
+        return [
+            tensor
+            for _, tensor in state_tensors(self._optimizer, self._device)
+            if tensor.numel() and tensor.untyped_storage().data_ptr() not in shared
+        ]
+
+
+@dataclass
+class _Done:
+    """A move that ended before `start` returned."""
+
+    nbytes: int
+    seconds: float
+    is_queued = True
+    has_failed = False
+
+    def wait(self) -> None:
+        pass
+
+    def wait_on_current_stream(self) -> None:
+        pass
+
+    def copy_seconds(self) -> float:
+        return self.seconds
+
+    def exposed_seconds(self) -> float:
+        return self.seconds

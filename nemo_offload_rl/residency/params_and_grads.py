@@ -1,0 +1,223 @@
+"""Params and grads as targets.
+
+DistributedDataParallel of megatron-core keeps both in flat buffers; frozen parameters, parameters outside its buffers
+and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
+"""
+
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, flat_buffer_bytes, tensors_by_storage
+from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
+from nemo_offload_rl.residency.optimizer_state import release_main_grads
+from nemo_offload_rl.residency.residency import Move, OffloadTarget, ResidencyError
+from nemo_offload_rl.residency.table import Placement, ShardFacts, Target
+from nemo_offload_rl.residency.transfer import ChunkError, Mover
+
+logger = logging.getLogger(__name__)
+
+
+def estimate_param_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's parameters, frozen ones included."""
+    return (facts.num_params + facts.num_frozen_params) * facts.param_size
+
+
+def estimate_grad_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's gradient buffers."""
+    return facts.num_params * facts.grad_size
+
+
+def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
+    """The flat buffers of chunks that are wrapped in megatron-core's DistributedDataParallel."""
+    for chunk in model:
+        for kind in ("buffers", "expert_parallel_buffers"):
+            found = getattr(chunk, kind, ())
+            if not callable(found):  # a plain module's `buffers` is a method
+                yield from found
+
+
+def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> list[tuple[str, torch.UntypedStorage]]:
+    """Every storage of a model's parameters and module buffers on a device, largest first, with a name in it."""
+    found: dict[int, tuple[str, torch.UntypedStorage]] = {}
+    for index, chunk in enumerate(model):
+        for name, tensor in _named_tensors(chunk):
+            storage = tensor.untyped_storage()
+            if tensor.device == device and storage.nbytes():
+                found.setdefault(storage.data_ptr(), (f"{index}.{name}", storage))
+    return sorted(found.values(), key=lambda named: -named[1].nbytes())
+
+
+def param_entries(model: Sequence[torch.nn.Module], device: torch.device) -> list[BufferEntry]:
+    """The same with every tensor that looks into them."""
+    return _with_views(param_storages(model, device))
+
+
+def _with_views(storages: Sequence[tuple[str, torch.UntypedStorage]]) -> list[BufferEntry]:
+    views = tensors_by_storage(storage for _, storage in storages)
+    return [BufferEntry(name, storage, views[storage.data_ptr()]) for name, storage in storages]
+
+
+def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    yield from chunk.named_parameters()
+    for name, module in chunk.named_modules():
+        # Not named_buffers(): DistributedDataParallel has a list of that name.
+        yield from ((f"{name}.{key}", tensor) for key, tensor in module._buffers.items() if tensor is not None)
+
+
+def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
+    """The storages of a model's gradient buffers."""
+    storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
+    views = tensors_by_storage(storages.values())
+    return [
+        BufferEntry(f"gradient buffer {number}", storage, views[storage.data_ptr()])
+        for number, storage in enumerate(storages.values())
+    ]
+
+
+class Params(FlatBufferTarget):
+    """The parameters and module buffers: on the GPU, or in the arena.
+
+    Args:
+        model: whose they are.
+        flat_buffer: of this target.
+        mover: copies.
+        verify: see `FlatBufferTarget`.
+
+    Attributes:
+        is_swapped_out: whether other weights are in their place, and they themselves in their host memory.
+    """
+
+    def __init__(
+        self, model: Sequence[torch.nn.Module], flat_buffer: FlatBuffer, mover: Mover, *, verify: bool = False
+    ) -> None:
+        super().__init__(flat_buffer, mover, verify=verify)
+        self.is_swapped_out = False
+        self._model = model
+
+    def start(self, placement: Placement) -> Move:
+        """See `residency.OffloadTarget`."""
+        if self.is_swapped_out:
+            raise ResidencyError(
+                f"{self.flat_buffer.owner} cannot move to {placement} while the reference weights are swapped in; "
+                "leave `swapped_in` before the next phase."
+            )
+        if placement is Placement.HOST:
+            self.adopt_new_tensors()
+        return super().start(placement)
+
+    def strays(self) -> list[tuple[str, torch.UntypedStorage]]:
+        """Parameters and buffers that got new memory after they had moved into a range, as a change of dtype gives."""
+        known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
+        storages = param_storages(self._model, self.flat_buffer.device)
+        return [(name, storage) for name, storage in storages if storage.data_ptr() not in known]
+
+    def adopt_new_tensors(self) -> None:
+        """Bring strays into a range.
+
+        Raises:
+            MemoryError: the host has no room.
+            torch.OutOfMemoryError: the GPU has none.
+        """
+        strays = self.strays()
+        if not strays:
+            return
+        # What something unknown looks into, such as a graph that is still alive, stays where it is.
+        entries = [entry for entry in _with_views(strays) if not entry.num_unknown_views()]
+        logger.info(
+            "%s: %d of %d tensors with new memory move along", self.flat_buffer.owner, len(entries), len(strays)
+        )
+        self.flat_buffer.add_or_replace(entries)
+
+
+def param_host_bytes(subject: OffloadSubject) -> int:
+    """What the params will take of the arena."""
+    if not _params_visit_host(subject):
+        return 0
+    return flat_buffer_bytes(
+        BufferEntry(name, storage, []) for name, storage in param_storages(subject.model, subject.device)
+    )
+
+
+def make_params(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> Params:
+    """House the params."""
+    flat_buffer = site.flat_buffer(Target.PARAMS, with_host_side=_params_visit_host(site))
+    flat_buffer.add(param_entries(site.model, site.device))
+    return Params(site.model, flat_buffer, site.mover, verify=site.options.verify)
+
+
+def _params_visit_host(subject: OffloadSubject) -> bool:
+    # The policy's weights wait in their host memory while the reference policy's compute.
+    return subject.visits_host(Target.PARAMS) or subject.options.with_reference
+
+
+class Grads:
+    """The gradients: on the GPU, or dropped; they come back zeroed at the same addresses.
+
+    Args:
+        flat_buffer: of the gradient buffers, without a host side.
+        mover: maps and unmaps.
+        optimizer: whose own copies of gradients are dropped along with them.
+    """
+
+    placements = frozenset({Placement.GPU, Placement.DROPPED})
+    lazy_wait = False
+    needs_gpu_to_save = False
+
+    def __init__(self, flat_buffer: FlatBuffer, mover: Mover, optimizer: Any | None) -> None:
+        self.flat_buffer = flat_buffer
+        self._mover = mover
+        self._optimizer = optimizer
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return self.flat_buffer.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        return self.flat_buffer.mapped_bytes
+
+    def start(self, placement: Placement) -> Move:
+        """See `residency.OffloadTarget`."""
+        if placement is Placement.DROPPED:
+            release_main_grads(self._optimizer)
+            return self._mover.drop(self.flat_buffer.backed_ranges)
+        transfer = self._mover.take(self.flat_buffer.backed_ranges)
+        transfer.on_arrival = self._zero
+        return transfer
+
+    def _zero(self) -> None:
+        for backed in self.flat_buffer.backed_ranges:
+            backed.range.tensor.zero_()
+
+    def name_for_error(self, error: Exception) -> str:
+        """The buffer that an error of a move is about."""
+        assert isinstance(error, ChunkError)
+        return self.flat_buffer.name_at(error)
+
+    def host_view(self, tensor: torch.Tensor) -> None:
+        """Gradients are never on the host."""
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.flat_buffer.close()
+
+
+def grad_host_bytes(subject: OffloadSubject) -> int:
+    """Gradients take nothing of the arena."""
+    return 0
+
+
+def make_grads(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> Grads | None:
+    """House the gradient buffers; None for a model without, such as one that is not in DistributedDataParallel."""
+    entries = grad_entries(site.model)
+    if not entries:
+        return None
+    flat_buffer = site.flat_buffer(Target.GRADS, with_host_side=False)
+    flat_buffer.add(entries)
+    return Grads(flat_buffer, site.mover, site.optimizer)

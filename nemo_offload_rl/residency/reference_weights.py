@@ -1,0 +1,167 @@
+"""The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NoReturn
+
+import torch
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
+from nemo_offload_rl.residency.metrics import Meter, Started
+from nemo_offload_rl.residency.params_and_grads import Params, estimate_param_bytes, param_host_bytes
+from nemo_offload_rl.residency.residency import OffloadTarget, ResidencyError
+from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Target
+from nemo_offload_rl.residency.transfer import BackedRange, Chunk, Mover
+
+_LOST = (
+    "The policy's weights are lost: they could not be put back after a swap with the reference weights, of which the "
+    "GPU holds some or all instead. This process cannot go on; restart the worker from the last checkpoint."
+)
+
+
+def estimate_bytes(facts: ShardFacts) -> int:
+    """Bytes of a rank's reference weights, on the host."""
+    return estimate_param_bytes(facts) if facts.has_reference else 0
+
+
+def host_bytes(subject: OffloadSubject) -> int:
+    """What the reference weights will take of the arena."""
+    return param_host_bytes(subject) if subject.options.with_reference else 0
+
+
+def make(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> "ReferenceWeights | None":
+    """Keep the weights of now, if they are wanted."""
+    if not site.options.with_reference:
+        return None
+    params = made[Target.PARAMS]
+    assert isinstance(params, Params)
+    return ReferenceWeights(site.model, params, site.mover, site.arena, site.meter, lambda: site.require(Target.PARAMS))
+
+
+class ReferenceWeights:
+    """The weights a run started from; always on the host.
+
+    Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
+    weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
+
+    If a swap fails, the policy's weights are put back; if that fails too, they are lost, and whoever uses them is told.
+
+    Args:
+        model: whose they are.
+        params: on the GPU; what they hold now is the reference.
+        mover: copies.
+        arena: gives the host memory.
+        meter: learns what swaps take.
+        require_params: waits for the params, or says that they are elsewhere; see `Residency.require`.
+    """
+
+    placements = frozenset({Placement.HOST})
+    lazy_wait = False
+    needs_gpu_to_save = False
+    mapped_bytes = 0
+
+    def __init__(
+        self,
+        model: Sequence[torch.nn.Module],
+        params: Params,
+        mover: Mover,
+        arena: PinnedArena,
+        meter: Meter,
+        require_params: Callable[[], None],
+    ) -> None:
+        self._require_params = require_params
+        self._params = params
+        self._mover = mover
+        self._arena = arena
+        self._meter = meter
+        self._backed_ranges = [
+            BackedRange(backed.range, arena.allocate(Target.REFERENCE_WEIGHTS, backed.range.nbytes))
+            for backed in params.flat_buffer.backed_ranges
+        ]
+        mover.save(self._backed_ranges)
+        self._are_lost = False
+        # Between them they see every use: what computes passes through the model, and the rest enters a phase or waits
+        # for what has moved.
+        mover.check = self._check
+        self._hooks = [chunk.register_forward_pre_hook(self._check) for chunk in model]
+
+    @property
+    def nbytes(self) -> int:
+        """Of host memory."""
+        return sum(backed.range.nbytes for backed in self._backed_ranges)
+
+    @contextlib.contextmanager
+    @torch.no_grad()
+    def swapped_in(self) -> Iterator[None]:
+        """Compute with the reference weights; the policy's own come back at the end, whatever happens.
+
+        Raises:
+            ResidencyError: the parameters are not on the GPU, or some of them have no reference; or a copy failed that
+                brings the policy's own back, and failed again: they are lost.
+        """
+        self._check()
+        self._require_params()
+        if self._params.is_swapped_out:  # what is there would be saved over the policy's own
+            raise ResidencyError("The reference weights are swapped in; leave `swapped_in` before the next one.")
+        if strays := self._params.strays():
+            raise ResidencyError(
+                f"{strays[0][0]} and {len(strays) - 1} others have got memory of their own since the reference weights "
+                "were kept (a changed dtype, or a new buffer), so they have no reference; change them before `attach`."
+            )
+        changed: list[Chunk] = []
+        try:
+            try:
+                self._params.is_swapped_out = True
+                swap = self._mover.exchange(self._params.flat_buffer.backed_ranges, self._backed_ranges, changed)
+                swap.wait_on_current_stream()
+                self._meter.record_start(
+                    Started(Phase.LOGPROB, Target.REFERENCE_WEIGHTS, Placement.HOST, Placement.GPU, swap)
+                )
+                yield
+            finally:
+                self._put_back(changed)
+        finally:  # the host still has what a failure or a Ctrl-C has kept from coming back
+            self._put_back_or_lose(changed)
+
+    def _put_back(self, changed: list[Chunk]) -> None:
+        """Bring the policy's own weights back, and empty the list of what is not theirs."""
+        self._are_lost = bool(changed)  # until they are back: the next Ctrl-C may come in here
+        self._params.is_swapped_out = False  # or `Params` would have its caller leave `swapped_in`
+        if not changed:
+            return
+        back = self._mover.put_back(changed)
+        back.wait_on_current_stream()
+        self._are_lost = False
+        changed.clear()
+        self._meter.record_start(Started(Phase.LOGPROB, Target.PARAMS, Placement.HOST, Placement.GPU, back))
+
+    def _put_back_or_lose(self, changed: list[Chunk]) -> None:
+        try:
+            self._put_back(changed)
+        except Exception as error:
+            raise ResidencyError(_LOST) from error
+
+    def _check(self, *_: object) -> None:
+        if self._are_lost:
+            raise ResidencyError(_LOST)
+
+    def start(self, placement: Placement) -> NoReturn:
+        """It is where it always is."""
+        raise AssertionError(f"reference weights do not move to {placement}")
+
+    def name_for_error(self, error: Exception) -> str:
+        """It has no moves of its own that could fail for memory."""
+        raise AssertionError(f"reference weights do not move: {error}")
+
+    def host_view(self, tensor: torch.Tensor) -> None:
+        """It has no tensors that anybody else knows."""
+
+    def close(self) -> None:
+        """Give the host memory back, and take the hooks off the model."""
+        for hook in self._hooks:
+            hook.remove()
+        for backed in self._backed_ranges:
+            assert backed.host is not None
+            self._arena.release(backed.host)
+        self._backed_ranges = []

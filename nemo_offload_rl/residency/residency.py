@@ -1,0 +1,329 @@
+"""One verb for every phase change: `residency.enter(phase)` moves what differs from the table, and nothing else."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Mapping
+from typing import Protocol
+
+import torch
+
+from nemo_offload_rl.residency.metrics import Meter, Started
+from nemo_offload_rl.residency.table import Phase, Placement, Table, Target
+from nemo_offload_rl.residency.transfer import ChunkError
+
+MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError, ChunkError)
+_LEAVES_THE_GPU = (Placement.HOST, Placement.DROPPED)
+_OTHERS_NEED_MEMORY = (Phase.REFIT, Phase.GENERATE)
+"""A generator in another process takes memory: what torch caches is given back."""
+
+
+class ResidencyError(RuntimeError):
+    """A target could not move, or is not where it is needed; the message says which, why, and what to do."""
+
+
+class NoRoomError(ResidencyError):
+    """There was no memory for a target; everything is where it was."""
+
+
+class Move(Protocol):
+    """A target's move under way."""
+
+    nbytes: int
+    """Bytes that cross the link; dropping and zeroing cross nothing."""
+
+    def wait(self) -> None:
+        """The caller waits until memory that is given back is back, or until what comes back has its memory."""
+        ...
+
+    def wait_on_current_stream(self) -> None:
+        """What the current stream is given from now on finds the target in place."""
+        ...
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last."""
+        ...
+
+    def exposed_seconds(self) -> float:
+        """Seconds for which the caller, or its stream, waited."""
+        ...
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+        ...
+
+
+class OffloadTarget(Protocol):
+    """A target's mechanism."""
+
+    @property
+    def placements(self) -> frozenset[Placement]:
+        """Where this target can live."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        ...
+
+    @property
+    def lazy_wait(self) -> bool:
+        """Whether the target waits for its move before its first use, so that `enter` need not."""
+        ...
+
+    def start(self, placement: Placement) -> Move:
+        """Begin the move to a placement that it is not in; its last move has ended.
+
+        Raises:
+            MemoryError: the host has no room; the target is where it was.
+            torch.OutOfMemoryError: the GPU has none; likewise.
+        """
+        ...
+
+    def name_for_error(self, error: Exception) -> str:
+        """The tensor that an error of a move is about."""
+        ...
+
+    @property
+    def needs_gpu_to_save(self) -> bool:
+        """Whether whoever reads its tensors, to save a checkpoint, computes with them and so needs them on the GPU."""
+        ...
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """While it is on the host: a CPU tensor of what one of its tensors holds; None for somebody else's tensor."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back."""
+        ...
+
+
+class Residency:
+    """Knows where each target is, and moves it where a phase wants it.
+
+    Args:
+        targets: the mechanisms; everything starts on the GPU if it can be there, else on the host.
+        table: where each target lives in each phase; every target needs a placement in every phase.
+        meter: takes the measurements.
+        room: bytes that have to be free on the GPU when `enter` of a phase returns, if what leaves makes them so.
+        check: called before anything is entered or required; raises where nobody may go on.
+
+    Raises:
+        ValueError: if the table lacks a placement or asks for one that a target cannot live in.
+    """
+
+    def __init__(
+        self,
+        targets: Mapping[Target, OffloadTarget],
+        table: Table,
+        *,
+        meter: Meter | None = None,
+        room: Mapping[Phase, int] | None = None,
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        for phase in Phase:
+            for target, mechanism in targets.items():
+                placement = table[phase].get(target) if phase in table else None
+                if placement is None:
+                    raise ValueError(f"The residency table has no cell for {target} in phase {phase}.")
+                if placement is not Placement.UNCHANGED and placement not in mechanism.placements:
+                    known = ", ".join(sorted(mechanism.placements | {Placement.UNCHANGED}))
+                    raise ValueError(f"{target} cannot be {placement} in phase {phase}; it can be {known}.")
+        self._targets = dict(targets)
+        self._table = table
+        self._where = {
+            name: Placement.GPU if Placement.GPU in target.placements else Placement.HOST
+            for name, target in targets.items()
+        }
+        self._last: dict[Target, Started] = {}
+        self._prefetched: set[Target] = set()
+        self._meter = meter or Meter(torch.device("cpu"))
+        self._room = dict(room or {})
+        self._check = check
+        self.phase: Phase | None = None
+
+    def where(self, target: Target) -> Placement:
+        """Where a target is now, or is on its way to."""
+        return self._where[target]
+
+    def enter(self, phase: Phase) -> None:
+        """Move every target to its placement of `phase`; twice in a row is a no-op.
+
+        Copies start at once on streams of their own. What the phase reads first is in place for the current stream
+        when this returns; what waits for itself (optimizer state: before the optimizer's step) may still be coming,
+        and what leaves may still be leaving, except for GENERATE, which hands the GPU to somebody else.
+
+        Raises:
+            NoRoomError: a target could not move; those that had moved for this phase are back where they were.
+            ResidencyError: CUDA has failed; this process cannot go on.
+        """
+        self._check()
+        start, before = time.perf_counter(), self._meter.memory()
+        if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
+            self._meter.give_back_cache()  # before the copies: it waits for every stream
+        moved = self._move(self._differing(phase), phase)
+        if phase is Phase.GENERATE:
+            for target, placement in self._where.items():
+                if placement in _LEAVES_THE_GPU:
+                    self._wait(target)
+        elif phase in self._room:
+            self._make_room(self._room[phase])
+        self.phase = phase
+        if moved:
+            self._meter.record_transition(phase, time.perf_counter() - start, before)
+
+    def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
+        """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
+
+        Args:
+            phase: the one that will be entered next.
+            reserve_bytes: memory that the present phase may still take, and that stays free. What finds no memory all
+                the same comes when it is needed.
+        """
+        coming = [
+            t
+            for t, placement in self._differing(phase).items()
+            if placement is Placement.GPU and self._where[t] is Placement.HOST
+        ]
+        for target in coming:
+            free = self._meter.memory().gpu_free
+            if free is None or free - reserve_bytes >= self._targets[target].nbytes:
+                with contextlib.suppress(NoRoomError):
+                    self._start(target, Placement.GPU, phase)
+                    self._prefetched.add(target)
+
+    def require(self, target: Target) -> None:
+        """What the current stream is given from now on finds a target in place.
+
+        Raises:
+            ResidencyError: the target is not on the GPU in this phase.
+            NoRoomError: the GPU has no memory for it; it is on the host, unharmed.
+        """
+        self._check()
+        if self._where[target] is not Placement.GPU:
+            phase = f"in phase {self.phase}" if self.phase else "now"
+            raise ResidencyError(
+                f"{target} is needed on the GPU, but it is {self._where[target]} {phase}; enter a phase that has it on "
+                "the GPU first (residency.enter; prepare_for_training or prepare_for_lp_inference of the worker)."
+            )
+        self._wait(target, hold=True)
+
+    def wait_until_released(self) -> None:
+        """The caller waits until the memory of everything that leaves the GPU has been given back."""
+        for target, placement in self._where.items():
+            if placement in _LEAVES_THE_GPU:
+                self._wait(target)
+
+    def _differing(self, phase: Phase) -> dict[Target, Placement]:
+        goals = {target: self._table[phase][target] for target in self._targets}
+        return {
+            target: placement
+            for target, placement in goals.items()
+            if placement not in (Placement.UNCHANGED, self._where[target])
+        }
+
+    def _move(self, goals: Mapping[Target, Placement], phase: Phase) -> bool:
+        """Start the moves, what leaves first, and wait for what does not wait for itself."""
+        order = sorted(goals, key=lambda target: goals[target] is Placement.GPU)
+        sources = {target: self._where[target] for target in order}
+        done: list[Target] = []
+        try:
+            for target in order:
+                self._start(target, goals[target], phase)
+                done.append(target)
+            for target, placement in self._where.items():
+                if placement is Placement.GPU and not self._targets[target].lazy_wait:
+                    self._wait(target, hold=True)
+        except NoRoomError:
+            self._roll_back({target: sources[target] for target in reversed(done)}, phase)
+            raise
+        return bool(order)
+
+    def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
+        # What leaves again before anybody used it has to have arrived first: hence `hold`.
+        try:
+            self._wait(target, hold=self._where[target] is Placement.GPU, retry=False)
+        except NoRoomError:
+            if self._where[target] is not placement:
+                raise
+        source = self._where[target]
+        if source is placement:
+            return
+        with self._in_words(target, placement, phase):
+            move = self._targets[target].start(placement)
+        self._last[target], self._where[target] = Started(phase, target, source, placement, move), placement
+        self._meter.record_start(self._last[target])
+
+    def _wait(self, target: Target, *, hold: bool = False, retry: bool = True) -> None:
+        """Wait for a target's last move; with `hold`, the current stream does.
+
+        With `retry`, a prefetch that found no memory is made again by who needs the target.
+        """
+        if target not in self._last:
+            return
+        last = self._last[target]
+        try:
+            with self._in_words(target, last.goal, last.phase):
+                if hold:
+                    last.move.wait_on_current_stream()
+                else:
+                    last.move.wait()
+        except NoRoomError:
+            del self._last[target]
+            self._meter.forget(last.move)
+            self._where[target] = last.source
+            if target not in self._prefetched:
+                raise
+            self._prefetched.remove(target)
+            if hold and retry:
+                self._start(target, last.goal, last.phase)
+                self._wait(target, hold=True)
+        else:
+            self._prefetched.discard(target)
+
+    def _roll_back(self, sources: Mapping[Target, Placement], phase: Phase) -> None:
+        for target, placement in sources.items():
+            with contextlib.suppress(NoRoomError):  # then it has not moved either
+                self._wait(target)
+            if self._where[target] is not placement:
+                self._start(target, placement, phase)
+                self._wait(target, hold=placement is Placement.GPU)
+
+    def _make_room(self, nbytes: int) -> None:
+        for target in sorted(self._last, key=lambda target: self._targets[target].nbytes):
+            free = self._meter.memory().gpu_free
+            if free is None or free >= nbytes:
+                return
+            if self._where[target] in _LEAVES_THE_GPU:
+                self._wait(target)
+
+    @contextlib.contextmanager
+    def _in_words(self, target: Target, placement: Placement, phase: Phase) -> Iterator[None]:
+        """Say of an error which target could not go where."""
+        doing = "come back to the GPU" if placement is Placement.GPU else "leave the GPU"
+        try:
+            yield
+        except MEMORY_ERRORS as error:
+            name = self._targets[target].name_for_error(error)
+            raise NoRoomError(
+                f"{target} could not {doing} for phase {phase}: no memory for {name} ({error}); "
+                f"{self._meter.memory().describe()}. What had moved was put back. Leave more memory free there: a "
+                "smaller share for the generator, smaller micro-batches, or another cell in policy.residency.table."
+            ) from error
+        except ResidencyError:
+            raise
+        except RuntimeError as error:  # CUDA's errors stay: every later call fails with them, too
+            raise ResidencyError(
+                f"{target} could not {doing} for phase {phase}: {error} This process cannot go on; restart it from "
+                "the last checkpoint."
+            ) from error

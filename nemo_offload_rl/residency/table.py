@@ -1,0 +1,85 @@
+"""The words of the residency table: phases, targets, placements; and the sizes that a rank's targets follow from."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Phase(StrEnum):
+    """What a colocated worker is about to do."""
+
+    TRAIN = "train"
+    LOGPROB = "logprob"
+    REFIT = "refit"
+    GENERATE = "generate"
+
+
+class Target(StrEnum):
+    """A kind of state that has a place in every phase."""
+
+    PARAMS = "params"
+    GRADS = "grads"
+    OPTIMIZER_STATE = "optimizer_state"
+    """Moments and fp32 masters."""
+    REFERENCE_WEIGHTS = "reference_weights"
+    """Of the KL penalty; swapped into the parameters for their log-probs."""
+
+
+class Placement(StrEnum):
+    """Where a target lives in a phase."""
+
+    GPU = "gpu"
+    HOST = "host"
+    DROPPED = "dropped"
+    """Its memory is given back and its contents are lost; it comes back as zeros."""
+    UNCHANGED = "keep"
+    """Wherever it is now."""
+
+
+Table = Mapping[Phase, Mapping[Target, Placement]]
+
+DEFAULT_TABLE: Table = {
+    Phase.TRAIN: {
+        Target.PARAMS: Placement.GPU,
+        Target.GRADS: Placement.GPU,
+        Target.OPTIMIZER_STATE: Placement.GPU,
+        Target.REFERENCE_WEIGHTS: Placement.HOST,
+    },
+    Phase.LOGPROB: {
+        Target.PARAMS: Placement.GPU,
+        Target.GRADS: Placement.DROPPED,
+        Target.OPTIMIZER_STATE: Placement.UNCHANGED,
+        Target.REFERENCE_WEIGHTS: Placement.HOST,
+    },
+    Phase.REFIT: {
+        Target.PARAMS: Placement.GPU,
+        Target.GRADS: Placement.DROPPED,
+        Target.OPTIMIZER_STATE: Placement.HOST,
+        Target.REFERENCE_WEIGHTS: Placement.HOST,
+    },
+    Phase.GENERATE: {
+        Target.PARAMS: Placement.HOST,
+        Target.GRADS: Placement.DROPPED,
+        Target.OPTIMIZER_STATE: Placement.HOST,
+        Target.REFERENCE_WEIGHTS: Placement.HOST,
+    },
+}
+
+
+@dataclass(frozen=True)
+class ShardFacts:
+    """What one rank holds; counts are in elements, sizes in bytes an element."""
+
+    num_params: int
+    """Trainable parameters of this rank."""
+    num_frozen_params: int
+    param_size: int
+    grad_size: int
+    """Of the gradient buffer: 4, or 2 where gradients are kept in bf16."""
+    num_optimizer_params: int
+    """Elements whose state this rank's optimizer keeps: its shard."""
+    optimizer_size: int
+    """What moves of an element's optimizer state: 12 with fp32 masters, 10 with the precision-aware optimizer, 8 for an
+    fp32 model, whose masters are the parameters themselves."""
+    has_reference: bool
+    """Whether reference weights are kept for a KL penalty."""

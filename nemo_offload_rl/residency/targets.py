@@ -1,0 +1,42 @@
+"""The table of targets; see docs/add-a-target.md."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+from nemo_offload_rl.residency import optimizer_state, params_and_grads, reference_weights
+from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
+from nemo_offload_rl.residency.residency import OffloadTarget
+from nemo_offload_rl.residency.table import ShardFacts, Target
+
+
+@dataclass(frozen=True)
+class TargetKind:
+    """What a target's file offers.
+
+    Attributes:
+        estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of nobody's buffers.
+        host_bytes: what `make` will take of the arena.
+        make: builds the mechanism, given those of the targets above it in the table; None where there is nothing to
+            move, such as gradients of a model that is only evaluated.
+    """
+
+    estimate_bytes: Callable[[ShardFacts], int]
+    host_bytes: Callable[[OffloadSubject], int]
+    make: Callable[[TargetContext, Mapping[Target, OffloadTarget]], OffloadTarget | None]
+
+
+TARGETS: Mapping[Target, TargetKind] = {
+    Target.PARAMS: TargetKind(
+        params_and_grads.estimate_param_bytes, params_and_grads.param_host_bytes, params_and_grads.make_params
+    ),
+    Target.GRADS: TargetKind(
+        params_and_grads.estimate_grad_bytes, params_and_grads.grad_host_bytes, params_and_grads.make_grads
+    ),
+    Target.OPTIMIZER_STATE: TargetKind(
+        optimizer_state.estimate_bytes, optimizer_state.host_bytes, optimizer_state.make
+    ),
+    Target.REFERENCE_WEIGHTS: TargetKind(
+        reference_weights.estimate_bytes, reference_weights.host_bytes, reference_weights.make
+    ),
+}
+"""In the order in which they are made."""

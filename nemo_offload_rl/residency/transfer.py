@@ -1,0 +1,390 @@
+"""Moves ranges to the host and back on streams of their own, and gives memory back as the copies end.
+
+A helper thread does it all, since queueing the copies of 18 GB takes as long as 260 ms: the queue takes only so many.
+Out: it queues some copies ahead, and unmaps each chunk when its copy has ended. Back: it maps a chunk, queues its copy,
+and maps the next while that one runs; to map everything and copy then leaves the link idle for 5% of the time.
+"""
+
+import contextlib
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.memory.gpu_range import GpuRange, OutOfGpuMemoryError
+from nemo_offload_rl.memory.pinned import LOCK_CHUNK_BYTES, HostSegment, PinnedArena
+from nemo_offload_rl.memory.staging import StagingRing
+from nemo_offload_rl.memory.streams import CopyStream, Event, record_current_stream
+
+_COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are given back
+_SPIN_FOR_LAST = 2  # chunks: their events are polled, for somebody may be waiting for the end
+
+
+@dataclass(frozen=True)
+class BackedRange:
+    """A range and, unless its contents are only ever dropped, the host memory it is copied to."""
+
+    range: GpuRange
+    host: HostSegment | None
+
+    def host_tensor(self) -> torch.Tensor:
+        """uint8 [nbytes] of the host's side."""
+        assert self.host is not None
+        return self.host.tensor[: self.range.nbytes]
+
+
+Chunk = tuple[BackedRange, slice]
+"""Bytes of a range that are copied as one."""
+
+
+class ChunkError(RuntimeError):
+    """There was no memory for a chunk; what had been taken for the move was given back.
+
+    Attributes:
+        backed: whose chunk it is.
+        offset: byte of the range at which the chunk begins.
+    """
+
+    def __init__(self, backed: BackedRange, offset: int, message: str) -> None:
+        super().__init__(message)
+        self.backed = backed
+        self.offset = offset
+
+
+class Gate:
+    """Lets a move out copy, and keeps it from giving memory back, until somebody has decided."""
+
+    def __init__(self) -> None:
+        self._decided = threading.Event()
+        self._is_open = False
+
+    def open(self) -> None:
+        """The move goes on."""
+        self._is_open = True
+        self._decided.set()
+
+    def cancel(self) -> None:
+        """The move ends; nothing of it has happened but copies."""
+        self._decided.set()
+
+    def passes(self) -> bool:
+        """Whether the move goes on; waits for the decision."""
+        self._decided.wait()
+        return self._is_open
+
+
+@dataclass(frozen=True)
+class _Span:
+    begin: Event
+    end: Event
+
+
+class Transfer:
+    """A move under way.
+
+    Args:
+        device: whose current stream may have to wait.
+        nbytes: bytes that cross the link.
+        helper: the helper thread's part; gives the copies' begin and end, or None where nothing is copied.
+        check: see `Mover`.
+
+    Attributes:
+        on_arrival: what the first stream that is held does before anything else, once.
+    """
+
+    def __init__(
+        self,
+        device: torch.device,
+        nbytes: int,
+        helper: Future[_Span | None],
+        check: Callable[[], None] = lambda: None,
+    ) -> None:
+        self.nbytes = nbytes
+        self.on_arrival: Callable[[], None] | None = None
+        self._device = device
+        self._helper = helper
+        self._check = check
+        self._waited = 0.0
+        self._asked: Event | None = None
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether the helper thread is through; copies back may still run."""
+        return self._helper.done()
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the helper thread is through and found no memory."""
+        return self._helper.done() and self._helper.exception() is not None
+
+    def wait(self) -> None:
+        """The caller waits until the helper thread is through: for a move out, until its memory is given back.
+
+        Raises:
+            ChunkError: the device had no memory for it.
+        """
+        self._check()
+        start = time.perf_counter()
+        try:
+            self._helper.result()
+        finally:
+            self._waited += time.perf_counter() - start
+
+    def wait_on_current_stream(self) -> None:
+        """What the caller's stream is given from now on finds the data in place.
+
+        Raises:
+            ChunkError: the device had no memory for it.
+        """
+        self.wait()
+        span = self._helper.result()
+        if span is not None:
+            if self._asked is None:
+                self._asked = record_current_stream(self._device)
+            span.end.wait_on_current_stream()
+        if self.on_arrival is not None:
+            self.on_arrival()
+            self.on_arrival = None
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last; waits for the copies."""
+        span = self._helper.result()
+        if span is None:
+            return 0.0
+        span.end.wait()
+        return span.end.seconds_since(span.begin)
+
+    def exposed_seconds(self) -> float:
+        """Seconds that the caller waited, or its stream stood still, for this move; waits for the copies."""
+        span, stalled = self._helper.result(), 0.0
+        if span is not None and self._asked is not None:
+            span.end.wait()
+            self._asked.wait()
+            stalled = span.end.seconds_since(self._asked)
+        return self._waited + max(0.0, stalled)
+
+
+class Mover:
+    """Moves backed ranges between a device and the host; the helper thread ends moves in the order they were asked for.
+
+    Args:
+        device: the GPU; or the CPU, where the same moves are made between two places of host memory.
+        arena: of the backed ranges' host memory; gives staging buffers where a segment could not be page-locked.
+
+    Attributes:
+        check: called before each move, and by whoever waits for one; raises once ranges hold what nobody may use.
+    """
+
+    def __init__(self, device: torch.device, arena: PinnedArena) -> None:
+        self.device = device
+        self.check: Callable[[], None] = lambda: None
+        self._arena = arena
+        self._staging: StagingRing | None = None
+        self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both want it
+        self._out, self._back = CopyStream(device), CopyStream(device)
+        self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
+
+    def out(self, backed_ranges: Sequence[BackedRange], gate: Gate | None = None) -> Transfer:
+        """Copy every chunk to the host, after all that the current stream has been given, and give each one back.
+
+        Args:
+            backed_ranges: mapped.
+            gate: until it is open nothing is given back; if it is cancelled nothing is.
+        """
+        backed_ranges = tuple(backed_ranges)  # whoever houses more meanwhile adds to the list
+        chunks = [(backed, index) for backed in backed_ranges for index in range(len(backed.range.chunks))]
+        ready = record_current_stream(self.device)
+
+        def out() -> _Span | None:
+            self._out.follow(ready)
+            begin = self._out.mark()
+            copying: deque[tuple[BackedRange, int, Event]] = deque()
+
+            def give_back_oldest() -> None:
+                backed, index, copied = copying.popleft()
+                copied.wait()
+                backed.range.unmap(index)
+
+            for left, (backed, index) in zip(range(len(chunks), 0, -1), chunks, strict=True):
+                if len(copying) == _COPIES_AHEAD:
+                    if gate is not None and not gate.passes():
+                        return None
+                    give_back_oldest()
+                self._copy_out(backed, backed.range.chunks[index])
+                copying.append((backed, index, self._out.mark(spins=left <= _SPIN_FOR_LAST)))
+            end = self._out.mark()
+            if gate is not None and not gate.passes():
+                return None
+            while copying:
+                give_back_oldest()
+            return _Span(begin, end)
+
+        return self._transfer(_bytes(backed_ranges), out)
+
+    def back(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
+        """Take memory for every chunk and copy it from the host."""
+
+        def back() -> _Span:
+            begin = None
+            for backed, index in self._mapped(backed_ranges):
+                begin = begin or self._back.mark()
+                self._copy_back(backed, backed.range.chunks[index])
+            end = self._back.mark()
+            return _Span(begin or end, end)
+
+        return self._transfer(_bytes(backed_ranges), back)
+
+    def save(self, backed_ranges: Sequence[BackedRange]) -> None:
+        """Copy mapped ranges to the host; they stay mapped, and the caller waits."""
+        self._out.follow_current_stream()
+        for backed in backed_ranges:
+            for chunk in backed.range.chunks:
+                self._copy_out(backed, chunk)
+        self._out.mark().wait()
+
+    def exchange(
+        self, backed_ranges: Sequence[BackedRange], others: Sequence[BackedRange], changed: list[Chunk] | None = None
+    ) -> Transfer:
+        """Copy mapped ranges to the host, and into each chunk, as soon as it is saved, what others keep there.
+
+        Both directions of the link are busy at once. Ask the transfer to hold the stream that uses the contents.
+
+        Args:
+            backed_ranges: with the host memory that saves.
+            others: of the same ranges, with the host memory that is put in.
+            changed: gets each chunk once it is saved, before anything is put in. If this raises, `put_back` of these
+                undoes it; the others hold what they held, and what was saved of them is of no use.
+        """
+        changed = [] if changed is None else changed
+        self._out.follow_current_stream()
+        self._back.follow_current_stream()
+        begin = self._back.mark()
+        for backed, other in zip(backed_ranges, others, strict=True):
+            assert backed.range is other.range
+            for chunk in backed.range.chunks:
+                self._copy_out(backed, chunk)
+                self._back.follow(self._out.mark())
+                changed.append((backed, chunk))
+                self._copy_back(other, chunk)
+        return self._queued(_bytes(others), _Span(begin, self._back.mark()))
+
+    def restore(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
+        """Copy the host's side into mapped ranges, once the current stream is through with what is there."""
+        return self.put_back([(backed, chunk) for backed in backed_ranges for chunk in backed.range.chunks])
+
+    def put_back(self, chunks: Sequence[Chunk]) -> Transfer:
+        """The same for some chunks; after a failure it can be asked for again."""
+        self._back.follow_current_stream()
+        begin = self._back.mark()
+        for backed, chunk in chunks:
+            self._copy_back(backed, chunk)
+        return self._queued(sum(chunk.stop - chunk.start for _, chunk in chunks), _Span(begin, self._back.mark()))
+
+    def drop(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
+        """Give every chunk back once the current stream has done what it has been given; contents are lost."""
+        mark = record_current_stream(self.device)
+
+        def drop() -> None:
+            mark.wait()
+            for backed in backed_ranges:
+                for index in range(len(backed.range.chunks)):
+                    backed.range.unmap(index)
+
+        return self._transfer(0, drop)
+
+    def take(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
+        """Take memory for every chunk; its contents are undefined."""
+
+        def take() -> None:
+            for _ in self._mapped(backed_ranges):
+                pass
+
+        return self._transfer(0, take)
+
+    def close(self) -> None:
+        """End the helper thread when it is through, and give the staging buffers back; twice is once."""
+        self._helper.shutdown(wait=True)
+        staging, self._staging = self._staging, None
+        if staging is not None:
+            staging.close()
+
+    def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
+        self.check()
+        return Transfer(self.device, nbytes, self._helper.submit(job), lambda: self.check())
+
+    def _queued(self, nbytes: int, span: _Span) -> Transfer:
+        helper: Future[_Span | None] = Future()
+        helper.set_result(span)
+        return Transfer(self.device, nbytes, helper)
+
+    def _copy_out(self, backed: BackedRange, chunk: slice) -> None:
+        for source, destination in _pieces(backed.range.tensor[chunk], backed.host_tensor()[chunk]):
+            if self._is_staged(backed):
+                with self._ring(self._out) as ring:
+                    ring.to_host(source, destination, self._out.stream)
+            else:
+                self._out.copy(destination, source)
+
+    def _copy_back(self, backed: BackedRange, chunk: slice) -> None:
+        for source, destination in _pieces(backed.host_tensor()[chunk], backed.range.tensor[chunk]):
+            if self._is_staged(backed):
+                with self._ring(self._back) as ring:
+                    ring.to_gpu(source, destination, self._back.stream)
+            else:
+                self._back.copy(destination, source)
+
+    @contextlib.contextmanager
+    def _ring(self, copy_stream: CopyStream) -> Iterator[StagingRing]:
+        """For one thread at a time; whoever fails in it leaves nothing on its way through the buffers."""
+        with self._staging_lock:
+            if self._staging is None:
+                self._staging = StagingRing(self._arena)
+            try:
+                yield self._staging
+            except BaseException:
+                copy_stream.mark().wait()
+                raise
+
+    def _is_staged(self, backed: BackedRange) -> bool:
+        return self.device.type == "cuda" and backed.host is not None and not backed.host.pinned
+
+    def _mapped(self, backed_ranges: Sequence[BackedRange]) -> Iterator[tuple[BackedRange, int]]:
+        """Maps chunk after chunk and yields each; gives all of them back where one cannot be had."""
+        done: list[tuple[BackedRange, int]] = []
+        for backed in backed_ranges:
+            for index, chunk in enumerate(backed.range.chunks):
+                try:
+                    map_chunk(backed.range, index)
+                except OutOfGpuMemoryError as error:
+                    self._back.mark().wait()
+                    for mapped, mapped_index in done:
+                        mapped.range.unmap(mapped_index)
+                    raise ChunkError(backed, chunk.start, str(error)) from error
+                done.append((backed, index))
+                yield backed, index
+
+
+def map_chunk(gpu_range: GpuRange, index: int) -> None:
+    """Map a chunk, if need be with what torch's allocator keeps but does not use.
+
+    Raises:
+        OutOfGpuMemoryError: even then there is no memory.
+    """
+    try:
+        gpu_range.map(index)
+    except OutOfGpuMemoryError:
+        torch.cuda.empty_cache()
+        gpu_range.map(index)
+
+
+def _pieces(source: torch.Tensor, destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Pairs of pieces that do not reach over two page-locked ranges, which CUDA may refuse to copy."""
+    return zip(source.split(LOCK_CHUNK_BYTES), destination.split(LOCK_CHUNK_BYTES), strict=True)
+
+
+def _bytes(backed_ranges: Sequence[BackedRange]) -> int:
+    return sum(backed.range.nbytes for backed in backed_ranges)

@@ -1,0 +1,119 @@
+"""Copies of activations by the driver, on a CUDA GPU."""
+
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from nemo_offload_rl.activation_offload.copies import CudaCopies, Span
+from nemo_offload_rl.memory import pinned
+from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena
+
+pytestmark = pytest.mark.gpu
+
+CHUNK = 1 << 16
+NBYTES = 3 * CHUNK + 100
+OFFSET = 4096
+CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
+
+
+@pytest.fixture
+def host(monkeypatch: pytest.MonkeyPatch) -> Iterator[HostSegment]:
+    """Memory that is page-locked in small chunks, and cut as small."""
+    monkeypatch.setattr(pinned, "LOCK_CHUNK_BYTES", CHUNK)
+    with PinnedArena(lock_chunk_bytes=CHUNK) as arena:
+        segment = arena.allocate("activations", OFFSET + NBYTES)
+        assert segment.pinned
+        yield segment
+        arena.release(segment)
+
+
+@pytest.fixture
+def copies() -> CudaCopies:
+    return CudaCopies(torch.device("cuda", 0))
+
+
+def span(gpu: torch.Tensor, host: HostSegment) -> Span:
+    return Span(gpu.untyped_storage(), host.tensor, OFFSET, len(gpu))
+
+
+def test_bytes_leave_and_come_back_in_the_order_of_tickets(copies, host):
+    sent = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    received = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    ramp = torch.arange(NBYTES, device="cuda").to(torch.uint8)
+    torch.cuda.synchronize()
+    torch.cuda._sleep(CYCLES)
+    sent.copy_(ramp)  # the copy out has to follow this
+    out = copies.out([span(sent, host)], [])
+    back = copies.back([span(received, host)], [out])
+    copies.wait(back)
+    assert torch.equal(received, ramp)
+    assert out.reached() and back.reached()
+    assert torch.equal(host.tensor[OFFSET:], ramp.cpu())
+    assert not host.tensor[:OFFSET].any()
+
+
+def test_all_copies_are_done_when_they_were_waited_for(copies, host):
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda._sleep(CYCLES)
+    out = copies.out([span(gpu, host)], [])
+    back = copies.back([span(gpu, host)], [out])
+    assert not out.reached()
+    copies.synchronize()
+    assert out.reached() and back.reached()
+
+
+def test_events_are_used_again(copies, host):
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    for _ in range(10):
+        copies.wait(copies.out([span(gpu, host)], []))
+    assert len(copies.copy_streams["out"].unused_events) == 1
+    older, newer = copies.out([span(gpu, host)], []), copies.out([span(gpu, host)], [])
+    assert newer.covers(older) and not older.covers(newer)
+    assert not newer.covers(copies.back([span(gpu, host)], []))
+    torch.cuda.synchronize()
+
+
+def test_a_stream_waits_once_for_a_ticket(copies, host, monkeypatch):
+    waits = []
+    wait = torch.cuda.Event.wait
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    handle = copies.out([span(gpu, host)], [])
+    monkeypatch.setattr(torch.cuda.Event, "wait", lambda self, stream=None: (waits.append(stream), wait(self, stream)))
+    here, other = torch.cuda.current_stream(), torch.cuda.Stream()
+    copies.wait(handle)
+    copies.wait(handle)
+    with torch.cuda.stream(other):
+        copies.wait(handle)
+    assert waits == [here, other]
+    handle = copies.out([span(gpu, host)], [])  # its event is another one, or another record of the same
+    waits.clear()
+    copies.wait(handle)
+    assert waits == [here]
+    torch.cuda.synchronize()
+
+
+def test_memory_is_used_again_by_the_stream_that_asked_for_it(copies, host):
+    """The garbage collector runs in any thread, and the current stream of another one is another."""
+    gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
+    torch.cuda.synchronize()
+    asker, used_again = torch.cuda.Stream(), torch.cuda.Event()
+    with torch.cuda.stream(copies.copy_streams["back"].stream):
+        torch.cuda._sleep(CYCLES)
+    with torch.cuda.stream(asker):
+        handle = copies.back([span(gpu, host)], [])
+    collector = threading.Thread(target=copies.wait_to_free, args=(handle,))
+    collector.start()
+    collector.join()
+    used_again.record(asker)
+    assert not handle.reached()
+    used_again.synchronize()
+    assert handle.reached()
+
+
+def test_what_the_driver_refuses_is_an_error(copies):
+    gpu = torch.zeros(16, dtype=torch.uint8, device="cuda")
+    nowhere = torch.zeros(16, dtype=torch.uint8, device="meta")
+    with pytest.raises(RuntimeError, match="CUDA_ERROR_INVALID_VALUE for 16 bytes of activations to the host"):
+        copies.out([Span(gpu.untyped_storage(), nowhere, 0, 16)], [])

@@ -1,0 +1,268 @@
+"""Activations that leave inside of CUDA graphs: what is asked of streams while each layer is captured by itself."""
+
+import gc
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from support.late_copies import LateCopies
+from support.marked_layers import LAYERS, MODULES, Layer, Model, batches, lack_of_memory
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.activation_offload.copies import Span
+from nemo_offload_rl.activation_offload.graphs import CapturedCopies
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.mcore import activation_offload
+
+NBYTES = 1 << 20
+
+
+class CaptureRules(LateCopies):
+    """Refuses what a capture refuses: waits for another capture's copies, and an end before its own are joined."""
+
+    def __init__(self, seed: int = 0) -> None:
+        super().__init__(seed)
+        self._mine: list = []
+        self.num_foreign = 0
+        """Waits for copies from outside of a capture: an error in a `__del__` is only printed."""
+
+    def out(self, spans, after):
+        return self._asked(super().out(spans, self._checked(after)))
+
+    def back(self, spans, after):
+        return self._asked(super().back(spans, self._checked(after)))
+
+    def wait(self, handle):
+        super().wait(*self._checked([handle]))
+
+    def end(self) -> None:
+        assert all(handle.reached() for handle in self._mine), "a stream that was forked is not joined"
+        self._mine = []
+
+    def _asked(self, handle):
+        self._mine += [handle] if self.captures else []
+        return handle
+
+    def _checked(self, handles):
+        handles = list(handles)
+        foreign = [handle for handle in handles if self.captures and handle not in self._mine]
+        self.num_foreign += len(foreign)
+        assert not foreign, "an event of another capture"
+        return handles
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(MODULES)
+
+
+def offloader(model: Model, seed: int = 0, fraction: float = 1.0) -> ActivationOffloader:
+    made = ActivationOffloader(
+        ActivationOptions(MODULES, fraction=fraction, min_elements=0),
+        torch.zeros(NBYTES, dtype=torch.uint8),
+        CaptureRules(seed),
+        [p.untyped_storage() for p in model.parameters()],
+    )
+    activation_offload.take_place(made)
+    return made
+
+
+@pytest.fixture
+def made(model: Model) -> Iterator[ActivationOffloader]:
+    yield offloader(model)
+    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
+
+
+def capture(
+    made: ActivationOffloader, model: Model, x: torch.Tensor, prepared: Callable[[], None] = lambda: None
+) -> list[torch.Tensor]:
+    """Forward passes layer by layer, then backward passes from the last one; output and all gradients."""
+    rules, inputs, outputs = made.copies, [], []
+    assert isinstance(rules, CaptureRules)
+    made.prepare_capture()
+    prepared()
+    for layer in model.layers:
+        inputs.append(x.detach().clone().requires_grad_())
+        made.exclude_graph_input(inputs[-1].untyped_storage())
+        rules.captures = True
+        x = layer(inputs[-1])
+        made.end_capture(forward=True)
+        rules.captures = False
+        rules.end()
+        outputs.append(x)
+    grad = torch.ones_like(x)
+    last = x.detach()
+    for layer_input in reversed(inputs):
+        output = outputs.pop()
+        rules.captures = True
+        output.backward(grad)
+        made.end_capture(forward=False)
+        rules.captures = False
+        rules.end()
+        grad = layer_input.grad
+    del output
+    made.reset()
+    grads = [p.grad for p in model.parameters()]
+    model.zero_grad(set_to_none=True)
+    return [last, grad, *grads]
+
+
+def eager_step(model: Model, lengths: list[int]) -> None:
+    for x in batches(lengths, 0):
+        model(x).backward()
+    PipelineOffloadManager.get_instance().reset()
+    model.zero_grad(set_to_none=True)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_numbers_are_those_of_a_plain_capture(model, made, seed):
+    (x,) = batches([12], seed)
+    with made.suspended():
+        want = capture(made, model, x)
+    assert made.captures.regions.nbytes == 0
+    made = offloader(model, seed)
+    eager_step(model, [12, 12])  # the warm-up: tells how many groups there are
+    found = capture(made, model, x)
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+    assert made.copies.num_out > 0
+
+
+def test_host_memory_is_the_graphs_until_they_are_deleted(model, made):
+    eager_step(model, [12])
+    eager_step(model, [12])
+    eager = made.report
+    capture(made, model, *batches([12], 0))
+    kept = made.captures.regions.nbytes
+    assert kept == made.host_pool.used_bytes > 0
+    eager_step(model, [12, 30])
+    assert made.report.captured_host_bytes == kept
+    assert made.report.host_peak_bytes > kept
+    assert made.host_pool.used_bytes == kept
+    made.forget_captures()
+    eager_step(model, [12])
+    assert made.report.captured_host_bytes == made.host_pool.used_bytes == 0
+    assert made.report.host_peak_bytes == eager.host_peak_bytes
+
+
+def test_replays_are_in_the_report_and_a_graphs_input_stays(model, made):
+    eager_step(model, [12])
+    eager_step(model, [12])
+    eager = made.report.total()
+    capture(made, model, *batches([12], 0))
+    model_forward = PipelineOffloadManager.get_instance().init_model_chunk_offload_handler
+    for _ in range(3):  # micro-batches of which every layer is replayed
+        model_forward(0, None, 0)
+        for _ in range(LAYERS):
+            made.count_replay()
+    made.reset()
+    replayed = made.report.total()
+    assert made.report.num_micro_batches == 3
+    assert replayed.moved_bytes == replayed.freed_bytes
+    assert 0 < replayed.moved_bytes < 3 * eager.moved_bytes  # qkv_linear's input is the graph's own
+    assert set(made.report.modules) == set(MODULES)
+    made.init_model_chunk_offload_handler(0, None, 0)
+    made.reset()
+    assert made.report.total().moved_bytes == 0  # nothing was replayed in this step
+
+
+@pytest.mark.parametrize(("fraction", "lead"), [(1.0, 1), (0.7, 2)])
+def test_a_pass_with_replays_leads_as_the_whole_pass_before_it(model, made, fraction, lead):
+    """It has other groups, those outside of graphs, and says nothing of how the layers leave."""
+    made = offloader(model, fraction=fraction)
+    eager_step(model, [12])
+    profile = made._profiles[0]
+    capture(made, model, *batches([12], 0))
+    made.init_model_chunk_offload_handler(0, None, 0)
+    loss = model.layers[1](*batches([12], 1)).sum()
+    (chunk,) = made._chunks
+    loss.backward()
+    assert chunk.lead == profile.lead == lead
+    assert made._profiles[0] is profile
+    made.reset()
+
+
+def test_a_pass_that_only_warms_up_moves_nothing(model, made):
+    made.disable_offload()
+    capture(made, model, *batches([12], 0))
+    made.enable_offload()
+    assert made.copies.num_out == 0
+    assert made.captures.regions.nbytes == 0
+
+
+def test_a_failed_capture_leaves_no_chunk_behind(model, made):
+    made.prepare_capture()
+    made.copies.captures = True
+    saved = layer_that_fails(model.layers[0], batches([12], 0)[0])
+    made.copies.captures = False
+    made.forget_captures()
+    assert made.captures.chunk is None
+    gc.collect()
+    assert saved and all(storage.expired() for storage in saved)
+    made.host_pool.take_all([])
+    made.host_pool.forget_reached()
+    assert made.host_pool.used_bytes == 0
+
+
+def layer_that_fails(layer: Layer, x: torch.Tensor) -> list[StorageWeakRef]:
+    """One module leaves, another is not done: what they have saved."""
+    group = layer.group("qkv_linear", x)
+    with group as x:
+        y = (x * 2).exp()  # saves its output
+    y = group.group_offload(y)
+    with layer.group("core_attn", y) as y:
+        z = (y * 2).exp()
+    return [StorageWeakRef(tensor.untyped_storage()) for tensor in (y, z)]
+
+
+def test_a_warm_up_that_fails_does_not_switch_offloading_off(model, made):
+    made.disable_offload()  # as Transformer Engine's warm-up is told to
+    made.forget_captures()
+    eager_step(model, [12, 12])
+    assert made.report.num_micro_batches == 2 and made.report.total().moved_bytes > 0
+
+
+def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, made):
+    """As a failed step's loss, whose last reference goes when captures have begun."""
+    eager_step(model, [12])
+    failed = [model(*batches([12], 1))]
+    broken = model.layers[2].qkv.weight.register_hook(lack_of_memory)
+    with pytest.raises(MemoryError):
+        failed[0].backward()
+    broken.remove()
+    made.reset()
+    model.zero_grad(set_to_none=True)
+    with made.suspended():
+        want = capture(made, model, *batches([12], 0))
+    dropping = model.layers[1].register_forward_pre_hook(lambda *_: failed.clear())
+    found = capture(made, model, *batches([12], 0))
+    dropping.remove()
+    assert made.copies.num_foreign == 0
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))
+
+
+def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, made):
+    """Its memory is used again by what the same graph allocates next."""
+    copies = CapturedCopies(made.copies)
+    storage = torch.ones(16).untyped_storage()
+    span = Span(storage, made.host_pool.memory, 0, storage.nbytes())
+    made.copies.captures = True
+    handle = copies.back([span], [copies.out([span], [])])
+    copies.wait_to_free(handle)
+    assert handle.handle.reached()
+    made.copies.captures = False
+
+
+def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(model, made):
+    """As from a failed step that the garbage collector finds when captures have begun."""
+    with made.suspended():
+        want = capture(made, model, *batches([12], 0))
+    eager_step(model, [12])
+    failed = [model(*batches([12], 1))]
+    made.reset()
+    used = made.host_pool.used_bytes
+    found = capture(made, model, *batches([12], 0), prepared=failed.clear)
+    assert used > 0 and made.captures.regions.nbytes > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, want, strict=True))

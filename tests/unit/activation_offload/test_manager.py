@@ -1,0 +1,967 @@
+"""Activation offloading with the functions that megatron-core's layers call, and copies that come late."""
+
+import contextlib
+import gc
+import random
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+import torch
+from megatron.core.pipeline_parallel import fine_grained_activation_offload
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
+    FineGrainedActivationOffloadingInterface as Interface,
+)
+from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+from megatron.core.tensor_parallel import random as checkpoints
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from support.late_copies import LateCopies
+from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_of_memory
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from nemo_offload_rl.activation_offload.groups import Chunk, GroupListener, Profile
+from nemo_offload_rl.activation_offload.host_pool import PinnedHostPool
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
+from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.activation_offload.path import OffloadPath
+from nemo_offload_rl.activation_offload.saved_tensors import Group, InPlaceError, SavedTensor
+from nemo_offload_rl.activation_offload.schedule import which_leave_unknown
+from nemo_offload_rl.mcore import activation_offload
+
+
+@pytest.fixture(autouse=True)
+def _restore() -> Iterator[None]:
+    yield
+    activation_offload.uninstall(PipelineOffloadManager.OFFLOAD_MGR)
+
+
+def offloader(
+    model: torch.nn.Module | None = None, nbytes: int = 1 << 22, copies=None, **options
+) -> ActivationOffloader:
+    settings = {"modules": MODULES, "min_elements": 0} | options
+    made = ActivationOffloader(
+        ActivationOptions(**settings),
+        torch.zeros(nbytes, dtype=torch.uint8),
+        LateCopies() if copies is None else copies,
+        [] if model is None else [p.untyped_storage() for p in model.parameters()],
+    )
+    activation_offload.take_place(made)
+    return made
+
+
+def one_by_one(model: Model, inputs: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+    """Forward and backward of each micro-batch in turn; losses, input gradients and parameter gradients."""
+    model.zero_grad(set_to_none=True)
+    losses = []
+    for x in inputs:
+        loss = model(x)
+        loss.backward()
+        losses.append(loss.detach())
+    Interface.reset()
+    return gathered(model, losses, inputs)
+
+
+def one_forward_one_backward(model: Model, inputs: Sequence[torch.Tensor], warm: int = 2) -> list[torch.Tensor]:
+    """As an earlier pipeline stage does: `warm` micro-batches are ahead of their backward passes."""
+    model.zero_grad(set_to_none=True)
+    waiting, losses = [], []
+    for x in inputs:
+        waiting.append(model(x))
+        losses.append(waiting[-1].detach())
+        if len(waiting) > warm:
+            waiting.pop(0).backward()
+    for loss in waiting:
+        loss.backward()
+    Interface.reset()
+    return gathered(model, losses, inputs)
+
+
+def gathered(model: Model, losses, inputs) -> list[torch.Tensor]:
+    out = [*losses, *(x.grad for x in inputs), *(p.grad for p in model.parameters())]
+    for x in inputs:
+        x.grad = None
+    return out
+
+
+def plain(model: Model, inputs: Sequence[torch.Tensor], schedule=one_by_one) -> list[torch.Tensor]:
+    with offloader().suspended():
+        return schedule(model, inputs)
+
+
+def assert_equal(one: Sequence[torch.Tensor], other: Sequence[torch.Tensor]) -> None:
+    assert len(one) == len(other)
+    assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.fixture
+def model() -> Model:
+    torch.manual_seed(0)
+    return Model(MODULES)
+
+
+@pytest.mark.parametrize("schedule", [one_by_one, one_forward_one_backward])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"fraction": 0.7},
+        {"fraction": 0.5},
+        {"fraction": 0.0},
+        {"max_inflight": 0},
+        {"max_inflight": 100},
+        {"resident_bytes": 3000},
+        {"margin_stage": None},
+        {"nbytes": 20_000},
+        {"modules": ("core_attn",)},
+        {"modules": ("qkv_linear", "mlp")},
+    ],
+    ids=str,
+)
+def test_numbers_are_those_of_a_plain_run_whatever_the_lengths(schedule, options):
+    """Micro-batches change in number and length from step to step; copies are made late and out of order."""
+    torch.manual_seed(0)
+    model = Model(options.get("modules", MODULES))
+    chance = random.Random(0)
+    steps = [batches([chance.randint(1, 40) for _ in range(chance.randint(1, 6))], seed) for seed in range(6)]
+    want = [plain(model, step, schedule) for step in steps]
+    for seed in range(4):
+        made = offloader(model, copies=LateCopies(seed, eager_share=0.3 * (seed % 2)), **options)
+        for step, numbers in zip(steps, want, strict=True):
+            assert_equal(schedule(model, step), numbers)
+            assert made.report.num_micro_batches == len(step)
+        made.host_pool.take(0)
+        assert made.host_pool.used_bytes == 0
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_missing_wait_shows(model, direction):
+    class Impatient(LateCopies):
+        def __init__(self) -> None:
+            super().__init__(eager_share=0.0)
+            self.theirs: list[object] = []
+
+        def out(self, spans, after):
+            handle = super().out(spans, after)
+            self.theirs += [handle] if direction == "out" else []
+            return handle
+
+        def back(self, spans, after):
+            handle = super().back(spans, [] if direction == "out" else after)
+            self.theirs += [handle] if direction == "back" else []
+            return handle
+
+        def wait(self, handle):
+            if handle not in self.theirs:
+                super().wait(handle)
+
+    inputs = batches([8, 8, 8], 0)
+    want = plain(model, inputs)
+    offloader(model, copies=Impatient())
+    assert not all(torch.equal(a, b) for a, b in zip(one_by_one(model, inputs), want, strict=True))
+
+
+def test_a_storage_moves_once_and_its_memory_goes(model):
+    inputs = batches([8] * 3, 0)
+    copies = LateCopies()
+    made = offloader(model, copies=copies)
+    one_by_one(model, inputs)  # learns what a pass looks like
+    out = copies.num_out
+    one_by_one(model, inputs)
+    per_batch = 8 * WIDTH * 4
+    report = made.report.modules
+    # The input of the projection is the output of the attention, which had left by then.
+    assert report["attn_proj"].distinct_bytes == 0
+    assert report["attn_proj"].duplicate_bytes == 3 * LAYERS * per_batch
+    # q, k and v are three views of one storage.
+    assert report["core_attn"].moved_bytes % per_batch == 0
+    total = made.report.total()
+    assert total.moved_bytes == total.distinct_bytes - total.kept_bytes
+    # All but the batches themselves, which the caller holds.
+    assert total.freed_bytes == total.moved_bytes - 3 * per_batch
+    assert total.returned_bytes == total.moved_bytes
+    assert total.late_bytes == 0
+    # The last layer's groups are needed at once; they stay.
+    assert report["qkv_linear"].moved_bytes == 3 * (LAYERS - 1) * per_batch
+    assert copies.num_out > out
+
+
+class Listed(LateCopies):
+    """The bytes of each request."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: dict[str, list[int]] = {"out": [], "back": []}
+
+    def out(self, spans, after):
+        self.sizes["out"].append(sum(span.nbytes for span in spans))
+        return super().out(spans, after)
+
+    def back(self, spans, after):
+        self.sizes["back"].append(sum(span.nbytes for span in spans))
+        return super().back(spans, after)
+
+
+def test_a_layer_leaves_by_one_request_but_the_first_at_once(model):
+    """The host pays for each request, and the link is idle until the first."""
+    copies = Listed()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))  # learns what a layer is
+    copies.sizes["out"].clear()
+    inputs = batches([8], 1)
+    assert_equal(one_by_one(model, inputs), plain(model, inputs))
+    report = made.report.modules
+    per_layer = [report[name].moved_bytes // (LAYERS - 1) for name in MODULES if report[name].moved_bytes]
+    assert len(per_layer) > 1
+    assert copies.sizes["out"] == [*per_layer, *[sum(per_layer)] * (LAYERS - 2)]  # the last layer stays
+    copies = Listed()
+    offloader(model, copies=copies, max_inflight=1)  # counts groups: each is waited for by itself
+    one_by_one(model, batches([8], 0))
+    copies.sizes["out"].clear()
+    one_by_one(model, batches([8], 1))
+    assert copies.sizes["out"] == per_layer * (LAYERS - 1)
+
+
+def test_a_pass_behind_one_too_short_to_leave_does_so_layer_by_layer(model):
+    """Which groups ask is what the pass before says, and that one had nothing to ask for."""
+    copies = Listed()
+    made = offloader(model, copies=copies, min_elements=8 * WIDTH)
+    short, long = batches([1, 8], 0)
+    model(short).backward()
+    assert copies.sizes["out"] == []
+    loss = model(long)
+    moved = sum(copies.sizes["out"])
+    assert 0 < max(copies.sizes["out"]) <= moved / (LAYERS - 1)
+    loss.backward()
+    made.reset()
+    total = made.report.total()
+    assert total.moved_bytes == moved and total.small_bytes > 0
+
+
+def test_layers_of_two_kinds_ask_at_their_own_ends():
+    """As with dense layers before those of experts."""
+    names = [*["qkv_linear", "core_attn"] * 2, *["qkv_linear", "core_attn", "moe_act"] * 2]
+    chunk = committed(names)
+    asks = Profile(chunk.groups, 1.0, has_margin=False).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0), ("moe_act", 1)}
+    asks = Profile(chunk.groups, 1.0, has_margin=True).asks
+    assert asks == {("qkv_linear", 0), ("core_attn", 0), ("core_attn", 1), ("moe_act", 0)}
+
+
+@pytest.mark.parametrize(
+    ("names", "fraction", "has_margin", "lead"),
+    [
+        (["qkv_linear", "core_attn"] * 4, 1.0, False, 1),
+        (["qkv_linear", "core_attn"] * 4, 1.0, True, 1),
+        (["qkv_linear", "core_attn"] * 4, 0.7, True, 2),
+        (["qkv_linear", "core_attn"] * 2 + ["qkv_linear", "core_attn", "moe_act"] * 2, 1.0, False, 2),
+        (["qkv_linear"], 1.0, True, 1),  # nothing leaves
+    ],
+)
+def test_copies_may_lag_two_layers_where_not_all_leave_alike(names, fraction, has_margin, lead):
+    assert Profile(committed(names).groups, fraction, has_margin=has_margin).lead == lead
+
+
+def test_what_leaves_is_decided_anew_where_groups_or_sizes_differ(model):
+    made = offloader(model, fraction=0.5)
+    short, same, long = batches([8, 8, 9], 0)
+    one_by_one(model, [short])
+    before = made._profiles[0]
+    one_by_one(model, [same])
+    assert made._profiles[0] is before
+    one_by_one(model, [long])
+    assert made._profiles[0] is not before
+    names = ["qkv_linear", "core_attn"] * 3
+    profile = Profile(committed(names).groups, 1.0, has_margin=False)
+    assert not profile.is_outdated_by(committed(names).groups) and profile.is_outdated_by(committed(names[:-1]).groups)
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.01, 0.3, 0.5, 0.8, 1.0])
+def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says(model, fraction):
+    made = offloader(model, fraction=fraction)
+    (x,) = batches([8], 0)
+    loss = model(x)
+    (chunk,) = made._chunks
+    sizes = [group.nbytes for group in chunk.groups]
+    planned = which_leave_unknown([sizes], fraction)
+    loss.backward()
+    made.reset()
+    total = made.report.total()
+    assert total.moved_bytes == sum(nbytes for nbytes, leaves in zip(sizes, planned, strict=True) if leaves)
+    assert total.moved_bytes + total.kept_bytes == total.distinct_bytes
+
+
+@pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
+def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
+    """Its storages were below the minimum, so that nobody knows of them what a fraction is to be taken of."""
+    inputs = batches([4, 40, 40, 4, 4, 40], 1)
+    want = plain(model, inputs)
+    made = offloader(model, fraction=fraction, min_elements=13 * WIDTH)
+    one_by_one(model, inputs[:1])
+    assert made.report.total().small_bytes > made.report.total().distinct_bytes == 0
+    one_by_one(model, inputs[1:2])
+    first = made.report.total()
+    assert first.moved_bytes <= fraction * first.distinct_bytes and (first.moved_bytes > 0) == (fraction > 0)
+    one_by_one(model, inputs[1:2])
+    moved = made.report.total().moved_bytes
+    assert_equal(one_by_one(model, inputs), want)
+    assert made.report.total().moved_bytes == 3 * moved
+
+
+def committed(names: Sequence[str]) -> Chunk:
+    """A pass of groups of 8 bytes."""
+    chunk = Chunk(_Nobody(), 0, OffloadPath(PinnedHostPool(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
+    for name in names:
+        chunk.start_group(name)
+        chunk.end_group(name)
+        chunk.groups[-1].nbytes = 8
+    return chunk
+
+
+class _Nobody(GroupListener):
+    def commit(self, chunk: Chunk, group: Group) -> None:
+        pass
+
+
+def test_a_group_asks_once_for_all_of_its_copies(model):
+    class Counted(LateCopies):
+        num_requests = 0
+
+        def _queue(self, copy, after):
+            self.num_requests += 1
+            return super()._queue(copy, after)
+
+    copies = Counted()
+    offloader(model, copies=copies, margin_stage=None, modules=("core_attn",))
+    for layer in model.layers:
+        layer.modules_on = ("core_attn",)
+    one_by_one(model, batches([8], 0))
+    assert copies.num_out > LAYERS and copies.num_back > LAYERS  # several storages in a group
+    assert copies.num_requests == 2 * LAYERS
+
+
+def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
+    """Those that are needed first come one by one, since each may be waited for."""
+    copies = Listed()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))
+    copies.sizes["back"].clear()
+    inputs = batches([8], 1)
+    assert_equal(one_by_one(model, inputs), plain(model, inputs))
+    total = made.report.total()
+    *urgent, second, first = copies.sizes["back"]
+    assert len(urgent) == len(MODULES)
+    assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
+    assert sum(copies.sizes["back"]) == total.returned_bytes
+    assert total.late_bytes == 0
+
+
+@pytest.mark.parametrize("warm", [1, 2, 3])
+def test_on_earlier_pipeline_stages_only_the_first_pass_of_a_step_is_late(model, warm):
+    """Whose backward pass comes first, a manager cannot know; from then on each chunk asks for the next one's."""
+    made = offloader(model, margin_stage=None)
+    one_by_one(model, batches([8], 0))
+    one_by_one(model, batches([8], 0))
+    late = made.report.total().late_bytes
+    assert late == 3 * 8 * WIDTH * 4  # what the last layer's mlp saves
+    one_forward_one_backward(model, batches([8] * 6, 0), warm)
+    total = made.report.total()
+    assert total.late_bytes == late and total.returned_bytes == total.moved_bytes - late
+
+
+@pytest.mark.parametrize("fraction", [1.0, 0.5, 0.3])
+def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, fraction):
+    """They are on the GPU, and so is most of what a step ever has there."""
+    copies = LateCopies()
+    made = offloader(model, copies=copies, fraction=fraction)
+    (x,) = batches([8], 0)
+    one_by_one(model, [x])
+    loss = model(x)
+    (chunk,) = made._chunks
+    before = copies.num_back
+    for group in reversed(chunk.groups[1 - len(MODULES) :]):
+        made.begin_backward(chunk, group)
+        assert copies.num_back == before
+    made.begin_backward(chunk, chunk.groups[-len(MODULES)])  # what comes next is away
+    assert copies.num_back > before
+    loss.backward()
+    made.reset()
+    assert made.report.total().late_bytes == 0
+
+
+def test_what_somebody_else_keeps_is_copied_back_all_the_same(model):
+    """It may have been changed since, and nobody would know."""
+    made = offloader(model, margin_stage=None, modules=("qkv_linear",))
+    model.layers[0].modules_on = ("qkv_linear",)
+    for layer in model.layers[1:]:
+        layer.modules_on = ()
+    inputs = batches([8], 0)
+    one_by_one(model, inputs)  # layer 0's input is alive all the time: it is the batch
+    total = made.report.total()
+    assert total.moved_bytes == total.returned_bytes + total.late_bytes > 0
+    assert total.freed_bytes == 0
+
+
+def test_forward_only_passes_leave_no_trace(model):
+    made = offloader(model)
+    inputs = batches([8, 9], 0)
+    want = plain(model, inputs)
+    made = offloader(model)
+    with torch.no_grad():
+        model(inputs[0].detach())
+    Interface.reset()
+    assert made.report.num_micro_batches == 0
+    assert_equal(one_by_one(model, inputs), want)
+    before = made.report
+    with torch.no_grad():
+        model(inputs[0].detach())
+    Interface.reset()
+    assert made.report is before
+    assert_equal(one_by_one(model, inputs), want)
+
+
+def test_a_full_slab_is_counted_and_harms_nothing(model):
+    inputs = batches([30, 30], 0)
+    want = plain(model, inputs)
+    made = offloader(model, nbytes=16_384)
+    assert_equal(one_by_one(model, inputs), want)
+    total = made.report.total()
+    assert 0 < total.moved_bytes <= 2 * 16_384
+    assert total.refused_bytes == total.distinct_bytes - total.moved_bytes - total.kept_bytes > 0
+    assert made.report.host_peak_bytes <= made.report.host_bytes == 16_384
+
+
+def test_the_fraction_is_one_of_bytes(model):
+    inputs = batches([10] * 4, 0)
+    for fraction in (0.25, 0.5, 0.75):
+        made = offloader(model, fraction=fraction)
+        one_by_one(model, inputs)
+        one_by_one(model, inputs)
+        total = made.report.total()
+        margin = sum(m.kept_bytes for m in made.report.modules.values()) - (total.distinct_bytes - total.moved_bytes)
+        assert margin == 0
+        whole = offloader(model)
+        one_by_one(model, inputs)
+        one_by_one(model, inputs)
+        share = total.moved_bytes / whole.report.total().moved_bytes
+        assert fraction - 0.2 < share <= fraction
+
+
+def test_parameters_and_small_storages_stay(model):
+    copies = LateCopies()
+    made = offloader(model, copies=copies, min_elements=10_000)
+    one_by_one(model, batches([8], 0))
+    assert copies.num_out == 0
+    total = made.report.total()
+    assert total.small_bytes > 0
+    assert total.distinct_bytes == 0
+    whole = torch.nn.Parameter(torch.ones(WIDTH, WIDTH))
+    offloader(torch.nn.ParameterList([whole]), copies=copies)
+    whole = whole.detach()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x @ whole.t()  # saves a view of `whole`
+    group.group_offload(y).sum().backward()
+    assert copies.num_out == 0
+
+
+def test_what_will_be_recomputed_stays_until_its_pass_is_over():
+    made = offloader()
+    tensor = torch.ones(8, WIDTH)
+    made.exclude_recomputed(tensor.untyped_storage())  # no pass is under way: as in log-probs
+    assert eligible_bytes(tensor) == tensor.nbytes
+    assert eligible_bytes(tensor, lambda: made.exclude_recomputed(tensor.untyped_storage())) == 0
+    assert eligible_bytes(tensor) == tensor.nbytes
+
+
+@pytest.mark.parametrize("is_alias", [True, False])
+def test_a_leaf_that_autograd_keeps_is_emptied_where_nobody_else_knows_it(is_alias):
+    """As what selective recomputation starts from; a leaf of the user's stays as it is."""
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    leaf = torch.ones(8, WIDTH, requires_grad=True)
+    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
+    with group as y, made.saving_to_recompute() if is_alias else contextlib.nullcontext():
+        y = SavesALeaf.apply(y, [leaf, leaf])
+    y = group.group_offload(y)
+    made.drain()
+    assert leaf.untyped_storage().nbytes() == (0 if is_alias else 4 * 8 * WIDTH)
+    y.sum().backward()
+    Interface.reset()
+    assert made.report.total().moved_bytes == 4 * 8 * WIDTH
+
+
+class SavesALeaf(torch.autograd.Function):
+    """Saves leaves that are none of its inputs, and finds them again."""
+
+    @staticmethod
+    def forward(ctx, x, leaves):
+        ctx.save_for_backward(*leaves)
+        return x + 0
+
+    @staticmethod
+    def backward(ctx, grad):
+        for leaf in ctx.saved_tensors:
+            assert leaf.requires_grad
+            assert torch.equal(leaf.detach(), torch.ones(8, WIDTH))
+        return grad, None
+
+
+def test_a_storage_at_the_address_of_one_that_was_to_be_recomputed_is_none():
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    for _ in range(100):
+        made.exclude_recomputed(torch.ones(8, WIDTH).untyped_storage())
+    others = [torch.ones(8, WIDTH) for _ in range(100)]
+    assert not made._excluded.addresses & {other.untyped_storage()._cdata for other in others}
+
+
+def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
+    made = offloader()
+    leaves = [torch.ones(8, WIDTH, requires_grad=True) for _ in range(2)]
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.zeros(8, WIDTH, requires_grad=True), "mlp")
+    with group as y:
+        with made.saving_to_recompute():
+            pass
+        y = SavesALeaf.apply(y, leaves[:1])
+        with pytest.raises(MemoryError), made.saving_to_recompute():
+            raise MemoryError
+        y = SavesALeaf.apply(y, leaves[1:])
+    y = group.group_offload(y)
+    made.drain()
+    assert all(torch.equal(leaf.detach(), torch.ones(8, WIDTH)) for leaf in leaves)
+    y.sum().backward()
+
+
+def test_a_manager_that_has_lost_its_place_concerns_nobody(monkeypatch):
+    theirs = CheckpointWithoutOutput.checkpoint, fine_grained_activation_offload.fine_grained_offloading_group_offload
+    made = offloader()
+    PipelineOffloadManager.reset_instance()
+    monkeypatch.setattr(checkpoints, "_get_all_rng_states", lambda: None)
+    tensor = torch.ones(3, requires_grad=True)
+    assert torch.equal(CheckpointWithoutOutput(fp8=None).checkpoint(torch.tanh, tensor), tensor.tanh())
+    activation_offload.uninstall(made)
+    module = fine_grained_activation_offload
+    assert (CheckpointWithoutOutput.checkpoint, module.fine_grained_offloading_group_offload) == theirs
+
+
+def test_a_manager_whose_place_another_one_has_taken_leaves_it_there():
+    made, other = offloader(), offloader()
+    activation_offload.uninstall(made)
+    assert PipelineOffloadManager.OFFLOAD_MGR is other
+    assert CheckpointWithoutOutput.checkpoint is activation_offload._checkpoint
+
+
+class Refusing(LateCopies):
+    """Queues half of one request and refuses the rest of it."""
+
+    def __init__(self, direction: str, number: int) -> None:
+        super().__init__(eager_share=0.0)
+        self._direction, self._requests_left = direction, number
+
+    def out(self, spans, after):
+        return self._or_refuse("out", super().out, spans, after)
+
+    def back(self, spans, after):
+        return self._or_refuse("back", super().back, spans, after)
+
+    def _or_refuse(self, direction, make, spans, after):
+        if direction == self._direction:
+            self._requests_left -= 1
+            if self._requests_left == 0:
+                make(spans[: len(spans) // 2 + 1], after)
+                raise MemoryError
+        return make(spans, after)
+
+    def has_pending(self) -> bool:
+        return not all(handle.reached() for handle in self._pending)
+
+
+@pytest.mark.parametrize("direction", ["out", "back"])
+def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
+    """Neither host memory, nor a copy under way, nor what autograd kept; whichever request it is."""
+    want = plain(model, batches([12, 7], 0))
+    number = 0
+    while True:
+        number += 1
+        copies = Refusing(direction, number)
+        made = offloader(model, copies=copies)
+        try:
+            one_by_one(model, batches([12, 7], 0))
+            break  # there are no more
+        except MemoryError:
+            assert not copies.has_pending()
+        made.reset()
+        gc.collect()
+        made.host_pool.take(0)
+        assert made.host_pool.used_bytes == 0
+        assert not any(type(one) is SavedTensor for one in gc.get_objects())
+        assert_equal(one_by_one(model, batches([12, 7], 0)), want)
+    assert number > LAYERS
+
+
+@pytest.mark.parametrize("call", ["reset", "close"])
+def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call):
+    """It says so whenever somebody waits."""
+    copies = LateCopies(eager_share=0.0)
+    made = offloader(model, copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x, y = (torch.zeros(8, WIDTH, requires_grad=True) for _ in range(2))
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x * y
+    refs = [StorageWeakRef(tensor.untyped_storage()) for tensor in (x, y)]
+    y = group.group_offload(y)
+    assert len(made._inflight) == 1
+    for name in ("wait", "synchronize"):
+        monkeypatch.setattr(copies, name, lambda *_: lack_of_memory(torch.empty(0)))
+    with pytest.raises(MemoryError):
+        getattr(made, call)()
+    assert len(made._inflight) == 0
+    assert made.host_pool.memory.numel() == 0 or call == "reset"
+    assert not made._chunks
+    del x, y, group
+    assert all(ref.expired() for ref in refs)
+
+
+def eligible_bytes(saved: torch.Tensor, before: Callable[[], None] = lambda: None) -> int:
+    """What may move in a step whose only group saves this tensor."""
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    before()
+    x = torch.ones(8, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = x * saved
+    group.group_offload(y).sum().backward()
+    Interface.reset()
+    return PipelineOffloadManager.OFFLOAD_MGR.report.total().distinct_bytes
+
+
+def test_no_copy_uses_the_host_memory_of_one_that_is_closed(model):
+    copies = LateCopies(eager_share=0.0)
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([12], 0))
+    loss = model(*batches([12], 1))
+    model.layers[2].qkv.weight.register_hook(lack_of_memory)
+    with pytest.raises(MemoryError):
+        loss.backward()
+    made.reset()
+    assert not all(handle.reached() for handle in copies._pending)
+    made.close()
+    assert all(handle.reached() for handle in copies._pending)
+
+
+def test_a_change_in_place_is_refused(model):
+    offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as x:
+        y = (x * 2).exp()  # saves its output
+        y.add_(1)
+    with pytest.raises(
+        InPlaceError, match=r"shape \[2, 16\] that mlp saved .* take mlp out of policy\.megatron_cfg\.offload_modules"
+    ):
+        group.group_offload(y)
+
+
+def saved_by_a_group(is_on: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ones [2, WIDTH] and its exponential, which a group's backward pass needs."""
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(is_on, x, "mlp")
+    with group as inside:
+        y = inside.exp()
+    group.group_offload(y)
+    return x, y
+
+
+@pytest.mark.parametrize("options", [{"fraction": 0.0}, {"min_elements": 1 << 20}, {"nbytes": 0}], ids=str)
+def test_a_change_of_what_stays_is_refused_as_in_plain_steps(options):
+    """Autograd asks for the versions of what it saved only where there are no hooks."""
+
+    def changed_behind_its_group(is_on: bool) -> torch.Tensor:
+        _, y = saved_by_a_group(is_on)
+        with torch.no_grad():
+            y.add_(1)
+        return y
+
+    made = offloader(**options)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        changed_behind_its_group(False).sum().backward()
+    y = changed_behind_its_group(True)
+    with pytest.raises(InPlaceError, match=r"shape \[2, 16\] that mlp saved .* \(version 1, saved at 0\), and grad"):
+        y.sum().backward()
+    assert made.host_pool.used_bytes == 0
+
+
+def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for():
+    made = offloader()
+    _, y = saved_by_a_group()
+    with torch.no_grad():
+        y.add_(1)
+    with pytest.raises(InPlaceError, match="while it was copied to the host; take mlp out"):
+        made.drain()
+
+
+def test_what_has_left_comes_back_as_it_was_saved():
+    """Whatever has become of the original, and whoever saves that again."""
+    made = offloader(margin_stage=None)
+    x, y = saved_by_a_group()
+    made.drain()
+    was = y.detach().clone()
+    with torch.no_grad():
+        y.add_(100)
+    weight = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, y, "attn_proj")
+    with group as inside:
+        z = inside.detach() * weight
+    group.group_offload(z)
+    made.drain()
+    z.sum().backward()
+    assert torch.equal(weight.grad, was + 100)
+    y.sum().backward()
+    assert torch.equal(x.grad, was)
+    made.host_pool.take(0)
+    assert made.host_pool.used_bytes == 0
+
+
+def test_a_failed_pass_leaves_nothing_behind(model):
+    made = offloader(model)
+    want = plain(model, batches([8], 0))
+    made = offloader(model)
+    loss = model(batches([20], 1)[0])
+    assert made.host_pool.used_bytes > 0
+    Interface.reset()  # what the worker does in its `finally`
+    del loss
+    made.host_pool.take(0)
+    assert made.host_pool.used_bytes == 0
+    assert_equal(one_by_one(model, batches([8], 0)), want)
+
+
+@pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
+@pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"min_elements": 1 << 20}], ids=str)
+def test_a_pass_that_nobody_walks_back_is_gone_with_its_output(options, is_interrupted):
+    """exp saves its output: were it kept as it is, its node would keep itself alive, and all before it."""
+    made = offloader(**options)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    before = torch.ones(2, WIDTH, requires_grad=True) * 1
+    alive = StorageWeakRef(before.untyped_storage())
+    x = before.square()
+    group = Interface(True, x, "mlp")
+    with contextlib.suppress(KeyboardInterrupt), group as x:
+        x = x.exp()
+        if is_interrupted:
+            raise KeyboardInterrupt
+    if not is_interrupted:
+        x = group.group_offload(x)
+    made.reset()
+    del before, x, group
+    assert alive.expired()
+
+
+@pytest.mark.parametrize("fails_at", ["commit", "wait"])
+def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_at):
+    made = offloader()
+    alive = []
+
+    def forward() -> None:
+        Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+        x = torch.ones(2, WIDTH, requires_grad=True) * 1
+        alive.append(StorageWeakRef(x.untyped_storage()))
+        x = x.square()
+        for module in ("qkv_linear", "mlp"):
+            group = Interface(True, x, module)
+            with group as x:
+                x = x.exp()
+            if fails_at == "commit":
+                x.detach().add_(1)
+            group.group_offload(x)
+            x.detach().add_(1)
+        made.drain()
+
+    with pytest.raises(InPlaceError, match="that qkv_linear saved"):
+        forward()
+    made.reset()  # what the worker does in its `finally`; mlp's has changed, too
+    assert alive[0].expired()
+    made.host_pool.take(0)
+    assert made.host_pool.used_bytes == 0
+
+
+def test_what_stays_has_the_gradients_of_a_plain_run():
+    offloader(min_elements=1 << 20)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.linspace(-1, 1, WIDTH, requires_grad=True)
+    group = Interface(True, x * 1, "mlp")
+    with group as inside:
+        y = (inside * inside).exp()
+    y = group.group_offload(y)
+    (first,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert torch.equal(first, (2 * x * (x * x).exp()).detach())
+    (second,) = torch.autograd.grad(first.sum(), x)  # what was saved has kept its history
+    torch.testing.assert_close(second, ((2 + 4 * x * x) * (x * x).exp()).detach())
+
+
+def test_a_graph_may_be_walked_twice(model):
+    inputs = batches([8], 0)
+    model.zero_grad(set_to_none=True)
+    with offloader().suspended():
+        want = torch.autograd.grad(model(inputs[0]), list(model.parameters()))
+    offloader(model)
+    loss = model(inputs[0])
+    PipelineOffloadManager.OFFLOAD_MGR._inflight.release(keep=0)
+    first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
+    assert_equal(first, want)
+
+
+def square_with_delayed_commit() -> tuple[torch.Tensor, torch.Tensor]:
+    """A tensor of ones and its square, which is a group of a graph's replay."""
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    Interface.enter_replay()
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x * 1, "moe_act")
+    with group as y:
+        z = y * y
+    z = group.group_offload(z, delay_offload=True)
+    Interface.exit_replay()
+    return x, z
+
+
+def test_delayed_commits_are_made_when_they_are_flushed(model):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    x, z = square_with_delayed_commit()
+    assert copies.num_out == 0
+    Interface.flush_delayed_groups()
+    assert copies.num_out > 0
+    z.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    made.reset()
+
+
+def test_a_replay_that_fails_delays_no_commit_of_later_steps():
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.enter_replay()  # and its layer fails before it calls `exit_replay`
+    made.reset()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.ones(2, WIDTH, requires_grad=True), "moe_act")
+    with group as x:
+        y = x.exp()
+    group.group_offload(y, delay_offload=True)
+    assert copies.num_out > 0
+    made.reset()
+
+
+def test_a_commit_that_is_flushed_behind_its_backward_pass_copies_nothing():
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    x, z = square_with_delayed_commit()
+    z.sum().backward()
+    Interface.flush_delayed_groups()
+    assert copies.num_out == 0
+    assert made.cur_forward_chunk().groups == []
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+    made.reset()
+
+
+class Experts(torch.nn.Module):
+    """A layer whose experts' copies wait for the next layer's replay, if they are delayed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = torch.nn.Linear(WIDTH, WIDTH), torch.nn.Linear(WIDTH, WIDTH)
+        self.delays = False
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.delays:
+            Interface.enter_replay()
+            Interface.flush_delayed_groups()
+        h = self.up(x)
+        group = Interface(True, h, "moe_act")
+        with group as h:
+            y = h.exp()
+        y = group.group_offload(self.down(y), delay_offload=self.delays)
+        if self.delays:
+            Interface.exit_replay()
+        return y * 0.1 + x
+
+
+@pytest.mark.parametrize(("schedule", "is_last_stage"), [(one_by_one, True), (one_forward_one_backward, False)])
+def test_the_last_layers_delayed_commits_are_made_where_the_pass_ends(schedule, is_last_stage, monkeypatch):
+    """No replay follows that would: nothing would count them, and the layer before would stay in their place."""
+    if not is_last_stage:
+        monkeypatch.setattr(ActivationOffloader, "drain", lambda self: None)  # it is called where logits are made
+    model = Model(())
+    model.layers = torch.nn.ModuleList(Experts() for _ in range(LAYERS))
+    inputs = batches([8] * 5, 0)
+    want = plain(model, inputs, schedule)
+    made = offloader(model, modules=("moe_act",), margin_stage=0 if is_last_stage else None)
+    schedule(model, inputs)
+    schedule(model, inputs)
+    eager = made.report.total()
+    assert eager.moved_bytes == len(inputs) * (LAYERS - is_last_stage) * 8 * WIDTH * 4
+    for layer in model.layers:
+        layer.delays = True
+    for _ in range(2):
+        assert_equal(schedule(model, inputs), want)
+        total = made.report.total()
+        assert (total.distinct_bytes, total.moved_bytes) == (eager.distinct_bytes, eager.moved_bytes)
+        assert (total.kept_bytes, total.refused_bytes) == (eager.kept_bytes, 0)
+
+
+def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):
+    copies = LateCopies()
+    made = offloader(model, copies=copies)
+    one_by_one(model, batches([8], 0))
+    made.init_model_chunk_offload_handler(0, None, 0)
+    x = model.layers[0](batches([8], 1)[0])
+    group = Interface(True, x, "qkv_linear")  # of the second layer, which asks at its end
+    with group as inside:
+        y = inside.exp()
+    group.group_offload(y)
+    before = copies.num_out
+    assert len(made.cur_forward_chunk().pending) == 1
+    made.reset()
+    assert copies.num_out == before
+
+
+@pytest.mark.parametrize("several", [None, tuple, list])
+def test_the_end_of_a_group_adds_nothing_to_the_graph(several):
+    copies = LateCopies()
+    made = offloader(copies=copies)
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    x = torch.ones(2, WIDTH, requires_grad=True)
+    group = Interface(True, x, "mlp")
+    with group as inside:
+        y = inside * inside
+    node = y.grad_fn
+    output = y if several is None else several([y, torch.ones(1)])
+    assert group.group_offload(output) is output
+    assert y.grad_fn is node
+    assert copies.num_out > 0
+    made.drain()
+    y.sum().backward()
+    assert torch.equal(x.grad, torch.full_like(x, 2.0))
+
+
+def test_an_output_that_needs_no_gradient_ends_its_group():
+    made = offloader()
+    Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
+    group = Interface(True, torch.ones(2, WIDTH), "mlp")
+    with group as x:
+        y = x * x
+    assert group.group_offload(y) is y
+    assert made.cur_forward_chunk().open == []
+
+
+def test_megatron_cores_own_manager_is_as_it_was_afterwards():
+    theirs = fine_grained_activation_offload.fine_grained_offloading_group_offload
+    first, second = offloader(), offloader()
+    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is not theirs
+    activation_offload.uninstall(first)  # another one has taken its place
+    assert PipelineOffloadManager.OFFLOAD_MGR is second
+    activation_offload.uninstall(second)
+    assert PipelineOffloadManager.OFFLOAD_MGR is None
+    assert fine_grained_activation_offload.fine_grained_offloading_group_offload is theirs

@@ -1,0 +1,381 @@
+import faulthandler
+import gc
+import io
+import logging
+import mmap
+import os
+import signal
+
+import psutil
+import pytest
+import torch
+
+from nemo_offload_rl.memory import first_touch, pinned
+from nemo_offload_rl.memory.first_touch import populate, slices, touching, write_each_page
+from nemo_offload_rl.memory.page_lock import CudaPageLocker, PageLockError
+from nemo_offload_rl.memory.pinned import HostMemoryError, LeakError, PinnedArena, cut_at_locks
+
+PAGE = mmap.PAGESIZE
+MIB = 1024**2
+UNMAPPED = 1 << 45  # between the program's heap and where the kernel maps on request
+
+
+@pytest.fixture(autouse=True)
+def no_leak():
+    assert PinnedArena.live_bytes() == 0
+    yield
+    gc.collect()
+    assert PinnedArena.live_bytes() == 0
+
+
+class Ledger:
+    """Stands where the CUDA driver stands: notes what is locked, and refuses from the n-th lock on."""
+
+    def __init__(self, *, refuse_from=None, refuse_only=None):
+        self.locked = {}
+        self.history = []
+        self.refuse_from, self.refuse_only = refuse_from, refuse_only
+
+    def lock(self, address, nbytes):
+        number = len(self.history)
+        self.history.append((address, nbytes))
+        if number == self.refuse_only or (self.refuse_from is not None and number >= self.refuse_from):
+            raise PageLockError("cuMemHostRegister: CUDA_ERROR_OUT_OF_MEMORY")
+        assert address not in self.locked
+        self.locked[address] = nbytes
+
+    def unlock(self, address):
+        del self.locked[address]
+
+
+def rss():
+    return psutil.Process().memory_info().rss
+
+
+def is_resident(address):
+    """Whether the kernel has given the page at an address (bit 63 of its entry; bit 62 would be swap)."""
+    with open("/proc/self/pagemap", "rb") as entries:
+        entries.seek(address // PAGE * 8)
+        return bool(int.from_bytes(entries.read(8), "little") >> 63)
+
+
+@pytest.mark.parametrize("nbytes", [1, PAGE, PAGE + 1, 3 * MIB + 5])
+def test_a_segment_is_exact_to_the_page(nbytes):
+    ledger = Ledger()
+    with PinnedArena(locker=ledger) as arena:
+        segment = arena.allocate("moments", nbytes)
+        pages = -(-nbytes // PAGE) * PAGE
+        assert arena.allocated_bytes == arena.pinned_bytes == PinnedArena.live_bytes() == pages
+        assert ledger.locked == {segment.tensor.data_ptr(): pages}
+        assert segment.tensor.shape == (nbytes,)
+        assert segment.tensor.dtype == torch.uint8
+        assert segment.tensor.data_ptr() % PAGE == 0
+        arena.release(segment)
+        assert arena.allocated_bytes == arena.pinned_bytes == 0
+        assert ledger.locked == {}
+
+
+@pytest.mark.parametrize("huge_pages", [False, True])
+def test_memory_is_there_after_allocate_and_gone_after_release(huge_pages):
+    nbytes = 64 * MIB
+    with PinnedArena(pin=False, huge_pages=huge_pages) as arena:
+        before = rss()
+        segment = arena.allocate("moments", nbytes)
+        assert all(is_resident(segment.tensor.data_ptr() + offset) for offset in range(0, nbytes, PAGE))
+        assert abs(rss() - before - nbytes) < 4 * MIB
+        assert not segment.tensor.any()
+        assert abs(rss() - before - nbytes) < 4 * MIB
+        arena.release(segment)
+        assert abs(rss() - before) < 4 * MIB
+
+
+def test_without_page_locking_a_segment_is_plain_memory():
+    ledger = Ledger()
+    with PinnedArena(pin=False, locker=ledger) as arena:
+        segment = arena.allocate("moments", 5)
+        assert not segment.pinned
+        assert arena.pinned_bytes == 0
+        arena.release(segment)
+    assert ledger.history == []
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks for what happens without CUDA")
+def test_without_cuda_a_wish_to_pin_is_met_with_plain_memory():
+    with PinnedArena(pin=True) as arena:
+        segment = arena.allocate("moments", 5)
+        assert not segment.pinned
+        arena.release(segment)
+
+
+def test_typed_views_share_the_memory_and_keep_their_values():
+    with PinnedArena(pin=False) as arena:
+        segment = arena.allocate("moments", 4 * 1000 + 2 * 1000)
+        first = segment.tensor[:4000].view(torch.float32)
+        second = segment.tensor[4000:].view(torch.bfloat16)
+        values = torch.randn(1000)
+        first.copy_(values)
+        second.copy_(values)
+        assert torch.equal(segment.tensor[:4000].view(torch.float32), values)
+        assert torch.equal(segment.window(4000, 2000).view(torch.bfloat16), values.bfloat16())
+        del first, second
+        arena.release(segment)
+
+
+def test_a_window_is_saved_without_the_rest_of_the_segment():
+    with PinnedArena(pin=False) as arena:
+        segment = arena.allocate("moments", MIB)
+        window = segment.window(PAGE, 4000)
+        window.fill_(7)
+        assert segment.tensor[PAGE - 1 : PAGE + 4001].tolist() == [0, *[7] * 4000, 0]
+        assert window.untyped_storage().nbytes() == 4000
+        written = io.BytesIO()
+        torch.save(window.view(torch.float32), written)
+        assert written.tell() < 8000
+        del window
+        arena.release(segment)
+
+
+def test_many_segments_in_any_order_keep_their_own_bytes():
+    sizes = [1 + 977 * index % (64 * 1024) for index in range(60)]
+    ledger = Ledger()
+    with PinnedArena(locker=ledger) as arena:
+        segments = [arena.allocate(f"owner {index}", size) for index, size in enumerate(sizes)]
+        for index, segment in enumerate(segments):
+            segment.tensor.fill_(index)
+        assert len(ledger.locked) == len(sizes)
+        for index in [*range(0, 60, 2), *range(59, 0, -2)]:
+            segment = segments[index]
+            assert (segment.tensor == index).all()
+            arena.release(segment)
+        assert arena.allocated_bytes == PinnedArena.live_bytes() == 0
+    assert ledger.locked == {}
+
+
+def test_page_locking_goes_in_chunks_that_cover_the_segment_once():
+    ledger = Ledger()
+    with PinnedArena(locker=ledger, lock_chunk_bytes=MIB) as arena:
+        segment = arena.allocate("moments", 5 * MIB + 100)
+        start = segment.tensor.data_ptr()
+        assert ledger.history == [(start + k * MIB, MIB) for k in range(5)] + [(start + 5 * MIB, PAGE)]
+        assert segment.pinned
+        arena.release(segment)
+    assert ledger.locked == {}
+
+
+def test_a_chunk_is_locked_only_when_its_pages_are_there():
+    class Inspector(Ledger):
+        def lock(self, address, nbytes):
+            assert all(is_resident(page) for page in range(address, address + nbytes, PAGE))
+            super().lock(address, nbytes)
+
+    ledger = Inspector()
+    with PinnedArena(locker=ledger, lock_chunk_bytes=4 * MIB, num_touch_threads=2) as arena:
+        arena.release(arena.allocate("moments", 16 * MIB))
+    assert len(ledger.history) == 4
+
+
+@pytest.mark.parametrize("refused", [0, 1, 5])
+def test_a_refused_chunk_unlocks_the_others_and_leaves_plain_memory(refused, caplog):
+    ledger = Ledger(refuse_from=refused)
+    with PinnedArena(locker=ledger, lock_chunk_bytes=MIB) as arena:
+        segment = arena.allocate("moments", 6 * MIB)
+        assert not segment.pinned
+        assert ledger.locked == {}
+        assert len(ledger.history) == refused + 1  # it is not tried again and again
+        assert (arena.allocated_bytes, arena.pinned_bytes) == (6 * MIB, 0)
+        segment.tensor.fill_(3)
+        assert int(segment.tensor.sum(dtype=torch.int64)) == 3 * 6 * MIB
+        (warning,) = caplog.messages
+        assert "moments" in warning
+        assert "0.01 GiB asked" in warning
+        assert "CUDA_ERROR_OUT_OF_MEMORY" in warning
+        assert "RLIMIT_MEMLOCK" in warning
+        arena.release(segment)
+
+
+def test_one_warning_for_all_refusals_and_the_next_segment_is_tried_again(caplog):
+    caplog.set_level(logging.INFO)
+    ledger = Ledger(refuse_from=0)
+    with PinnedArena(locker=ledger) as arena:
+        segments = [arena.allocate("moments", PAGE), arena.allocate("params", PAGE)]
+        assert [record.levelname for record in caplog.records] == ["WARNING", "INFO"]
+        ledger.refuse_from = None
+        segments.append(arena.allocate("staging", PAGE))
+        assert [segment.pinned for segment in segments] == [False, False, True]
+        assert arena.pinned_bytes == PAGE
+        for segment in segments:
+            arena.release(segment)
+
+
+@pytest.mark.parametrize("nbytes", [0, -1])
+def test_an_empty_segment_is_refused(nbytes):
+    with PinnedArena(pin=False) as arena, pytest.raises(ValueError, match="moments asked for a host segment of"):
+        arena.allocate("moments", nbytes)
+
+
+@pytest.mark.parametrize("nbytes", [1 << 60, 1 << 70])
+def test_memory_that_cannot_be_mapped_is_an_error_with_numbers(nbytes):
+    arena = PinnedArena(pin=False)
+    with pytest.raises(HostMemoryError, match=rf"moments asked for {nbytes} bytes .* bytes \(.*\) are available"):
+        arena.allocate("moments", nbytes)
+    assert arena.allocated_bytes == PinnedArena.live_bytes() == 0
+    arena.close()
+
+
+def test_an_error_while_touching_leaves_nothing_behind(monkeypatch):
+    """The kernel's own refusal: the fourth slice is said to lie where nothing is mapped, which is ENOMEM, too."""
+    ledger = Ledger()
+    arena = PinnedArena(locker=ledger, lock_chunk_bytes=MIB, num_touch_threads=1)
+    before = rss()
+    touched = []
+
+    def touch(address, nbytes):
+        touched.append(address)
+        populate(address if len(touched) < 4 else UNMAPPED, nbytes)
+
+    monkeypatch.setattr(arena, "_touch", touch)
+    with pytest.raises(HostMemoryError, match="moments asked for"):
+        arena.allocate("moments", 64 * MIB)
+    assert len(ledger.history) == 3
+    assert ledger.locked == {}
+    assert arena.allocated_bytes == PinnedArena.live_bytes() == 0
+    assert abs(rss() - before) < 4 * MIB
+    arena.close()
+
+
+def test_releasing_twice_or_elsewhere_is_refused():
+    with PinnedArena(pin=False) as arena, PinnedArena(pin=False) as other:
+        segment = arena.allocate("moments", 1)
+        with pytest.raises(ValueError, match="not of this arena"):
+            other.release(segment)
+        arena.release(segment)
+        with pytest.raises(ValueError, match="released before"):
+            arena.release(segment)
+        with pytest.raises(AssertionError, match="moments has been released"):
+            _ = segment.tensor
+
+
+def test_a_tensor_that_outlives_its_segment_stays_valid_and_is_named_a_leak():
+    ledger = Ledger()
+    with PinnedArena(locker=ledger) as arena:
+        segment = arena.allocate("moments", 8 * PAGE)
+        view = segment.tensor[100:108].view(torch.int32)
+        view.fill_(5)
+        with pytest.raises(LeakError, match="Tensors still view the host segment of moments"):
+            arena.release(segment)
+        assert ledger.locked == {}
+        assert PinnedArena.live_bytes() == 8 * PAGE
+        assert view.tolist() == [5, 5]
+        del view
+        assert PinnedArena.live_bytes() == 0
+
+
+def test_closing_releases_and_names_what_owners_forgot():
+    ledger = Ledger()
+    arena = PinnedArena(locker=ledger)
+    arena.release(arena.allocate("params", PAGE))
+    arena.allocate("moments", PAGE)
+    with pytest.raises(LeakError, match=r"moments \(4096 bytes\)"):
+        arena.close()
+    assert ledger.locked == {}
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == 0
+    arena.close()
+
+
+def test_an_error_inside_the_arenas_scope_is_not_hidden_by_the_leak_that_it_made():
+    ledger = Ledger()
+    with pytest.raises(ValueError, match="bytes; ask for"), PinnedArena(locker=ledger) as arena:
+        arena.allocate("params", arena.allocate("moments", PAGE).nbytes - PAGE)
+    assert ledger.locked == {}
+
+
+def test_an_arena_that_is_dropped_unlocks_its_pages():
+    ledger = Ledger()
+    arena = PinnedArena(locker=ledger)
+    arena.allocate("moments", PAGE)
+    assert ledger.locked
+    del arena
+    gc.collect()
+    assert ledger.locked == {}
+
+
+def status_of_child_that_reads(tensor):
+    child = os.fork()
+    if child == 0:
+        faulthandler.disable()
+        os._exit(0 if tensor[0].item() == 9 else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+@pytest.mark.filterwarnings("ignore:This process .* is multi-threaded:DeprecationWarning")
+@pytest.mark.parametrize(
+    ("ledger", "status"),
+    [(Ledger(), -signal.SIGSEGV), (Ledger(refuse_only=0), 0)],
+    ids=["pinned", "not pinned"],
+)
+def test_a_forked_child_inherits_plain_segments_only(ledger, status):
+    with PinnedArena(locker=ledger) as arena:
+        segment = arena.allocate("moments", PAGE)
+        segment.tensor.fill_(9)
+        assert status_of_child_that_reads(segment.tensor) == status
+        assert (segment.tensor == 9).all()
+        arena.release(segment)
+
+
+@pytest.mark.parametrize("touch", [populate, write_each_page])
+@pytest.mark.parametrize("num_threads", [1, 3])
+def test_both_ways_to_touch_bring_every_page(touch, num_threads, monkeypatch):
+    monkeypatch.setattr(first_touch, "SLICE_BYTES", MIB)
+    size = 5 * MIB + 3 * PAGE
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        start = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        pages = range(start, start + size, PAGE)
+        assert not any(map(is_resident, pages))
+        with touching(start, size, 2 * MIB, num_threads=num_threads, touch=touch) as chunks:
+            assert list(chunks) == list(slices(start, size, 2 * MIB))
+        assert all(map(is_resident, pages))
+
+
+def test_what_touching_raises_reaches_the_caller():
+    with (
+        pytest.raises(OSError, match="Cannot allocate memory"),
+        touching(UNMAPPED, MIB, MIB, num_threads=2, touch=populate) as chunks,
+    ):
+        list(chunks)
+
+
+@pytest.mark.gpu
+def test_cuda_knows_a_segment_as_pinned_until_it_is_released():
+    with PinnedArena(lock_chunk_bytes=MIB) as arena:
+        segment = arena.allocate("moments", 4 * MIB + 10)
+        assert segment.pinned
+        assert segment.tensor.is_pinned()
+        address = segment.tensor.data_ptr()
+        on_gpu = torch.randint(0, 256, (segment.nbytes,), dtype=torch.uint8, device="cuda")
+        for to, source in zip(segment.tensor.split(MIB), on_gpu.split(MIB), strict=True):
+            to.copy_(source, non_blocking=True)
+        torch.cuda.synchronize()
+        assert torch.equal(segment.tensor, on_gpu.cpu())
+        del to
+        arena.release(segment)
+        with mmap.mmap(-1, 4 * MIB) as elsewhere:
+            assert not torch.frombuffer(elsewhere, dtype=torch.uint8).is_pinned(), f"what was at {address:#x}"
+
+
+@pytest.mark.gpu
+def test_a_refusal_by_the_driver_leaves_no_cuda_error():
+    locker = CudaPageLocker()
+    with mmap.mmap(-1, 2 * PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
+        address = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()
+        locker.lock(address, PAGE)
+        with pytest.raises(PageLockError, match="CUDA_ERROR_HOST_MEMORY_ALREADY_REGISTERED"):
+            locker.lock(address, PAGE)
+        assert torch.ones(3, device="cuda").sum().item() == 3
+        locker.unlock(address)
+
+
+def test_a_range_is_cut_where_pages_were_locked(monkeypatch):
+    monkeypatch.setattr(pinned, "LOCK_CHUNK_BYTES", 2 * PAGE)
+    assert cut_at_locks(PAGE, 4 * PAGE - 10) == [(PAGE, 2 * PAGE), (2 * PAGE, 4 * PAGE), (4 * PAGE, 5 * PAGE - 10)]
+    assert cut_at_locks(2 * PAGE, 2 * PAGE) == [(2 * PAGE, 4 * PAGE)]
+    assert cut_at_locks(PAGE, 0) == []

@@ -1,0 +1,411 @@
+"""The whole engine on plain torch models and optimizers, between two places of host memory."""
+
+import copy
+import re
+import time
+
+import psutil
+import pytest
+import torch
+from support.jobs import (
+    CPU,
+    WIDTH,
+    Job,
+    adamw,
+    amsgrad,
+    assert_equal,
+    enter_and_require,
+    make_job,
+    run_steps,
+    sgd,
+)
+from support.ranges import Trouble, small_chunks
+
+from nemo_offload_rl.memory.gpu_range import make_range
+from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
+from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer
+from nemo_offload_rl.residency.flat_buffer_target import CorruptedTransferError, FlatBufferTarget
+from nemo_offload_rl.residency.metrics import MemoryNow, Meter
+from nemo_offload_rl.residency.optimizer_state import state_tensors
+from nemo_offload_rl.residency.residency import Residency, ResidencyError
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.transfer import Mover
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16_with_masters"])
+@pytest.mark.parametrize("make_optimizer", [adamw, sgd, amsgrad])
+def test_training_with_all_phases_between_is_bit_equal_to_training_without(engines, make_optimizer, dtype):
+    plain = make_job(make_optimizer, dtype)
+    wanted = run_steps(plain, 20)
+    job = make_job(make_optimizer, dtype)
+    engine = engines(job, verify=True)
+    assert run_steps(job, 20, engine) == wanted
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), plain.everything())
+    assert wanted[-1] < wanted[0]
+
+
+def test_objects_and_addresses_stay(engines):
+    job = make_job()
+    engine = engines(job)
+    parameters = {name: place for name, place in job.places().items() if name in dict(job.model.named_parameters())}
+    run_steps(job, 1, engine)  # its moments came with the step, and moved into a range when they left
+    places = job.places()
+    assert parameters.items() <= places.items()
+    run_steps(job, 3, engine)
+    assert job.places() == places
+
+
+def test_a_step_that_follows_late_arrivals_waits_for_them(engines):
+    plain, job, trouble = make_job(), make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    wanted = run_steps(plain, 4)
+    trouble.delay_s = 0.02
+    assert run_steps(job, 4, engine) == wanted
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), plain.everything())
+
+
+def test_the_delay_would_show_a_missing_wait(engines):
+    plain, job, trouble = make_job(), make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    for remove in engine.hooks:  # what asks for the state before it is used
+        remove()
+    trouble.delay_s = 0.1
+    run_steps(job, 2, engine)
+    run_steps(plain, 2)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    found, wanted = job.everything(), plain.everything()
+    assert any(not torch.equal(found[name], wanted[name]) for name in wanted)
+
+
+def test_entering_train_does_not_wait_for_the_optimizer_state(engines):
+    job, trouble = make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.REFIT)
+    engine.residency.wait_until_released()
+    num_chunks = sum(
+        len(backed.range.chunks) for backed in engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges
+    )
+    trouble.delay_s = 0.1
+    start = time.perf_counter()
+    engine.residency.enter(Phase.TRAIN)
+    entered = time.perf_counter() - start
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    required = time.perf_counter() - start
+    assert required >= num_chunks * trouble.delay_s
+    assert entered < required / 2
+
+
+def test_memory_is_really_given_back_in_generate(engines):
+    job = make_job(num_layers=16)
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    nbytes = sum(flat_buffer.nbytes for flat_buffer in engine.targets.values())
+    assert nbytes > 48 * 2**20
+    assert engine.mapped_bytes == nbytes
+    before = psutil.Process().memory_info().rss
+    engine.residency.enter(Phase.GENERATE)
+    assert engine.mapped_bytes == 0
+    assert before - psutil.Process().memory_info().rss > 0.9 * nbytes
+    engine.residency.enter(Phase.TRAIN)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert engine.mapped_bytes == nbytes
+
+
+def test_the_host_side_is_as_large_as_the_state(engines):
+    job = make_job(num_layers=16)
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    moments = sum(t.nbytes for name, t in state_tensors(job.optimizer, CPU) if not name.startswith("master"))
+    held = [backed.host.mapped_bytes for backed in engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges]
+    assert moments <= sum(held) <= 1.01 * moments
+
+
+def generating(engines, job: Job, trouble: Trouble) -> tuple[Engine, dict[str, torch.Tensor]]:
+    """An engine in GENERATE after a step, and what everything was before."""
+    engine = engines(job, ranges=trouble)
+    run_steps(job, 2, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    wanted = job.everything()
+    engine.residency.enter(Phase.GENERATE)
+    return engine, wanted
+
+
+@pytest.mark.parametrize("chunk", [0, 1])
+def test_params_that_find_no_memory_leave_everything_where_it_was(engines, chunk):
+    job, trouble = make_job(), Trouble()
+    engine, wanted = generating(engines, job, trouble)
+    trouble.chunks_left = chunk
+    with pytest.raises(ResidencyError) as raised:
+        engine.residency.enter(Phase.TRAIN)
+    message = str(raised.value)
+    assert message.startswith("params could not come back to the GPU for phase train: no memory for 0.")
+    (tensor,) = re.findall(r"no memory for 0\.(\S+)", message)
+    assert tensor in dict(job.model.named_parameters())
+    assert engine.residency.phase is Phase.GENERATE
+    assert engine.residency.where(Target.PARAMS) is engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert engine.mapped_bytes == 0
+    trouble.chunks_left = None
+    engine.residency.enter(Phase.TRAIN)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), wanted)
+
+
+def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_later(engines):
+    plain = make_job()
+    run_steps(plain, 2)
+    job, trouble = make_job(), Trouble()
+    engine, _ = generating(engines, job, trouble)
+    num_param_chunks = sum(
+        len(backed.range.chunks) for backed in engine.targets[Target.PARAMS].flat_buffer.backed_ranges
+    )
+    trouble.chunks_left = num_param_chunks + 1
+    engine.residency.enter(Phase.TRAIN)
+    with pytest.raises(
+        ResidencyError, match=r"^optimizer_state could not come back .* no memory for exp_avg(_sq)?\[0\.\d+\]"
+    ):
+        job.step(2)
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.mapped_bytes == 0
+    job.model.load_state_dict(plain.model.state_dict())  # the failed step's forward moved the running means
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    trouble.chunks_left = None
+    engine.residency.enter(Phase.TRAIN)
+    assert job.step(2) == plain.step(2)
+    assert_equal(job.everything(), plain.everything())
+
+
+class FullHost(PinnedArena):
+    """An arena of a host that has no more memory."""
+
+    is_full = False
+
+    def allocate(self, owner, nbytes):
+        if self.is_full:
+            raise HostMemoryError(f"{owner} asked for {nbytes} bytes of host memory and the host gave none")
+        return super().allocate(owner, nbytes)
+
+
+def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed():
+    plain, job, arena = make_job(), make_job(), FullHost()
+    engine = attach([job.model], job.optimizer, arena, ranges=small_chunks)
+    losses = [job.step(0)]
+    arena.is_full = True
+    with pytest.raises(ResidencyError, match="optimizer_state could not leave the GPU for phase refit"):
+        engine.residency.enter(Phase.REFIT)
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    losses.append(job.step(1))
+    arena.is_full = False
+    engine.residency.enter(Phase.GENERATE)
+    engine.residency.enter(Phase.TRAIN)
+    losses.append(job.step(2))
+    assert losses == run_steps(plain, 3)
+    assert_equal(job.everything(), plain.everything())
+    engine.close()
+    arena.close()
+
+
+def test_new_state_that_finds_no_gpu_memory_to_move_through_is_kept_and_moves_later(engines):
+    plain, job, trouble = make_job(), make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    losses = [job.step(0)]
+    trouble.chunks_left = 2  # some of the moments find room, and have to move out again
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave .* cannot move into a range"):
+        engine.residency.enter(Phase.REFIT)
+    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes == 0
+    trouble.chunks_left = None
+    losses.append(job.step(1))
+    engine.residency.enter(Phase.REFIT)
+    assert engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes > 0
+    engine.residency.enter(Phase.TRAIN)
+    losses.append(job.step(2))
+    assert losses == run_steps(plain, 3)
+    assert_equal(job.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("target", [Target.PARAMS, Target.OPTIMIZER_STATE])
+def test_verify_finds_a_flipped_bit(engines, target):
+    job = make_job()
+    engine = engines(job, verify=True)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    buffer_slice = engine.targets[target].flat_buffer.slices[0]
+    buffer_slice.backed.host.tensor[buffer_slice.offset] ^= 1
+    with pytest.raises(
+        CorruptedTransferError, match=f"{target} came back from the host changed, at {re.escape(buffer_slice.name)} "
+    ):
+        enter_and_require(engine)
+
+
+def test_state_that_load_state_dict_replaces_takes_its_predecessors_place(engines):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 2, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    wanted, places = job.everything(), job.places()
+    saved = copy.copy(job.optimizer.state_dict())
+    saved["state"] = {
+        number: {key: value.clone() for key, value in state.items()} for number, state in saved["state"].items()
+    }
+    job.step(2)
+    job.optimizer.load_state_dict(saved)
+    assert job.places() != places
+    engine.residency.enter(Phase.REFIT)
+    engine.residency.enter(Phase.TRAIN)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    addresses = {name: address for name, (_, address) in job.places().items()}
+    assert addresses == {name: address for name, (_, address) in places.items()}
+    moments = [name for name in wanted if name.startswith("exp_avg")]
+    assert len(moments) == 2 * len(list(job.model.parameters()))
+    found = job.everything()
+    assert_equal({name: found[name] for name in moments}, {name: wanted[name] for name in moments})
+
+
+def test_reference_weights_are_swapped_in_and_out_whatever_happens(engines):
+    job = make_job()
+    first = {name: parameter.detach().clone() for name, parameter in job.model.named_parameters()}
+    engine = engines(job, with_reference=True, verify=True)
+    run_steps(job, 2, engine)
+    engine.residency.enter(Phase.LOGPROB)
+    places, trained = job.places(), job.model.state_dict()
+    trained = {name: tensor.clone() for name, tensor in trained.items()}
+    with pytest.raises(KeyError, match="out of the block"):
+        fail_with_the_reference(engine, job, first)
+    assert_equal(dict(job.model.state_dict()), trained)
+    assert any(not torch.equal(trained[name], first[name]) for name in first)
+    assert job.places() == places
+
+
+def test_use_in_the_wrong_phase_is_an_error_in_words(engines):
+    job = make_job()
+    engine = engines(job)
+    engine.residency.enter(Phase.GENERATE)
+    with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate; enter"):
+        job.step(0)
+    engine.residency.enter(Phase.REFIT)
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host in phase refit"):
+        job.step(0)
+
+
+def test_a_view_that_would_not_follow_is_refused():
+    job, arena = make_job(), PinnedArena()
+    output = job.model(torch.ones(8, WIDTH))  # its graph keeps transposed views of the weights, which Python never sees
+    with pytest.raises(ValueError, match=r"0\.\d\.weight is also used by 1 tensors or graphs"):
+        attach([job.model], job.optimizer, arena, ranges=small_chunks)
+    assert output.grad_fn is not None
+    arena.close()  # which would say what was left behind
+
+
+def test_closing_gives_everything_back_and_takes_the_hooks_away():
+    job, arena = make_job(), PinnedArena()
+    engine = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=small_chunks)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    assert PinnedArena.live_bytes() > 0
+    engine.close()
+    assert PinnedArena.live_bytes() == arena.allocated_bytes == engine.mapped_bytes == 0
+    assert not job.model._forward_pre_hooks
+    assert not job.optimizer._optimizer_step_pre_hooks
+
+
+def fail_with_the_reference(engine: Engine, job: Job, reference: dict[str, torch.Tensor]) -> None:
+    with engine.reference.swapped_in():
+        assert_equal({name: p.detach().clone() for name, p in job.model.named_parameters()}, reference)
+        raise KeyError("out of the block")
+
+
+class Gauge(Meter):
+    """A meter of a GPU with so many bytes free."""
+
+    free = 0
+
+    def memory(self):
+        return MemoryNow(host_rss=0, host_pinned=0, gpu_free=self.free)
+
+
+def test_prefetch_brings_back_what_fits():
+    with PinnedArena() as arena:
+        mover, meter = Mover(CPU, arena), Gauge(CPU)
+        housings = {target: FlatBuffer(target, CPU, arena) for target in (Target.PARAMS, Target.OPTIMIZER_STATE)}
+        for (target, flat_buffer), nbytes in zip(housings.items(), (10_000, 40_000), strict=True):
+            tensor = torch.arange(nbytes // 4)
+            flat_buffer.add([BufferEntry(str(target), tensor.untyped_storage(), [tensor])])
+        targets = {target: FlatBufferTarget(flat_buffer, mover) for target, flat_buffer in housings.items()}
+        table = {phase: {target: DEFAULT_TABLE[phase][target] for target in targets} for phase in Phase}
+        residency = Residency(targets, table, meter=meter)
+        residency.enter(Phase.GENERATE)
+        meter.free = 25_000
+        residency.prefetch(Phase.TRAIN, reserve_bytes=20_000)
+        assert not any(residency.where(target) is Placement.GPU for target in targets)
+        residency.prefetch(Phase.TRAIN)
+        assert residency.where(Target.PARAMS) is Placement.GPU
+        assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+        residency.enter(Phase.TRAIN)  # moves the rest, whether it fits or not
+        assert all(residency.where(target) is Placement.GPU for target in targets)
+        assert housings[Target.PARAMS].mapped_bytes and housings[Target.OPTIMIZER_STATE].mapped_bytes
+        mover.close()
+        for flat_buffer in housings.values():
+            flat_buffer.close()
+
+
+def test_ranges_of_the_usual_chunk_size_work_alike(engines):
+    plain, job = make_job(), make_job()
+    engine = engines(job, ranges=make_range)
+    assert run_steps(job, 3, engine) == run_steps(plain, 3)
+
+
+def test_what_moved_is_measured(engines):
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    engine.meter.take_metrics()
+    run_steps(job, 1, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    metrics = engine.meter.take_metrics()
+    gb = engine.targets[Target.OPTIMIZER_STATE].flat_buffer.nbytes / 1e9
+    assert metrics["refit/optimizer_state/gb"] == metrics["train/optimizer_state/gb"] == gb
+    params_gb = engine.targets[Target.PARAMS].nbytes / 1e9
+    assert metrics["generate/params/gb"] == metrics["logprob/params/gb"] == params_gb
+    for name in ("refit/optimizer_state", "generate/params", "logprob/params", "train/optimizer_state"):
+        assert metrics[f"{name}/gb_per_s"] == pytest.approx(metrics[f"{name}/gb"] / metrics[f"{name}/copy_s"])
+        assert metrics[f"{name}/exposed_s"] >= 0
+    assert not engine.meter.take_records()
+
+
+class Late(FlatBufferTarget):
+    """A target that nobody has to wait for before its first use."""
+
+    lazy_wait = True
+
+
+@pytest.mark.gpu
+def test_what_leaves_again_has_arrived_before():
+    device = torch.device("cuda", torch.cuda.current_device())
+    arena = PinnedArena()
+    mover, flat_buffer = Mover(device, arena), FlatBuffer("optimizer_state", device, arena)
+    tensor = torch.arange(8_000_000, device=device)
+    wanted = tensor.cpu()
+    flat_buffer.add([BufferEntry("tensor", tensor.untyped_storage(), [tensor])])
+    table = {phase: {Target.OPTIMIZER_STATE: DEFAULT_TABLE[phase][Target.OPTIMIZER_STATE]} for phase in Phase}
+    residency = Residency({Target.OPTIMIZER_STATE: Late(flat_buffer, mover)}, table, meter=Meter(device))
+    residency.enter(Phase.REFIT)
+    residency.wait_until_released()
+    with torch.cuda.stream(mover._back.stream):
+        torch.cuda._sleep(200_000_000)  # a tenth of a second: the way back is busy
+    residency.enter(Phase.TRAIN)
+    residency.enter(Phase.REFIT)  # nobody has used it
+    residency.enter(Phase.TRAIN)
+    residency.require(Target.OPTIMIZER_STATE)
+    assert torch.equal(tensor.cpu(), wanted)
+    mover.close()
+    flat_buffer.close()
+    arena.close()

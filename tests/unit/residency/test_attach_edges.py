@@ -1,0 +1,168 @@
+"""What an engine meets at the edges: replaced state, strays, failures nobody waited for, tables that cannot be."""
+
+import copy
+
+import pytest
+import torch
+from support.jobs import (
+    enter_and_require,
+    make_job,
+    run_steps,
+)
+from support.ranges import Trouble, small_chunks
+from torch import nn
+
+from nemo_offload_rl.memory.gpu_range import TorchRange
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.residency import ResidencyError
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.transfer import ChunkError
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+def test_loaded_state_in_one_storage_gets_slots_of_its_own(engines):
+    """copy.deepcopy, like torch.load, puts what shared a storage into one: state saved while it lives in a range."""
+    job = make_job()
+    engine = engines(job, ranges=small_chunks)
+    run_steps(job, 2, engine)
+    engine.load_all_to_gpu()
+    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
+    job.optimizer.load_state_dict(copy.deepcopy(job.optimizer.state_dict()))
+    engine.residency.enter(Phase.GENERATE)
+    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
+
+
+def test_ranges_whose_addresses_change_work_alike(engines):
+    """As where the driver has no virtual memory management; the optimizer steps the parameters themselves."""
+    plain = run_steps(make_job(), 3)
+    job = make_job()
+    engine = engines(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
+    assert run_steps(job, 3, engine) == plain
+
+
+def test_moments_in_fewer_bits_come_back_before_they_are_saved(engines):
+    """megatron-core computes fp32 ones of them where they are said to be: on the GPU."""
+    job = make_job()
+    engine = engines(job)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    assert not engine.targets[Target.OPTIMIZER_STATE].needs_gpu_to_save
+    state = next(iter(job.optimizer.state.values()))
+    state["exp_avg_sq"] = state["exp_avg_sq"].half()
+    engine.checkpoint_reader()
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+
+
+def test_reference_weights_are_not_swapped_into_params_that_are_away(engines):
+    job = make_job()
+    engine = engines(job, with_reference=True)
+    job.step(0)
+    want = [parameter.clone() for parameter in job.model.parameters()]
+    engine.residency.enter(Phase.GENERATE)
+    with pytest.raises(ResidencyError, match="params is needed on the GPU"), engine.reference.swapped_in():
+        pass
+    engine.residency.enter(Phase.LOGPROB)
+    assert all(torch.equal(parameter, before) for parameter, before in zip(job.model.parameters(), want, strict=True))
+    with (
+        engine.reference.swapped_in(),
+        pytest.raises(ResidencyError, match="cannot move to host while the reference weights are swapped in"),
+    ):
+        engine.residency.enter(Phase.GENERATE)
+    assert all(torch.equal(parameter, before) for parameter, before in zip(job.model.parameters(), want, strict=True))
+
+
+def test_a_buffer_that_changes_its_memory_is_housed_anew_and_has_no_reference(engines):
+    """As a router's expert bias, which megatron-core takes back to fp32 in a forward pass."""
+    job = make_job()
+    job.model.register_buffer("expert_bias", torch.ones(100, dtype=torch.bfloat16))
+    engine = engines(job, with_reference=True)
+    job.model.expert_bias.data = job.model.expert_bias.data.float() * 3
+    with pytest.raises(ResidencyError, match=r"0\..*expert_bias and 0 others .* no reference"):
+        engine.reference.swapped_in().__enter__()
+    before = engine.mapped_bytes
+    engine.residency.enter(Phase.GENERATE)
+    assert engine.targets[Target.PARAMS].nbytes + engine.targets[Target.OPTIMIZER_STATE].nbytes > before
+    engine.residency.enter(Phase.TRAIN)
+    assert job.model.expert_bias.eq(3).all()
+    assert not engine.targets[Target.PARAMS].strays()
+
+
+def test_a_buffer_that_something_unknown_uses_stays(engines):
+    job = make_job()
+    job.model.register_buffer("scale", torch.ones(100))
+    engine = engines(job)
+    job.model.scale.data = torch.full((100,), 3.0)
+    inputs = torch.ones(2, 10, requires_grad=True)
+    product = nn.functional.linear(
+        inputs, job.model.scale.view(10, 10), torch.ones(10)
+    )  # keeps a view of its own making
+    engine.residency.enter(Phase.GENERATE)
+    assert job.model.scale.eq(3).all()
+    assert [name for name, _ in engine.targets[Target.PARAMS].strays()] == ["0..scale"]
+    product.sum().backward()
+
+
+def test_what_a_load_replaced_is_housed_when_asked(engines):
+    job = make_job()
+    engine = engines(job, ranges=small_chunks)
+    run_steps(job, 2, engine)
+    engine.load_all_to_gpu()
+    nbytes = engine.targets[Target.OPTIMIZER_STATE].nbytes
+    for state in job.optimizer.state.values():
+        state["exp_avg"] = state["exp_avg"].clone()
+    engine.adopt_new_tensors()
+    assert engine.targets[Target.OPTIMIZER_STATE].nbytes == nbytes
+    base = engine.targets[Target.OPTIMIZER_STATE].flat_buffer.backed_ranges[0].range.tensor.data_ptr()
+    assert all(state["exp_avg"].untyped_storage().data_ptr() == base for state in job.optimizer.state.values())
+
+
+def test_a_prefetch_that_failed_is_no_measurement(engines):
+    job, trouble = make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    engine.residency.enter(Phase.LOGPROB)
+    engine.meter.take_metrics()
+    trouble.chunks_left = 0
+    engine.residency.prefetch(Phase.TRAIN)
+    with pytest.raises(ChunkError):
+        engine.residency._last[Target.OPTIMIZER_STATE].move.wait()
+    assert "train/optimizer_state/gb" not in engine.meter.take_metrics()
+    trouble.chunks_left = None
+    engine.residency.enter(Phase.TRAIN)
+    engine.residency.require(Target.OPTIMIZER_STATE)
+
+
+def test_state_that_found_no_memory_and_was_not_needed_is_no_error_later(engines):
+    """As after a step that was skipped, since its loss was not finite."""
+    job, trouble = make_job(), Trouble()
+    engine = engines(job, ranges=trouble)
+    run_steps(job, 1, engine)
+    engine.residency.enter(Phase.GENERATE)
+    engine.residency.enter(Phase.LOGPROB)
+    trouble.chunks_left = 0
+    engine.residency.enter(Phase.TRAIN)
+    engine.residency.enter(Phase.REFIT)
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    trouble.chunks_left = None
+    enter_and_require(engine)
+
+
+def test_a_table_that_cannot_be_takes_no_memory():
+    job, arena = make_job(), PinnedArena()
+    table = {phase: dict(placements) for phase, placements in DEFAULT_TABLE.items()}
+    table[Phase.LOGPROB][Target.PARAMS] = Placement.DROPPED
+    with pytest.raises(ValueError, match="params cannot be dropped in phase logprob"):
+        attach([job.model], job.optimizer, arena, table=table, ranges=small_chunks)
+    arena.close()  # which would say what was left behind
+
+
+def test_tensors_without_memory_of_their_own_may_be_about(engines):
+    lazy = nn.LazyLinear(3)
+    nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)], layout=torch.jagged)
+    job = make_job()
+    run_steps(job, 1, engines(job))
+    assert lazy.weight is not None
+    assert nested is not None

@@ -1,0 +1,270 @@
+"""Swaps of the policy's weights with the reference weights that fail: at every copy, in both directions."""
+
+import contextlib
+import sys
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.jobs import CPU, assert_equal, enter_and_require, make_job, run_steps
+from support.ranges import CHUNK_BYTES, small_chunks
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency import reference_weights
+from nemo_offload_rl.residency.residency import ResidencyError
+from nemo_offload_rl.residency.table import Phase, Target
+from nemo_offload_rl.residency.transfer import BackedRange, Mover
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+NUM_CHUNKS = 4  # of the params of a job with seven layers
+SWAP_IN = range(2 * NUM_CHUNKS)  # each chunk is saved, and then another is put in
+SWAP_BACK = range(NUM_CHUNKS)
+ERRORS = [MemoryError, KeyboardInterrupt]
+
+
+class FailingCopies:
+    """Has a mover's copies of chunks fail.
+
+    Attributes:
+        copies_left: how many more there are before the failure; None for any number.
+        lasts: whether all copies fail from then on, or one.
+        is_late: whether what fails has been copied.
+    """
+
+    def __init__(self, monkeypatch, mover, error):
+        self.copies_left, self.lasts, self.is_late, self._error = None, False, False, error
+        for name in ("_copy_out", "_copy_back"):
+            monkeypatch.setattr(mover, name, self._failing(getattr(mover, name)))
+
+    def arm(self, copies_left, *, lasts, is_late=False):
+        self.copies_left, self.lasts, self.is_late = copies_left, lasts, is_late
+
+    def disarm(self):
+        self.copies_left = None
+
+    def _failing(self, copy):
+        def copy_or_fail(backed, chunk):
+            fails = self.copies_left is not None and self.copies_left <= 0
+            if not fails or self.is_late:
+                copy(backed, chunk)
+            if self.copies_left is not None:
+                self.copies_left -= 1
+            if fails:
+                if not self.lasts:
+                    self.disarm()
+                raise self._error("no copy, as the test has it")
+
+        return copy_or_fail
+
+
+def trained(engines):
+    """An engine in LOGPROB after two steps, its job, and the weights of the start."""
+    job = make_job(num_layers=7)
+    first = weights(job)
+    engine = engines(job, with_reference=True)
+    run_steps(job, 2, engine)
+    engine.residency.require(Target.OPTIMIZER_STATE)  # or its copies, which come late, would be those that fail
+    engine.residency.enter(Phase.LOGPROB)
+    assert (
+        sum(len(backed.range.chunks) for backed in engine.targets[Target.PARAMS].flat_buffer.backed_ranges)
+        == NUM_CHUNKS
+    )
+    return engine, job, first
+
+
+def weights(job):
+    return {name: parameter.detach().clone() for name, parameter in job.model.named_parameters()}
+
+
+def assert_all_works(engine, job, first, own):
+    """The policy's weights are what they were, and so is everything that can be done with them."""
+    assert_equal(weights(job), own)
+    with engine.reference.swapped_in():
+        assert_equal(weights(job), first)
+    assert_equal(weights(job), own)
+    engine.residency.enter(Phase.GENERATE)
+    engine.residency.enter(Phase.LOGPROB)
+    assert_equal(weights(job), own)
+
+
+def uses(engine, job):
+    """Everything that weights are used for, from LOGPROB."""
+    inputs = torch.ones(8, 512)
+    yield lambda: job.model(inputs)
+    yield lambda: engine.residency.require(Target.PARAMS)
+    for phase in (Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE):
+        yield lambda phase=phase: engine.residency.enter(phase)
+    yield engine.checkpoint_reader  # to save
+    yield engine.load_all_to_gpu  # to load
+    yield lambda: engine.reference.swapped_in().__enter__()
+
+
+def assert_every_use_is_refused(engine, job):
+    for use in uses(engine, job):
+        with pytest.raises(ResidencyError, match=r"weights are lost.*restart the worker from the last checkpoint"):
+            use()
+
+
+def fail_at_the_end(engine, copies, number, *, is_late, body_fails):
+    with engine.reference.swapped_in():
+        copies.arm(number, lasts=False, is_late=is_late)
+        if body_fails:
+            raise KeyError("out of the block")
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
+def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(engines, monkeypatch, error, is_late):
+    engine, job, first = trained(engines)
+    own = weights(job)
+    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    for number in SWAP_IN:
+        copies.arm(number, lasts=False, is_late=is_late)
+        with pytest.raises(error, match="as the test has it"), engine.reference.swapped_in():
+            raise AssertionError("the swap did not fail")
+        assert_all_works(engine, job, first, own)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
+@pytest.mark.parametrize("number", SWAP_IN)
+def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refuses(
+    engines, monkeypatch, error, is_late, number
+):
+    engine, job, first = trained(engines)
+    own = weights(job)
+    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    copies.arm(number, lasts=True, is_late=is_late)
+    with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
+        raise AssertionError("the swap did not fail")
+    copies.disarm()
+    if number == 0:  # nothing had been put in
+        assert_all_works(engine, job, first, own)
+    else:
+        assert_every_use_is_refused(engine, job)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
+@pytest.mark.parametrize("body_fails", [False, True])
+def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, error, is_late, body_fails):
+    engine, job, first = trained(engines)
+    own = weights(job)
+    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    for number in SWAP_BACK:
+        with pytest.raises(error, match="as the test has it"):
+            fail_at_the_end(engine, copies, number, is_late=is_late, body_fails=body_fails)
+        assert_all_works(engine, job, first, own)
+
+
+@pytest.mark.parametrize("error", ERRORS)
+@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
+@pytest.mark.parametrize("number", SWAP_BACK)
+def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, monkeypatch, error, is_late, number):
+    engine, job, _ = trained(engines)
+    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
+        copies.arm(number, lasts=True, is_late=is_late)
+    copies.disarm()
+    assert_every_use_is_refused(engine, job)
+
+
+def swap_interrupted_at(engine, number):
+    """Swap in and back, with a Ctrl-C at a line of the module, by its number in time; returns how many there were."""
+    lines, was = [], sys.gettrace()
+
+    def trace(frame, event, _):
+        if frame.f_code.co_filename != reference_weights.__file__:
+            return None
+        if event == "line":
+            lines.append(frame.f_lineno)
+            if len(lines) == number:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        with contextlib.suppress(KeyboardInterrupt), engine.reference.swapped_in():
+            pass
+    finally:
+        sys.settrace(was)
+    return len(lines)
+
+
+def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(engines):
+    engine, job, first = trained(engines)
+    own = weights(job)
+    num_lines = swap_interrupted_at(engine, None)
+    assert num_lines > 20
+    for number in range(1, num_lines + 1):
+        swap_interrupted_at(engine, number)
+        assert_all_works(engine, job, first, own)
+
+
+def test_what_was_lost_says_what_it_failed_for(engines, monkeypatch):
+    engine, _, _ = trained(engines)
+    FailingCopies(monkeypatch, engine.site.mover, MemoryError).arm(3, lasts=True)
+    with pytest.raises(ResidencyError, match="weights are lost") as raised, engine.reference.swapped_in():
+        pass
+    assert isinstance(raised.value.__cause__, MemoryError)
+
+
+def test_training_goes_on_after_a_swap_that_failed(engines, monkeypatch):
+    plain = make_job(num_layers=7)
+    wanted = run_steps(plain, 3)
+    engine, job, _ = trained(engines)
+    copies = FailingCopies(monkeypatch, engine.site.mover, MemoryError)
+    copies.arm(5, lasts=False)
+    with contextlib.suppress(MemoryError), engine.reference.swapped_in():
+        pass
+    enter_and_require(engine)
+    assert job.step(2) == wanted[2]
+    assert_equal(job.everything(), plain.everything())
+
+
+def test_a_swap_inside_a_swap_is_refused_before_it_saves_over_the_policys_own(engines):
+    engine, job, first = trained(engines)
+    own = weights(job)
+    with engine.reference.swapped_in():
+        with pytest.raises(ResidencyError, match="are swapped in; leave"), engine.reference.swapped_in():
+            pass
+        assert_equal(weights(job), first)
+    assert_all_works(engine, job, first, own)
+
+
+def test_weights_that_have_never_moved_are_refused_too(engines, monkeypatch):
+    """No move of theirs is there to be waited for."""
+    job = make_job(num_layers=7)
+    engine = engines(job, with_reference=True)
+    FailingCopies(monkeypatch, engine.site.mover, MemoryError).arm(3, lasts=True)
+    with pytest.raises(ResidencyError), engine.reference.swapped_in():
+        pass
+    assert_every_use_is_refused(engine, job)
+
+
+class FullRing:
+    """Staging buffers that fail with copies on their way through them."""
+
+    def to_host(self, source, destination, stream):
+        raise KeyboardInterrupt
+
+    def close(self):
+        pass
+
+
+def test_copies_through_staging_buffers_have_ended_when_a_failure_is_told(monkeypatch):
+    """What puts the weights back goes through the same buffers at once."""
+    with PinnedArena() as arena:
+        mover, host_range = Mover(CPU, arena), small_chunks(CHUNK_BYTES, CPU, CHUNK_BYTES)
+        backed = BackedRange(host_range, arena.allocate("test", CHUNK_BYTES))
+        host_range.map(0)
+        mover._staging, waited = FullRing(), []
+        monkeypatch.setattr(mover, "_is_staged", lambda backed: True)
+        monkeypatch.setattr(mover._out, "mark", lambda: SimpleNamespace(wait=lambda: waited.append("out")))
+        with pytest.raises(KeyboardInterrupt):
+            mover.save([backed])
+        assert waited == ["out"]
+        mover.close()
+        host_range.close()
+        arena.release(backed.host)

@@ -1,0 +1,217 @@
+"""The state machine alone, over targets that only note where they were told to go."""
+
+import pytest
+
+from nemo_offload_rl.residency.residency import Residency, ResidencyError
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+
+
+class Arrived:
+    """A move that notes when somebody waits for it."""
+
+    nbytes = 10
+    is_queued = True
+    has_failed = False
+
+    def __init__(self, log, target):
+        self.log, self.target = log, target
+
+    def wait(self):
+        self.log.append((self.target, "waited for"))
+
+    def wait_on_current_stream(self):
+        self.log.append((self.target, "held for"))
+
+    def copy_seconds(self):
+        return 1.0
+
+    def exposed_seconds(self):
+        return 0.25
+
+
+class Shelf:
+    """A target that notes where it is told to go; `full` names the placements that have no room."""
+
+    nbytes = 10
+
+    def __init__(self, log, target, placements, lazy_wait=False):
+        self.log, self.target, self.placements, self.lazy_wait = log, target, frozenset(placements), lazy_wait
+        self.full = set()
+
+    def start(self, placement):
+        if placement in self.full:
+            raise MemoryError("no shelf left")
+        self.log.append((self.target, placement))
+        return Arrived(self.log, self.target)
+
+    def name_for_error(self, error):
+        return "book 7"
+
+
+def make(**overrides):
+    table = {phase: dict(DEFAULT_TABLE[phase]) for phase in Phase}
+    for phase, placements in overrides.items():
+        table[Phase(phase)] |= placements
+    log = []
+    targets = {
+        Target.PARAMS: Shelf(log, Target.PARAMS, {Placement.GPU, Placement.HOST}),
+        Target.GRADS: Shelf(log, Target.GRADS, {Placement.GPU, Placement.DROPPED}),
+        Target.OPTIMIZER_STATE: Shelf(log, Target.OPTIMIZER_STATE, {Placement.GPU, Placement.HOST}, lazy_wait=True),
+    }
+    return Residency(targets, table), targets, log
+
+
+def moves(log):
+    done = [entry for entry in log if isinstance(entry[1], Placement)]
+    log.clear()
+    return done
+
+
+def test_only_what_differs_moves():
+    residency, _, log = make()
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == []
+    residency.enter(Phase.LOGPROB)
+    assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
+    residency.enter(Phase.REFIT)
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.HOST)]
+    residency.enter(Phase.GENERATE)
+    assert moves(log) == [(Target.PARAMS, Placement.HOST)]
+    assert residency.where(Target.PARAMS) is Placement.HOST
+    residency.enter(Phase.LOGPROB)
+    assert moves(log) == [(Target.PARAMS, Placement.GPU)]  # what is to be kept stays on the host
+    assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+
+
+@pytest.mark.parametrize("phase", Phase)
+def test_entering_a_phase_twice_is_entering_it_once(phase):
+    residency, _, log = make()
+    residency.enter(phase)
+    log.clear()
+    residency.enter(phase)
+    assert moves(log) == []
+
+
+def test_what_leaves_goes_before_what_comes_back():
+    residency, _, log = make(refit={Target.PARAMS: Placement.HOST, Target.GRADS: Placement.GPU})
+    residency.enter(Phase.LOGPROB)
+    log.clear()
+    residency.enter(Phase.REFIT)
+    assert moves(log) == [
+        (Target.PARAMS, Placement.HOST),
+        (Target.OPTIMIZER_STATE, Placement.HOST),
+        (Target.GRADS, Placement.GPU),
+    ]
+
+
+def test_what_waits_itself_is_waited_for_when_it_is_required_and_not_before():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    log.clear()
+    residency.enter(Phase.TRAIN)
+    assert (Target.PARAMS, "held for") in log
+    assert (Target.OPTIMIZER_STATE, "held for") not in log
+    residency.require(Target.OPTIMIZER_STATE)
+    assert (Target.OPTIMIZER_STATE, "held for") in log
+
+
+def test_what_leaves_is_waited_for_where_the_gpu_is_handed_over():
+    residency, _, log = make()
+    residency.enter(Phase.TRAIN)
+    residency.enter(Phase.REFIT)
+    assert (Target.OPTIMIZER_STATE, "waited for") not in log
+    residency.enter(Phase.GENERATE)
+    assert (Target.OPTIMIZER_STATE, "waited for") in log
+    assert (Target.PARAMS, "waited for") in log
+
+
+def test_what_has_no_room_leaves_everything_where_it_was():
+    residency, targets, log = make()
+    residency.enter(Phase.GENERATE)
+    targets[Target.OPTIMIZER_STATE].full.add(Placement.GPU)
+    log.clear()
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not come back .* no memory for book 7"):
+        residency.enter(Phase.TRAIN)
+    assert moves(log)[-2:] == [(Target.GRADS, Placement.DROPPED), (Target.PARAMS, Placement.HOST)]
+    assert [residency.where(target) for target in targets] == [Placement.HOST, Placement.DROPPED, Placement.HOST]
+    assert residency.phase is Phase.GENERATE
+    targets[Target.OPTIMIZER_STATE].full.clear()
+    residency.enter(Phase.TRAIN)
+    assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
+
+
+def test_a_target_off_the_gpu_is_refused_to_who_requires_it():
+    residency, _, _ = make()
+    residency.enter(Phase.GENERATE)
+    with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate"):
+        residency.require(Target.PARAMS)
+
+
+def test_prefetch_brings_what_the_next_phase_needs_and_does_not_wait():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    residency.enter(Phase.LOGPROB)
+    log.clear()
+    residency.prefetch(Phase.TRAIN)
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.GPU)]  # gradients hold nothing that could come
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == [(Target.GRADS, Placement.GPU)]
+
+
+def test_a_table_without_a_cell_is_refused():
+    table = {phase: {Target.PARAMS: Placement.GPU} for phase in (Phase.TRAIN, Phase.LOGPROB, Phase.REFIT)}
+    with pytest.raises(ValueError, match="no cell for params in phase generate"):
+        Residency({Target.PARAMS: Shelf([], Target.PARAMS, {Placement.GPU})}, table)
+
+
+def test_a_cell_that_a_target_cannot_have_is_refused():
+    table = {phase: {Target.GRADS: Placement.HOST} for phase in Phase}
+    with pytest.raises(ValueError, match="grads cannot be host in phase train; it can be dropped, gpu, keep"):
+        Residency({Target.GRADS: Shelf([], Target.GRADS, {Placement.GPU, Placement.DROPPED})}, table)
+
+
+class NoMemory(Arrived):
+    def wait(self):
+        raise MemoryError("nothing left")
+
+    wait_on_current_stream = wait
+
+
+def prefetched_in_vain():
+    residency, targets, log = make()
+    residency.enter(Phase.GENERATE)
+    residency.enter(Phase.LOGPROB)
+    state = targets[Target.OPTIMIZER_STATE]
+    state.start = lambda placement: NoMemory(log, Target.OPTIMIZER_STATE)
+    residency.prefetch(Phase.TRAIN)
+    del state.start
+    log.clear()
+    return residency, log
+
+
+def test_a_prefetch_that_found_no_memory_is_made_again_by_who_needs_it():
+    residency, log = prefetched_in_vain()
+    residency.enter(Phase.TRAIN)
+    residency.require(Target.OPTIMIZER_STATE)
+    assert (Target.OPTIMIZER_STATE, Placement.GPU) in moves(log)
+    assert residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+
+
+def test_a_prefetch_that_found_no_memory_is_forgotten_by_who_does_not():
+    residency, log = prefetched_in_vain()
+    residency.enter(Phase.REFIT)
+    assert moves(log) == []  # it is on the host already
+    assert residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+
+
+def test_an_error_of_cuda_is_said_and_not_repaired():
+    residency, targets, log = make()
+
+    def broken(placement):
+        raise RuntimeError("CUDA error: an illegal memory access was encountered.")
+
+    targets[Target.OPTIMIZER_STATE].start = broken
+    log.clear()
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU .* illegal .* cannot go on"):
+        residency.enter(Phase.REFIT)
+    assert moves(log) == [(Target.GRADS, Placement.DROPPED)]

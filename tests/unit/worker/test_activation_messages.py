@@ -1,0 +1,105 @@
+"""What the worker says of modules that did nothing, and of a GPU that waited for copies."""
+
+import re
+
+import pytest
+
+from nemo_offload_rl.activation_offload.report import ModuleReport, StepReport
+from nemo_offload_rl.memory.units import MIB
+from nemo_offload_rl.memory.wait_clock import Waits
+from nemo_offload_rl.worker.activation_messages import gpu_waited, suggested_fraction, table, why_no_effect
+
+
+@pytest.mark.parametrize(
+    ("module", "report", "words"),
+    [
+        ("attn_norm", None, "Transformer Engine computes this norm inside the linear behind it"),
+        ("moe_act", None, "no layer of this pipeline stage offloads it"),
+        ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit the host memory"),
+        ("core_attn", ModuleReport(distinct_bytes=MIB, kept_bytes=MIB), "activation_offload_fraction"),
+        (
+            "core_attn",
+            ModuleReport(small_bytes=MIB // 2),
+            r"0\.5 MiB are .* below .*min_offloaded_tensor_size",
+        ),
+        ("core_attn", ModuleReport(), "saved nothing"),
+        ("core_attn", ModuleReport(moved_bytes=MIB), "moved 1 MiB and freed none: .* offload attn_proj as well"),
+        (
+            "mlp_norm",
+            ModuleReport(moved_bytes=MIB, duplicate_bytes=MIB),
+            "keeps all of it on the GPU, or its backward pass",
+        ),
+    ],
+)
+def test_a_module_without_effect_has_a_reason(module, report, words):
+    reason = why_no_effect(module, report, leaves_later=True)
+    assert reason is not None
+    assert re.search(words, reason)
+
+
+def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
+    report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, kept_bytes=3 * MIB)
+    assert why_no_effect("core_attn", report, leaves_later=True) is None
+    reason = why_no_effect("core_attn", report, leaves_later=False)
+    assert reason is not None
+    assert reason.startswith("all of its 4 MiB, but in the first micro-batch, stay by")
+    report.refused_bytes = MIB  # no more room would change that
+    assert why_no_effect("core_attn", report, leaves_later=False) == reason
+
+
+def test_a_module_with_one_has_none():
+    report = ModuleReport(distinct_bytes=2, moved_bytes=1, freed_bytes=1, refused_bytes=1)
+    assert why_no_effect("core_attn", report, leaves_later=True) is None
+    # Its input left with core_attn, as that module's output; without it here the memory would not come free.
+    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), leaves_later=False) is None
+
+
+def test_the_table_has_a_line_for_each_module():
+    report = StepReport({"core_attn": ModuleReport(moved_bytes=2 * MIB, freed_bytes=MIB)}, 1, 0, 0)
+    head, line = table(report).splitlines()
+    assert head.split()[:3] == ["module", "moved", "freed"]
+    assert line.split() == ["core_attn", "2.0", "1.0", "0.0", "0.0", "0.0"]
+    assert report.total() == report.modules["core_attn"]
+
+
+@pytest.mark.parametrize(
+    ("fraction", "link_s", "waited_s", "suggested"),
+    [
+        (1.0, 0.182, 0.076, 0.6),  # 0.58, as on an H200
+        (1.0, 0.190, 0.026, 0.85),  # 0.86
+        (0.5, 1.0, 0.5, 0.25),
+        (1.0, 1.9, 1.2, 0.35),  # 0.37
+        (0.55, 1.0, 0.01, 0.5),  # 0.54, which is nearest to what it was
+        (1.0, 1.0, 0.0, 0.95),
+        (1.0, 1.0, 0.98, None),  # 0.02
+        (0.05, 1.0, 0.1, None),
+        (1.0, 0.01, 0.02, None),
+        (1.0, 0.0, 0.0, None),
+    ],
+)
+def test_the_fraction_is_what_moved_without_waits(fraction, link_s, waited_s, suggested):
+    assert suggested_fraction(fraction, link_s, waited_s) == suggested
+
+
+def test_a_link_that_is_too_slow_is_said_with_a_fraction_that_fits():
+    words = gpu_waited(Waits(0.042, 0.5), 9600 * MIB, link_speed=53e9, fraction=1.0, max_inflight=None)
+    assert words == (
+        "the GPU waited 42 ms of a training step of 500 ms for copies of activations: 9,600 MiB take the link 190 ms "
+        "at 53 GB/s, longer than the passes beside them; with policy.megatron_cfg.activation_offload_fraction 0.80 "
+        "what moves would fit."
+    )
+
+
+@pytest.mark.parametrize(
+    ("waits", "link_speed", "max_inflight", "found"),
+    [
+        (Waits(0.042, 1.5), None, None, "waited 42 ms of a training step of 1,500 ms for copies of 96 MiB of activ"),
+        (Waits(0.042, 0.5), 53e9, None, "for copies of activations, while 96 MiB take a free link 1.9 ms at 53 GB/s;"),
+        (Waits(0.001, 0.02), 53e9, 1, "waited 1.0 ms of a training step of 20 ms for copies of activations, while"),
+    ],
+    ids=["speed unknown", "the link is not it", "few in flight"],
+)
+def test_what_need_not_be_the_link_is_said_without_one(waits, link_speed, max_inflight, found):
+    words = gpu_waited(waits, 96 * MIB, link_speed=link_speed, fraction=1.0, max_inflight=max_inflight)
+    assert found in words
+    assert re.search(r"; lower \S+_fraction, raise \S+_max_inflight_offloads, or see what else uses the link\.$", words)
