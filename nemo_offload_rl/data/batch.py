@@ -22,7 +22,35 @@ from torch.nn.functional import pad
 
 
 class BatchedData(dict[str, Any]):
-    """Columns of equal length: tensors with leading dimension B, or lists of length B."""
+    """Columns of equal length: tensors with leading dimension B, or lists of length B.
+
+    Attributes:
+        group_size: consecutive rows that belong together, such as a chosen and a rejected answer. No method separates
+            them; 1 where each row is on its own.
+    """
+
+    group_size: int = 1
+
+    def in_groups(self, group_size: int) -> Self:
+        """The same columns, with every ``group_size`` consecutive rows held together from now on.
+
+        Raises:
+            ValueError: the rows are not a whole number of groups.
+        """
+        if group_size < 1 or self.size % group_size:
+            raise ValueError(f"A batch of {self.size} rows is no whole number of groups of {group_size} rows.")
+        return self._with(dict(self), group_size)
+
+    def _with(self, columns: Mapping[str, Any], group_size: int | None = None) -> Self:
+        batch = type(self)(columns)
+        batch.group_size = self.group_size if group_size is None else group_size
+        return batch
+
+    def _require_whole_groups(self, rows: Sequence[int]) -> None:
+        size = self.group_size
+        whole = [first - first % size + number for first in rows[::size] for number in range(size)]
+        if list(rows) != whole:
+            raise ValueError(f"Rows {list(rows)} of a batch are no whole groups of {size} rows that belong together.")
 
     @property
     def size(self) -> int:
@@ -33,13 +61,24 @@ class BatchedData(dict[str, Any]):
         return next(iter(sizes.values()), 0)
 
     def slice(self, start: int, stop: int) -> Self:
-        """Rows ``start`` up to ``stop``; tensors are views."""
-        return type(self)({name: column[start:stop] for name, column in self.items()})
+        """Rows ``start`` up to ``stop``; tensors are views.
+
+        Raises:
+            ValueError: they are no whole groups.
+        """
+        if self.group_size > 1:
+            self._require_whole_groups(range(self.size)[start:stop])
+        return self._with({name: column[start:stop] for name, column in self.items()})
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The rows at ``indices``, in that order; rows may repeat."""
+        """The rows at ``indices``, in that order; rows may repeat.
+
+        Raises:
+            ValueError: they are no whole groups.
+        """
         rows = [int(index) for index in indices]
-        return type(self)(
+        self._require_whole_groups(rows)
+        return self._with(
             {
                 name: column[torch.tensor(rows, dtype=torch.long, device=column.device)]
                 if isinstance(column, torch.Tensor)
@@ -57,7 +96,7 @@ class BatchedData(dict[str, Any]):
             pad_values: what [B, S] columns of unequal S are filled with on the right, by name; 0 for the others.
 
         Raises:
-            ValueError: the batches have different columns.
+            ValueError: the batches have different columns or groups.
         """
         if not batches:
             return cls()
@@ -65,14 +104,19 @@ class BatchedData(dict[str, Any]):
         for batch in batches[1:]:
             if set(batch) != set(names):
                 raise ValueError(f"Batches to join must have the same columns, found {names} and {list(batch)}.")
+        sizes = {batch.group_size for batch in batches}
+        if len(sizes) > 1:
+            raise ValueError(f"Batches to join must have groups of the same size, found {sorted(sizes)}.")
         fill = pad_values or {}
-        return cls({name: _join([batch[name] for batch in batches], fill.get(name, 0)) for name in names})
+        joined = cls({name: _join([batch[name] for batch in batches], fill.get(name, 0)) for name in names})
+        joined.group_size = batches[0].group_size
+        return joined
 
     def chunks(self, size: int) -> Iterator[Self]:
         """Consecutive pieces of ``size`` rows; the last may be shorter.
 
         Raises:
-            ValueError: ``size`` is below 1.
+            ValueError: ``size`` is below 1, or no multiple of the size of a group.
         """
         if size < 1:
             raise ValueError(f"A batch is cut into pieces of at least 1 row, found {size}.")
@@ -81,7 +125,7 @@ class BatchedData(dict[str, Any]):
 
     def to(self, device: torch.device | str) -> Self:
         """The same batch with its tensors on ``device``; lists are shared."""
-        return type(self)(
+        return self._with(
             {
                 name: column.to(device, non_blocking=True) if isinstance(column, torch.Tensor) else column
                 for name, column in self.items()

@@ -51,6 +51,7 @@ def with_length(data: BatchedData, length: int) -> BatchedData:
     """The batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
     width = data["input_ids"].shape[1]
     out = BatchedData()
+    out.group_size = data.group_size
     for name, column in data.items():
         if isinstance(column, Tensor) and column.dim() == 2 and column.shape[1] == width:
             column = torch.nn.functional.pad(column[:, :length], (0, max(0, length - width)))
@@ -62,6 +63,9 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
     """Rows cut into micro-batches of `size`; the last is filled up with copies that count for nothing.
 
     Every micro-batch has the same shape, which pipeline stages and captured graphs need.
+
+    Raises:
+        ValueError: `size` would split groups of rows that belong together.
     """
     out = []
     width = data["input_ids"].shape[1]
@@ -69,7 +73,7 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
     for chunk in data.chunks(size):
         missing = size - chunk.size
         if missing:
-            filler = chunk.select([0] * missing)
+            filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))
             if "sample_mask" in filler:
                 filler["sample_mask"] = torch.zeros_like(filler["sample_mask"])
             chunk = BatchedData.concat([chunk, filler])
@@ -77,7 +81,7 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
     return out
 
 
-def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1) -> list[list[int]]:
+def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group_size: int = 1) -> list[list[int]]:
     """Modified first-fit decreasing: which samples share a packed row.
 
     Long sequences are placed first, each into the first bin with room (Johnson and Garey 1985, "A 71/60 theorem for bin
@@ -85,35 +89,38 @@ def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1) -> li
 
     Args:
         lengths: tokens of each sample.
-        capacity: tokens a bin may hold; a longer sample gets a bin of its own.
+        capacity: tokens a bin may hold; a longer sample, or group of samples, gets a bin of its own.
         min_bins: data-parallel ranks run the same number of micro-batches: bins are split until there are this many.
+        group_size: consecutive samples that share a bin, since they belong together.
 
     Returns:
         Indices of samples, bin by bin; each bin keeps the order of the batch.
 
     Raises:
-        ValueError: if there are fewer samples than `min_bins`.
+        ValueError: if there are fewer samples, or groups of samples, than `min_bins`.
     """
-    if min_bins > len(lengths):
+    tokens = [sum(lengths[first : first + group_size]) for first in range(0, len(lengths), group_size)]
+    if min_bins > len(tokens):
+        items = "samples" if group_size == 1 else f"groups of {group_size} samples"
         raise ValueError(
-            f"{len(lengths)} samples cannot fill {min_bins} packed micro-batches; lower the number of ranks."
+            f"{len(tokens)} {items} cannot fill {min_bins} packed micro-batches; lower the number of ranks."
         )
     bins: list[list[int]] = []
     room: list[int] = []
-    for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        slot = next((b for b, free in enumerate(room) if lengths[index] <= free), None)
+    for group in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
+        slot = next((b for b, free in enumerate(room) if tokens[group] <= free), None)
         if slot is None:
             bins.append([])
             room.append(capacity)
             slot = len(bins) - 1
-        bins[slot].append(index)
-        room[slot] -= lengths[index]
+        bins[slot].append(group)
+        room[slot] -= tokens[group]
     while len(bins) < min_bins:
         fullest = max(range(len(bins)), key=lambda b: len(bins[b]))
-        items = bins[fullest]
-        bins[fullest] = items[: len(items) // 2]
-        bins.append(items[len(items) // 2 :])
-    return [sorted(items) for items in bins]
+        groups = bins[fullest]
+        bins[fullest] = groups[: len(groups) // 2]
+        bins.append(groups[len(groups) // 2 :])
+    return [[g * group_size + row for g in sorted(groups) for row in range(group_size)] for groups in bins]
 
 
 def packed_microbatches(

@@ -58,8 +58,8 @@ class MicroBatcher:
             return padded_microbatches(data.to(self._device), mbs), None  # one copy of each field, not of each cut
         row_tokens = self._packing[tokens_key]
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
-        bins = pack_bins(lengths, row_tokens)
-        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)))
+        bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
+        bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)), group_size=data.group_size)
         batches = packed_microbatches(
             data,
             bins,

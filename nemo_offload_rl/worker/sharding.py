@@ -39,7 +39,7 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ValueError: If the sizes do not divide.
+        ValueError: If the sizes do not divide, or a micro-batch would split a group of rows that belong together.
     """
     if gbs < 1 or mbs < 1:
         raise ValueError(
@@ -55,6 +55,11 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
             f"policy.train_global_batch_size {gbs} is not a multiple of policy.train_micro_batch_size {mbs} x the "
             f"data-parallel size {dp_size}; change the one or the other."
         )
+    if mbs % data.group_size:
+        raise ValueError(
+            f"policy.train_micro_batch_size {mbs} would split groups of {data.group_size} samples that belong "
+            f"together; make it a multiple of {data.group_size}."
+        )
     rows_per_rank = gbs // dp_size
     return [
         BatchedData.concat(
@@ -65,7 +70,7 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
 
 
 def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> InferenceShards:
-    """Deal out any number of rows contiguously, filled up with copies of the first row so that all ranks do alike.
+    """Deal out any number of rows contiguously, filled up with copies of the first rows so that all ranks do alike.
 
     Args:
         data: The global batch.
@@ -73,20 +78,24 @@ def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> Inferen
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ValueError: If the batch is empty or `mbs` is below 1.
+        ValueError: If the batch is empty, `mbs` is below 1 or less than a group of rows that belong together.
     """
     if data.size == 0:
         raise ValueError("A forward pass got a batch without samples; it needs at least 1.")
     if mbs < 1:
         raise ValueError(f"A micro-batch has at least 1 sample, found {mbs}.")
-    rows_per_rank = -(-data.size // dp_size)
-    num_microbatches = -(-rows_per_rank // mbs)
-    mbs = -(-rows_per_rank // num_microbatches)
+    group_size = data.group_size
+    if mbs < group_size:
+        raise ValueError(f"A micro-batch holds a group of {group_size} samples at least, found {mbs}; raise it.")
+    groups_per_rank = -(-(data.size // group_size) // dp_size)
+    num_microbatches = -(-groups_per_rank // (mbs // group_size))
+    rows_per_rank, mbs = groups_per_rank * group_size, -(-groups_per_rank // num_microbatches) * group_size
     shards, num_rows = [], []
     for rank in range(dp_size):
         own = range(min(rank * rows_per_rank, data.size), min((rank + 1) * rows_per_rank, data.size))
         num_fill = num_microbatches * mbs - len(own)
-        shard = data.select([*own, *([0] * num_fill)]) if num_fill else data.slice(own.start, own.stop)
+        filler = [*range(group_size)] * (num_fill // group_size)
+        shard = data.select([*own, *filler]) if num_fill else data.slice(own.start, own.stop)
         if num_fill and "sample_mask" in shard:
             shard["sample_mask"] = torch.cat([shard["sample_mask"][: len(own)], torch.zeros(num_fill)])
         shards.append(shard)

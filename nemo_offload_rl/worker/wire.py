@@ -20,10 +20,12 @@ class WireBatch:
     Attributes:
         tensors: Column name -> (the tensor's bytes, uint8 [B, ..., bytes], and its dtype).
         lists: The other columns.
+        group_size: That of the batch.
     """
 
     tensors: dict[str, tuple[np.ndarray, torch.dtype]]
     lists: dict[str, list]
+    group_size: int
 
     @classmethod
     def pack(cls, batch: BatchedData) -> Self:
@@ -35,9 +37,11 @@ class WireBatch:
                 tensors[name] = (array, column.dtype)
             else:
                 lists[name] = column
-        return cls(tensors, lists)
+        return cls(tensors, lists, batch.group_size)
 
     def unpack(self) -> BatchedData:
         """The batch, with tensors on the host that share no memory with anything else."""
         tensors = {name: torch.from_numpy(array.copy()).view(dtype) for name, (array, dtype) in self.tensors.items()}
-        return BatchedData(tensors | self.lists)
+        batch = BatchedData(tensors | self.lists)
+        batch.group_size = self.group_size
+        return batch

@@ -3,14 +3,36 @@
 import math
 from typing import Any
 
+from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY as GRAPHS
-from nemo_offload_rl.config.rules.base import CP, DIVISOR, GPUS, LENGTH, MEGATRON, NODES, PACKING, PP, TP, Verdict, rule
+from nemo_offload_rl.config.rules.base import (
+    CP,
+    DIVISOR,
+    GPUS,
+    LENGTH,
+    MEGATRON,
+    NODES,
+    PACKING,
+    PP,
+    SPEC,
+    TP,
+    Verdict,
+    rule,
+)
 
 
 @rule("policy.train_global_batch_size", "policy.train_micro_batch_size", TP, PP, CP, GPUS, NODES)
 def micro_batches_fill_global_batch(gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int) -> Verdict:
     """Every data-parallel rank gets the same number of whole micro-batches."""
     return _fills(gbs, mbs, "policy.train_micro_batch_size", tp * pp * cp, gpus * nodes)
+
+
+@rule("policy.train_micro_batch_size", SPEC)
+def groups_fill_micro_batches(mbs: int, spec: AlgorithmSpec) -> Verdict:
+    """Rows that belong together are in one micro-batch."""
+    if mbs % spec.group_size == 0:
+        return None
+    return f"must be a multiple of {spec.group_size}, the rows that belong together in {spec.name}; found {mbs}"
 
 
 @rule("sft.val_global_batch_size", "sft.val_micro_batch_size", TP, PP, CP, GPUS, NODES)
@@ -58,6 +80,7 @@ def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
     DIVISOR,
     GRAPHS,
     "policy.generation?",
+    SPEC,
 )
 def packing_has_its_sizes(
     enabled: bool,
@@ -69,8 +92,9 @@ def packing_has_its_sizes(
     divisible_by: int,
     impl: str,
     generation: dict[str, Any] | None,
+    spec: AlgorithmSpec,
 ) -> Verdict:
-    """A packed row has a stated size that the longest sequence fits into.
+    """A packed row has a stated size that the longest sequence, or group of them that belong together, fits into.
 
     One that only its padding makes longer has a row of its own, which CUDA graphs of rows of one size do not take.
     """
@@ -86,8 +110,9 @@ def packing_has_its_sizes(
     for name in ("train_mb_tokens", "logprob_mb_tokens"):
         size = sizes[name] if name in sizes else None
         least, found = padded if impl != "none" and name == "train_mb_tokens" else (longest, f"{longest}")
-        if isinstance(size, int) and size < least:
-            return f"needs {name} ({size}) to be at least {LENGTH} ({found})"
+        if isinstance(size, int) and size < least * spec.group_size:
+            of_group = "" if spec.group_size == 1 else f"{spec.group_size} x "
+            return f"needs {name} ({size}) to be at least {of_group}{LENGTH} ({found})"
     return None
 
 

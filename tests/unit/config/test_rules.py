@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, experts, graphs, model
+from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, batches, experts, graphs, model
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from tests.unit.config.conftest import CONFIGS
 
@@ -282,8 +283,14 @@ BROKEN = {
 ELSEWHERE = (activations.__name__, architectures.__name__, experts.__name__, graphs.__name__, model.__name__)
 
 
+# No built-in algorithm has groups: see test_recipes_keep_groups_whole.
+OF_GROUPS = batches.groups_fill_micro_batches
+
+
 @pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if rule.check.__module__ not in ELSEWHERE], ids=lambda rule: rule.check.__name__
+    "rule",
+    [rule for rule in RULES if rule.check.__module__ not in ELSEWHERE and rule.check is not OF_GROUPS],
+    ids=lambda rule: rule.check.__name__,
 )
 def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     overrides, message = BROKEN[rule.check.__name__]
@@ -353,6 +360,19 @@ def test_an_override_of_momentum_does_nothing_with_adam(one_problem_of, tmp_path
         f"warm_start: {{recipe: {CONFIGS / 'sft_tiny_cpu.yaml'}}}\n"
     )
     assert any("sgd_momentum 0.5 has no effect" in note for note in load(recipe).notes)
+
+
+def test_recipes_keep_groups_whole():
+    pairs = replace(ALGORITHMS["sft"], name="pairs", group_size=2)
+    assert batches.groups_fill_micro_batches(4, pairs) is None
+    assert batches.groups_fill_micro_batches(3, pairs) == (
+        "must be a multiple of 2, the rows that belong together in pairs; found 3"
+    )
+    packing = (True, 96, None, 64, "modified_first_fit_decreasing", 64, 1, "none", None)
+    assert batches.packing_has_its_sizes(*packing, ALGORITHMS["sft"]) is None
+    assert "train_mb_tokens (96) to be at least 2 x policy.max_total_seq" in batches.packing_has_its_sizes(
+        *packing, pairs
+    )
 
 
 def test_rules_read_keys_that_exist():

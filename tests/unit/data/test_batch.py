@@ -69,3 +69,24 @@ def test_counts_leave_out_the_first_position_and_dropped_samples():
     counts = GlobalCounts.of(data)
     assert counts.valid_seqs.item() == 2
     assert counts.valid_toks.item() == 1 + 2
+
+
+def test_rows_that_belong_together_cannot_be_separated():
+    data = batch(6, 2).in_groups(2)
+    for kept in (data.slice(2, 6), data.select([4, 5, 0, 1]), data.to("cpu"), BatchedData.concat([data, data])):
+        assert kept.group_size == 2
+    assert [piece.size for piece in data.chunks(4)] == [4, 2]
+    for separate in (
+        lambda: data.slice(1, 3),
+        lambda: data.slice(0, 5),
+        lambda: list(data.chunks(3)),
+        lambda: data.select([0, 2]),
+        lambda: data.select([1, 2]),
+        lambda: data.select([0]),
+    ):
+        with pytest.raises(ValueError, match="no whole groups of 2 rows"):
+            separate()
+    with pytest.raises(ValueError, match="5 rows is no whole number of groups of 2"):
+        batch(5, 1).in_groups(2)
+    with pytest.raises(ValueError, match=r"groups of the same size, found \[1, 2\]"):
+        BatchedData.concat([data, batch(2, 2)])

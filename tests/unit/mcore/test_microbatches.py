@@ -1,3 +1,5 @@
+import random
+
 import pytest
 import torch
 from support.tiny import random_batch
@@ -30,6 +32,34 @@ def test_bins_are_split_until_every_rank_has_as_many():
     assert sorted(i for items in bins for i in items) == [0, 1, 2, 3]
     with pytest.raises(ValueError, match="2 samples cannot fill 3 packed micro-batches"):
         pack_bins([1, 1], 10, min_bins=3)
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_neither_packing_nor_padding_splits_a_group(seed):
+    rng = random.Random(seed)
+    group_size, num_groups = rng.randint(1, 4), rng.randint(1, 12)
+    data = random_batch(group_size * num_groups, longest=12, seed=seed).in_groups(group_size)
+    data["row"] = torch.arange(data.size)
+    lengths = data["input_lengths"].tolist()
+    min_bins = rng.randint(1, num_groups)
+    bins = pack_bins(lengths, rng.randint(1, 60), min_bins=min_bins, group_size=group_size)
+    assert len(bins) >= min_bins
+    packed = packed_microbatches(data, bins, divisible_by=2, row_divisible_by=8)
+    padded = padded_microbatches(data, group_size * rng.randint(1, 4))
+    for batches in (packed, padded):
+        seen = [batch.data["row"].view(-1, group_size) for batch in batches]
+        for rows in seen:
+            assert torch.equal(rows, rows[:, :1] + torch.arange(group_size))  # consecutive, from a group's first row
+            assert not (rows[:, 0] % group_size).any()
+        assert torch.cat(seen).unique().tolist() == list(range(data.size))
+    assert sum(batch.data.size for batch in packed) == data.size
+    assert sum(float(batch.data["sample_mask"].sum()) for batch in padded) == float(data["sample_mask"].sum())
+
+
+def test_groups_larger_than_a_bin_or_fewer_than_the_ranks_need():
+    assert pack_bins([8, 8, 3, 4], 10, group_size=2) == [[0, 1], [2, 3]]
+    with pytest.raises(ValueError, match="2 groups of 2 samples cannot fill 3 packed"):
+        pack_bins([1, 1, 1, 1], 10, min_bins=3, group_size=2)
 
 
 def test_packed_rows_come_back_as_padded_rows():

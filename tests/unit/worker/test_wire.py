@@ -29,6 +29,8 @@ sys.stdout.buffer.write(pickle.dumps(WireBatch.pack(batch)))
 def test_a_batch_arrives_as_it_left():
     arrived = pickle.loads(pickle.dumps(WireBatch.pack(BATCH))).unpack()
     assert isinstance(arrived, BatchedData)
+    assert arrived.group_size == 1
+    assert pickle.loads(pickle.dumps(WireBatch.pack(BATCH.in_groups(2)))).unpack().group_size == 2
     assert set(arrived) == set(BATCH)
     for name in BATCH:
         if name == "names":
