@@ -123,7 +123,6 @@ class GRPO:
         self._add_logprobs(batch, timer)
 
         with timer.phase("training"):
-            self._policy.prepare_for_training()
             result = self._policy.train(
                 batch, self._loss_fn, gbs=self._batch_sizes.train_global, mbs=self._batch_sizes.train_micro
             )
@@ -142,11 +141,9 @@ class GRPO:
         mbs = self._batch_sizes.logprob
         if self._loss_fn.needs_prev_logprobs:
             with timer.phase("logprobs"):
-                self._policy.prepare_for_lp_inference()
                 batch["prev_logprobs"] = self._policy.get_logprobs(batch, mbs=mbs)["logprobs"]
         if self._loss_fn.needs_reference_logprobs:
             with timer.phase("reference_logprobs"):
-                self._policy.prepare_for_lp_inference()
                 reference = self._policy.get_reference_policy_logprobs(batch, mbs=mbs)
                 batch["reference_policy_logprobs"] = reference["reference_logprobs"]
 

@@ -85,7 +85,6 @@ class SFT:
         with timer.phase("data"):
             batch = self._batch(self._examples.next_batch(self._gbs))
         with timer.phase("training"):
-            self._policy.prepare_for_training()
             result = self._policy.train(batch, self._loss_fn, gbs=self._gbs, mbs=self._mbs)
         return (
             training_metrics(result)
@@ -99,7 +98,6 @@ class SFT:
         if not self._validation.problems:
             return {}
         batch = self._batch(self._validation.problems)
-        self._policy.prepare_for_lp_inference()
         result = self._policy.evaluate(batch, self._loss_fn, mbs=self._validation.micro_batch_size)
         return {
             "validation/val_loss": result["loss"],

@@ -1,4 +1,7 @@
-"""The verbs of a policy that loops use: those of ``worker.group.PolicyWorkerGroup``, with global batches."""
+"""The verbs of a policy that loops use: those of ``worker.group.PolicyWorkerGroup``, with global batches.
+
+Each verb enters the phase that it needs; docs/decisions/phases.md says why.
+"""
 
 from __future__ import annotations
 
@@ -16,14 +19,6 @@ POLICY_FOLDER = "policy"
 
 class Policy(WeightSource, Protocol):
     """A policy that is trained, asked for log-probs, and saved."""
-
-    def prepare_for_training(self) -> None:
-        """Makes ready for ``train``."""
-        ...
-
-    def prepare_for_lp_inference(self) -> None:
-        """Makes ready for log-probs."""
-        ...
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """One optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""

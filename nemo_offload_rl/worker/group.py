@@ -169,14 +169,6 @@ class PolicyWorkerGroup:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S]}."""
         return self._infer("get_reference_policy_logprobs", data, mbs)
 
-    def prepare_for_training(self) -> None:
-        """Have on the GPU what training needs."""
-        self._run("prepare_for_training")
-
-    def prepare_for_lp_inference(self) -> None:
-        """Have on the GPU what log-prob passes need."""
-        self._run("prepare_for_lp_inference")
-
     def offload_before_refit(self) -> None:
         """Leave on the GPU only what a refit needs."""
         self._run("offload_before_refit")

@@ -59,21 +59,16 @@ class ToyPolicy:
         self.moves: dict[str, float] = {}
         self._weight_export = WeightExport(lambda: [("table", self.table.detach())], rank=0, bucket_bytes=1 << 20)
 
-    def prepare_for_training(self) -> None:
-        self._enter("train", "prepare_for_training", moved_gb=4.0)
-
-    def prepare_for_lp_inference(self) -> None:
-        self._enter("logprob", "prepare_for_lp_inference")
-
     def offload_before_refit(self) -> None:
-        self._enter("refit", "offload_before_refit", moved_gb=4.0)
+        self.calls.append("offload_before_refit")
+        self._enter("refit", moved_gb=4.0)
 
     def offload_after_refit(self) -> None:
-        self._enter("generate", "offload_after_refit")
+        self.calls.append("offload_after_refit")
+        self._enter("generate")
 
-    def _enter(self, phase: str, verb: str, moved_gb: float | None = None) -> None:
+    def _enter(self, phase: str, moved_gb: float | None = None) -> None:
         """Reports an optimizer state that has to be on the GPU in training alone; each copy takes longer."""
-        self.calls.append(verb)
         seconds = 0.1 * len(self.calls)
         self.moves[f"{phase}/enter_s"] = seconds
         if moved_gb is not None:
@@ -83,6 +78,7 @@ class ToyPolicy:
 
     def train(self, data: BatchedData, loss_fn, gbs: int, mbs: int) -> dict:
         self.calls.append("train")
+        self._enter("train", moved_gb=4.0)
         assert data.size % gbs == 0
         for batch in data.chunks(gbs):
             counts = GlobalCounts.of(batch)
@@ -100,17 +96,20 @@ class ToyPolicy:
     @torch.no_grad()
     def evaluate(self, data: BatchedData, loss_fn, mbs: int) -> dict:
         self.calls.append("evaluate")
+        self._enter("logprob")
         loss, metrics = loss_fn(table_logprobs(self.table, data["input_ids"]), data, GlobalCounts.of(data))
         return {"loss": loss.item(), "metrics": {name: value.item() for name, value in metrics.items()}}
 
     @torch.no_grad()
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         self.calls.append("get_logprobs")
+        self._enter("logprob")
         return BatchedData(logprobs=table_logprobs(self.table, data["input_ids"]))
 
     @torch.no_grad()
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         self.calls.append("get_reference_policy_logprobs")
+        self._enter("logprob")
         return BatchedData(reference_logprobs=table_logprobs(self.reference, data["input_ids"]))
 
     def prepare_refit_info(self, transport) -> ExportPlan:

@@ -70,6 +70,13 @@ def test_answer_probability_is_that_of_sampling_the_answer():
     assert sft.validate(0)["validation/answer_probability"] == pytest.approx(expected, rel=1e-5)
 
 
+def test_a_step_and_a_validation_ask_all_ranks_once():
+    sft = make()
+    sft.step(1, Timer())
+    sft.validate(1)
+    assert sft._policy.calls == ["train", "evaluate"]
+
+
 def test_a_step_reports_what_moved():
     metrics = make().step(1, Timer())
     assert {name: value for name, value in metrics.items() if name.startswith("residency/")} == {

@@ -345,7 +345,7 @@ def test_a_rank_that_cannot_be_built_is_an_error_of_its_construction(fresh_group
     with pytest.raises(WorkerError, match="Rank 1 failed in its construction: ValueError: rank 1 has a bad recipe"):
         group.wait_until_ready()
     with pytest.raises(WorkerError, match="bad recipe"):
-        group.prepare_for_training()
+        group.memory_stats()
 
 
 def test_shutdown_leaves_no_process(fresh_group, caplog):
@@ -359,4 +359,4 @@ def test_shutdown_leaves_no_process(fresh_group, caplog):
     assert "will not go quietly" in caplog.text
     group.shutdown()  # a second one does nothing
     with pytest.raises(RuntimeError, match="have been shut down"):
-        group.prepare_for_training()
+        group.memory_stats()
