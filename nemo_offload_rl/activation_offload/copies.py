@@ -60,7 +60,7 @@ class CopyEngine(Protocol):
         ...
 
     def wait_to_free(self, handle: CopyHandle) -> None:
-        """Memory that these copies use is about to be used again by the stream that asked for them; nobody reads it.
+        """Makes the stream that asked for these copies wait for them before it uses their memory again.
 
         Captures begin on an idle GPU. So there is nothing to wait for where what an eager pass has left is collected
         beside one, and an event from outside of a capture would end it.
@@ -78,7 +78,7 @@ class CopyEngine(Protocol):
 
 
 class _CurrentStream:
-    """The stream of whoever asks, on one GPU, by its handle: `torch.cuda.current_stream` makes an object each time."""
+    """Looks up the caller's stream on one GPU by its handle: `torch.cuda.current_stream` makes an object each time."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -174,7 +174,7 @@ class CudaCopies(CopyEngine):
 
     Args:
         device: the GPU.
-        graphs: whether CUDA graphs may be under capture. Without, nobody asks the driver, three times a group.
+        graphs: whether CUDA graphs may be under capture. Without, the driver is not asked, three times a group.
     """
 
     def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
@@ -210,7 +210,7 @@ class CudaCopies(CopyEngine):
             handle.event.wait(stream)
 
     def wait_to_free(self, handle: CopyHandle) -> None:
-        """See `CopyEngine`; the stream that uses the memory again is the asker's, whoever collects garbage here."""
+        """See `CopyEngine`; the asker's stream uses the memory again, in whichever thread garbage is collected."""
         assert isinstance(handle, _Event)
         with torch.cuda.stream(handle.asker):
             super().wait_to_free(handle)

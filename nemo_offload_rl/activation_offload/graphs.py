@@ -61,7 +61,7 @@ class _CapturedCopyHandle(CopyHandle):
     capture: int
 
     def reached(self) -> bool:
-        """Whenever anybody outside of a capture can ask."""
+        """Always true when code outside of a capture can ask."""
         return True
 
     def covers(self, other: CopyHandle) -> bool:
@@ -113,7 +113,7 @@ class CapturedCopies(CopyEngine):
         self.forget_capture()
 
     def forget_capture(self) -> None:
-        """It is over, or has failed: nobody waits for its events from now on."""
+        """Drops the events of a capture that is over or has failed; they are not waited for any more."""
         self._unjoined = []
         self._capture += 1
 

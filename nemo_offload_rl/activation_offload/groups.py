@@ -46,9 +46,9 @@ class Chunk:
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         """By the address of a storage, which is another one's once the saved storage is gone."""
         self.num_not_back: int | None = None
-        """Groups, from the first, that nobody has asked back; None while the forward pass is under way."""
+        """Number of groups, from the first, that are not requested back; None while the forward pass is under way."""
         self.pending: list[PendingOffload] = []
-        """What leaves with the next request."""
+        """Offloads that the next request starts."""
         self.lead = 1
         """Of its copies back over its backward pass, in layers."""
         self._num_of: Counter[str] = Counter()
@@ -94,7 +94,7 @@ class Chunk:
             saved.leave()
 
     def offload(self, inflight: "InflightOffloads") -> None:
-        """Ask for the copies of what leaves, all at once; where the host memory is full, a group stays.
+        """Request the copies of all pending offloads at once; a group stays if the host memory is full.
 
         Args:
             inflight: holds their memory on the GPU meanwhile.
@@ -135,7 +135,7 @@ class Profile:
         self.per_layer = len({group.name for group in groups if group.nbytes})
         """Modules that have storages of their own to move."""
         self.leaves: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
-        """Of each group's key; of one that had nothing to move nobody knows."""
+        """By group key, whether it is offloaded; a group without bytes to move has no entry."""
         self.asks: set[tuple[str, int]] = set()
         """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
         layers = [[group for group in layer if group.key not in margin] for layer in _layers(groups)]
@@ -233,7 +233,7 @@ class InflightOffloads:
                 pending.let_go()
 
     def abandon(self) -> None:
-        """Drop all of it; nobody will use what has not been used, so that it may have changed."""
+        """Drop all of it; storages that were not used will not be used, so that they may have changed."""
         with ExitStack() as stack:  # each of them, though a GPU that has failed says so at every wait
             while self._held:
                 pending, handle = self._held.pop()

@@ -112,7 +112,7 @@ class PinnedHostPool:
         self._returned.append((region, after))
 
     def close(self) -> None:
-        """Let go of the memory, whoever still knows this host pool; there is no room in it any more."""
+        """Free the memory, even if references to this host pool remain; there is no room in it any more."""
         self.nbytes = 0
         self.memory = self.memory[:0].clone()
         self._gaps = []
@@ -153,7 +153,7 @@ class PinnedHostPool:
 
 
 def _last(some: tuple[CopyHandle, ...], others: tuple[CopyHandle, ...]) -> tuple[CopyHandle, ...]:
-    """Those after which all of them are done; nobody is asked whether it is, since that takes a microsecond each."""
+    """Returns the handles after which all are done; asking each whether it is would take a microsecond each."""
     last = list(some)
     for handle in others:
         if not any(known.covers(handle) for known in last):

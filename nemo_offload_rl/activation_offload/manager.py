@@ -13,7 +13,7 @@ them right, and each is kept in one place:
 
 - GPU memory is held until the compute stream has waited for the copy out of it (`InflightOffloads`);
 - host memory is used again only after the copy out of it: the next copy follows its handle (`PinnedHostPool`);
-- whoever unpacks waits for the copy back, and that follows the copy out (`SavedStorage.fetch`).
+- unpacking waits for the copy back, and that follows the copy out (`SavedStorage.fetch`).
 
 Passes that CUDA graphs capture go the same way once, and their replays repeat it (`Captures`).
 """
@@ -369,7 +369,7 @@ class ActivationOffloader:
         return next((c for c in self._chunks if c is not chunk and c.num_not_back and c.stage == chunk.stage), None)
 
     def _start_back(self, chunk: Chunk, first: int, begun: Group) -> None:
-        """Ask for the copies of all groups from `first` on that nobody has asked for; late where one has `begun`."""
+        """Request the copies of all groups from `first` on that are not requested yet; late where one has `begun`."""
         assert chunk.num_not_back is not None
         due = chunk.groups[max(0, first) : chunk.num_not_back]
         if not due:

@@ -17,7 +17,7 @@ class ModuleReport:
     late_bytes: int = 0
     """Copied back when they were needed: the backward pass of their own group had begun."""
     freed_bytes: int = 0
-    """Seen gone from the GPU between their copy out and their copy back; of the rest somebody else keeps the memory."""
+    """Freed on the GPU between their copy out and their copy back; other references keep the memory of the rest."""
     duplicate_bytes: int = 0
     """Saved here, too, after another module had saved the same storage; not copied again."""
     kept_bytes: int = 0

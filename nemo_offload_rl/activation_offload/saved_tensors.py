@@ -95,7 +95,7 @@ def resident_tensor(kept: ResidentTensor) -> torch.Tensor:
 
 
 def may_move(tensor: torch.Tensor) -> bool:
-    """Whether nobody has marked it to stay, and its bytes are what it says they are."""
+    """Whether a tensor is not marked to stay, and its bytes are its values (neither conjugated nor negated)."""
     return not (
         tensor.is_conj()
         or tensor.is_neg()
@@ -111,7 +111,7 @@ class SavedTensor:
         tensor: that a module saved.
         group: of that module.
         stored: its storage.
-        is_alias: autograd alone knows the tensor, whoever else has its storage.
+        is_alias: only autograd knows the tensor; other tensors may share its storage.
     """
 
     __slots__ = ("_is_alias", "_seen_as", "_tensor", "_version", "group", "stored")

@@ -5,12 +5,12 @@ from itertools import chain
 
 
 class Pace:
-    """Of groups in the order of the forward pass, whether each leaves; they leave evenly.
+    """Decides for each group, in the order of the forward pass, whether it is offloaded; offloads are spread evenly.
 
     Args:
-        fraction: of their bytes that leaves, at most.
-        ahead: bytes by which what leaves may be ahead of the groups so far; for a pass whose groups are known.
-        total: of all groups; None where nobody knows them.
+        fraction: of their bytes that is offloaded, at most.
+        ahead: bytes by which offloads may be ahead of the groups so far; for a pass whose groups are known.
+        total: of all groups; None where they are not known.
     """
 
     def __init__(self, fraction: float, ahead: int = 0, total: int | None = None) -> None:
@@ -29,10 +29,10 @@ class Pace:
 
 
 def which_leave(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
-    """Spread what leaves over the layers, so that the link is used evenly.
+    """Spread the offloaded groups over the layers, so that the link is used evenly.
 
     With the first groups pending and the last ones staying, a link that is fast enough on average makes the GPU wait in
-    the first layers. What leaves does so a layer ahead of an even pace: the link is busy from the first layer on, and
+    the first layers. Offloads run a layer ahead of an even pace: the link is busy from the first layer on, and
     done in time.
 
     Args:

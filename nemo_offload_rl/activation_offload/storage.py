@@ -78,7 +78,7 @@ class SavedStorage:
         self.storage, self._returning = storage, handle
         self._region = None
         if torch.UntypedStorage._new_with_weak_ptr(self._weak) is None:
-            self.report.freed_bytes += self.nbytes  # else somebody has kept what left, and may have changed it
+            self.report.freed_bytes += self.nbytes  # otherwise a reference has kept its memory, which may have changed
         self.path.host.give_back(region, handle)
 
     def fetch(self) -> torch.UntypedStorage:

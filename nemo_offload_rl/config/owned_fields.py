@@ -1,6 +1,6 @@
 """Megatron's fields that this package sets itself or does not support yet, each with the values a recipe may give.
 
-Whoever adds support for one takes its row out.
+To add support for a field, take its row out.
 """
 
 from dataclasses import dataclass
@@ -135,7 +135,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
                 "ep_overlap_early_attn_memory_release",
                 "delay_wgrad_compute",
                 # megatron-core reads it with its FSDP alone, Transformer Engine without, too: weights of experts then
-                # get gradients that nobody has written yet.
+                # get gradients before they are written.
                 "overlap_dispatch_backward_with_experts_wgrad",
                 "defer_embedding_wgrad_compute",
             ),

@@ -1,7 +1,7 @@
 """NeMo-RL's keys that belong to features this package lacks.
 
 Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns
-something on, and never silently ignored. The three tables below are the whole of it; whoever adds a feature takes its
+something on, and never silently ignored. The three tables below are the whole of it; to add a feature, take its
 rows out.
 """
 

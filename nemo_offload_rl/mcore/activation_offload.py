@@ -89,7 +89,7 @@ def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[...,
     attention, `qkv_linear` saves what `layernorm` discards so.
     """
     manager = PipelineOffloadManager.OFFLOAD_MGR
-    if not isinstance(manager, ActivationOffloader):  # somebody else has taken its place, which this does not concern
+    if not isinstance(manager, ActivationOffloader):  # another manager has taken its place
         return _THEIR_CHECKPOINT(checkpoint, run_function, *args)
     with manager.saving_to_recompute():
         outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)

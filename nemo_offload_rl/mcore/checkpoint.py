@@ -1,7 +1,7 @@
 """Saves and loads a rank's training state through megatron-core's dist_checkpointing.
 
 The optimizer is written as `dp_reshardable`: `fully_reshardable` comes back silently wrong in megatron-core 0.19.2
-when DDP has several buckets. The caller gives a folder that nobody else uses and renames it when every rank is done.
+when DDP has several buckets. The caller gives a folder of its own and renames it when every rank is done.
 """
 
 import dataclasses

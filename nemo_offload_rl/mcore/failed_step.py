@@ -87,8 +87,8 @@ def _modules(model: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
 def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
     """A step runs inside; if it fails, or calls what this yields, its tokens have not moved the routers' biases.
 
-    The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before anybody can
-    know whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.
+    The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before it is
+    known whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.
 
     Args:
         model: the chunks.

@@ -35,7 +35,7 @@ class CaptureObserver(Protocol):
 
 
 class NoObserver(CaptureObserver):
-    """Nobody."""
+    """Observes nothing."""
 
     def prepare_capture(self) -> None:
         """Nothing."""

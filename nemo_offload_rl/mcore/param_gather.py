@@ -1,4 +1,4 @@
-"""Parameters that forward passes gather from data-parallel ranks (overlap_param_gather), whole for everybody else."""
+"""Completes the parameter gather (overlap_param_gather) for code other than forward passes."""
 
 import contextlib
 from collections.abc import Iterator, Sequence

@@ -1,4 +1,4 @@
-"""Cleaning up behind an error that somebody is to read."""
+"""Cleans up behind an error without replacing it."""
 
 import logging
 import sys
@@ -11,10 +11,10 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def preserve_first_error() -> Iterator[None]:
-    """What is cleaned up inside may fail; behind an error, that one stays what is raised.
+    """Keeps the first error the one that is raised, though cleaning up behind it fails as well.
 
-    "Behind" is while it is on its way, and where an `except` block handles it: whoever goes on from there finds what
-    failed here in the log alone.
+    "Behind" is while it is on its way, and where an `except` block handles it: after that block the failures in
+    here are in the log alone.
 
     Nested exit stacks lose it otherwise: each takes the error that its caller is handling out of the context of the one
     that it raises. What fails inside then becomes a note on it, and a line of the log.

@@ -14,7 +14,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# include/uapi/linux/mempolicy.h. Never MPOL_BIND (2): once the node is full the kernel kills, and nobody says why.
+# include/uapi/linux/mempolicy.h. Never MPOL_BIND (2): once the node is full the kernel kills without a message.
 _MPOL_PREFERRED = 1
 _MASK_WORD_BITS = 64
 _SYSCALLS = {"x86_64": {"mbind": 237, "set_mempolicy": 238}, "aarch64": {"mbind": 235, "set_mempolicy": 237}}

@@ -14,7 +14,7 @@ class PageLockError(RuntimeError):
 
 
 class PageLocker(Protocol):
-    """Locks ranges of touched host memory; whoever locks a range unlocks it before it is unmapped."""
+    """Locks ranges of touched host memory; the caller unlocks a range before it is unmapped."""
 
     def lock(self, address: int, nbytes: int) -> None:
         """Lock a page-aligned range; raises PageLockError, and leaves nothing behind, where that is refused."""

@@ -103,7 +103,7 @@ class CopyStream:
         """What has been queued so far.
 
         Args:
-            spins: whoever waits for it learns of it some 0.5 ms sooner, and keeps a core busy.
+            spins: a thread that waits for it learns of it some 0.5 ms sooner, and keeps a core busy.
         """
         return _HostEvent() if self.stream is None else _CudaEvent(self.stream, spins=spins)
 

@@ -60,7 +60,7 @@ def limit_where_unknown(settings: ActivationSettings, error: UnknownArchitecture
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """What leaves the GPU of one module; in bytes.
+    """Offloaded bytes of one module.
 
     Attributes:
         saved: of a layer and micro-batch, each tensor as often as it is saved.
@@ -101,7 +101,7 @@ def chunks_in_flight(
 
 
 def module_bytes(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, ModuleBytes]:
-    """What leaves the GPU of each module that is offloaded, in the order of a forward pass; experts at average load."""
+    """Returns the bytes of each offloaded module, in the order of a forward pass; experts at average load."""
     leaving = _leaving(facts, settings)
     in_chunk = _groups_that_leave(facts, settings)
     out = {}

@@ -1,4 +1,4 @@
-"""Whether what leaves the GPUs of a host fits into its memory; asked before anything is page-locked."""
+"""Checks whether the offloaded state of a host's GPUs fits into its memory, before memory is page-locked."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -8,7 +8,7 @@ from typing import Protocol
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.residency.table import Target
 
-# Left to everybody else on the host: for what Ray, generation and the page cache still take after this was asked.
+# Left for Ray, generation and the page cache, which take more after this was asked.
 MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
 
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
@@ -72,7 +72,7 @@ class RankNeed:
 
 
 class HostBudgetError(ValueError):
-    """What leaves the GPUs does not fit into the memory of a host; `str()` has the table."""
+    """The offloaded state does not fit into the memory of a host; `str()` has the table."""
 
 
 def margin_bytes(host: HostMemory) -> int:

@@ -49,7 +49,7 @@ class RankActivations:
 
     Attributes:
         facts: what the rest follows from.
-        modules: what leaves of each, in the order of a forward pass.
+        modules: bytes of each offloaded module, in the order of a forward pass.
         needed_bytes: host memory for all that is in flight at the worst time.
         slab_bytes: host memory that is taken: the same, or the recipe's limit.
     """

@@ -232,7 +232,7 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
             "see it move; attach the engine before the first forward pass, and keep no views of parameters or buffers."
         )
     if entry.storage.resizable():
-        entry.storage.resize_(0)  # whoever lists the entries still holds it
+        entry.storage.resize_(0)  # the lister of the entries still holds it
 
 
 @torch.no_grad()

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 GIB = 2**30
 _MOST_RECORDS = 512
-"""Older ones are forgotten where nobody takes them."""
+"""Older ones are dropped unless they are taken."""
 
 
 @dataclass(frozen=True)
@@ -115,13 +115,13 @@ class MoveRecord:
 
 
 class Meter:
-    """Collects what moves took, until somebody takes it.
+    """Collects the measurements of moves until they are taken.
 
     Args:
         device: whose memory counts.
         pinned_bytes: gives the page-locked bytes of now.
         mapped_bytes: gives the bytes that ranges take of the GPU now.
-        link: what the link can do; None where nobody measured it.
+        link: speed of the link; None where it was not measured.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) ->
     Args:
         optimizer: see `stepped_optimizers`.
         device: where the optimizer steps.
-        but_in: addresses of storages that belong to somebody else, or are in a flat buffer already.
+        but_in: addresses of storages that belong to another target, or are in a flat buffer already.
     """
     found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in state_tensors(optimizer, device):
@@ -93,8 +93,8 @@ def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) ->
 def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
     """The entries of one storage's tensors.
 
-    torch.load and deepcopy may put many tensors into one storage, which would be a entry of another size each time;
-    where nobody else looks into it, each gets its own.
+    torch.load and deepcopy may put many tensors into one storage, which would be an entry of another size each time;
+    where no other tensor shares it, each gets its own.
     """
     storage = named[0][1].untyped_storage()
     if len(named) == 1 or torch._C._storage_Use_Count(storage._cdata) > len(named) + 1:

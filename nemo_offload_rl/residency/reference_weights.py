@@ -45,7 +45,7 @@ class ReferenceWeights:
     Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
     weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
 
-    If a swap fails, the policy's weights are put back; if that fails too, they are lost, and whoever uses them is told.
+    If a swap fails, the policy's weights are put back; if that fails too, every later use of them raises.
 
     Args:
         model: whose they are.
@@ -155,7 +155,7 @@ class ReferenceWeights:
         raise AssertionError(f"reference weights do not move: {error}")
 
     def host_view(self, tensor: torch.Tensor) -> None:
-        """It has no tensors that anybody else knows."""
+        """Returns None: it has no tensors that other code knows."""
 
     def close(self) -> None:
         """Give the host memory back, and take the hooks off the model."""

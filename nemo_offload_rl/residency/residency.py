@@ -32,7 +32,7 @@ class Move(Protocol):
     """Bytes that cross the link; dropping and zeroing cross nothing."""
 
     def wait(self) -> None:
-        """The caller waits until memory that is given back is back, or until what comes back has its memory."""
+        """Waits until the freed memory is the driver's, or until a target that comes back has its memory."""
         ...
 
     def wait_on_current_stream(self) -> None:
@@ -96,11 +96,11 @@ class OffloadTarget(Protocol):
 
     @property
     def needs_gpu_to_save(self) -> bool:
-        """Whether whoever reads its tensors, to save a checkpoint, computes with them and so needs them on the GPU."""
+        """Whether saving a checkpoint computes with its tensors and so needs them on the GPU."""
         ...
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """While it is on the host: a CPU tensor of what one of its tensors holds; None for somebody else's tensor."""
+        """While it is on the host: a CPU tensor with the data of one of its tensors; None for another target's."""
         ...
 
     def close(self) -> None:
@@ -115,8 +115,8 @@ class Residency:
         targets: the mechanisms; everything starts on the GPU if it can be there, else on the host.
         table: where each target lives in each phase; every target needs a placement in every phase.
         meter: takes the measurements.
-        room: bytes that have to be free on the GPU when `enter` of a phase returns, if what leaves makes them so.
-        check: called before anything is entered or required; raises where nobody may go on.
+        room: bytes that have to be free on the GPU when `enter` of a phase returns, as far as offloads free them.
+        check: called before a phase is entered or a target required; raises where the process cannot go on.
 
     Raises:
         ValueError: if the table lacks a placement or asks for one that a target cannot live in.
@@ -160,8 +160,8 @@ class Residency:
         """Move every target to its placement of `phase`; twice in a row is a no-op.
 
         Copies start at once on streams of their own. What the phase reads first is in place for the current stream
-        when this returns; what waits for itself (optimizer state: before the optimizer's step) may still be coming,
-        and what leaves may still be leaving, except for GENERATE, which hands the GPU to somebody else.
+        when this returns; targets with a lazy wait (optimizer state: before the optimizer's step) may still be coming,
+        and copies to the host may still run, except for GENERATE, which hands the GPU to another process.
 
         Raises:
             NoRoomError: a target could not move; those that had moved for this phase are back where they were.
@@ -233,7 +233,7 @@ class Residency:
         }
 
     def _move(self, goals: Mapping[Target, Placement], phase: Phase) -> bool:
-        """Start the moves, what leaves first, and wait for what does not wait for itself."""
+        """Start the moves, those to the host first, and wait for targets without a lazy wait."""
         order = sorted(goals, key=lambda target: goals[target] is Placement.GPU)
         sources = {target: self._where[target] for target in order}
         done: list[Target] = []
@@ -250,7 +250,7 @@ class Residency:
         return bool(order)
 
     def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
-        # What leaves again before anybody used it has to have arrived first: hence `hold`.
+        # A target that is offloaded again before its first use has to have arrived: hence `hold`.
         try:
             self._wait(target, hold=self._where[target] is Placement.GPU, retry=False)
         except NoRoomError:

@@ -14,7 +14,7 @@ class TargetKind:
     """What a target's file offers.
 
     Attributes:
-        estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of nobody's buffers.
+        estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of buffers.
         host_bytes: what `make` will take of the arena.
         make: builds the mechanism, given those of the targets above it in the table; None where there is nothing to
             move, such as gradients of a model that is only evaluated.

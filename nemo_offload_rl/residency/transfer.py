@@ -21,7 +21,7 @@ from nemo_offload_rl.memory.staging import StagingRing
 from nemo_offload_rl.memory.streams import CopyStream, Event, record_current_stream
 
 _COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are given back
-_SPIN_FOR_LAST = 2  # chunks: their events are polled, for somebody may be waiting for the end
+_SPIN_FOR_LAST = 2  # chunks: their events are polled, for a caller may be waiting for the end
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class ChunkError(RuntimeError):
 
 
 class Gate:
-    """Lets a move out copy, and keeps it from giving memory back, until somebody has decided."""
+    """Lets a move to the host copy, and keeps it from freeing memory until it is opened or cancelled."""
 
     def __init__(self) -> None:
         self._decided = threading.Event()
@@ -176,7 +176,7 @@ class Mover:
         arena: of the backed ranges' host memory; gives staging buffers where a segment could not be page-locked.
 
     Attributes:
-        check: called before each move, and by whoever waits for one; raises once ranges hold what nobody may use.
+        check: called before each move and each wait for one; raises once ranges hold invalid data.
     """
 
     def __init__(self, device: torch.device, arena: PinnedArena) -> None:
@@ -195,7 +195,7 @@ class Mover:
             backed_ranges: mapped.
             gate: until it is open nothing is given back; if it is cancelled nothing is.
         """
-        backed_ranges = tuple(backed_ranges)  # whoever houses more meanwhile adds to the list
+        backed_ranges = tuple(backed_ranges)  # the list grows when tensors are adopted meanwhile
         chunks = [(backed, index) for backed in backed_ranges for index in range(len(backed.range.chunks))]
         ready = record_current_stream(self.device)
 
@@ -339,7 +339,7 @@ class Mover:
 
     @contextlib.contextmanager
     def _ring(self, copy_stream: CopyStream) -> Iterator[StagingRing]:
-        """For one thread at a time; whoever fails in it leaves nothing on its way through the buffers."""
+        """Gives the ring to one thread at a time; a failure leaves no copy under way through its buffers."""
         with self._staging_lock:
             if self._staging is None:
                 self._staging = StagingRing(self._arena)

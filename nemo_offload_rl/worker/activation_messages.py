@@ -15,7 +15,7 @@ def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: boo
     Args:
         module: its name.
         report: of the first step; None if it took no part.
-        leaves_later: whether something of it leaves in passes after the first, in which nobody knows the last layer.
+        leaves_later: whether later passes offload some of it; in the first the last layer is not known.
     """
     if report is None:
         if module.endswith("_norm"):
@@ -98,7 +98,7 @@ def gpu_waited(
     Args:
         waits: of a training step.
         moved_bytes: to the host in it.
-        link_speed: to the host, bytes a second; None if nobody knows it.
+        link_speed: to the host, bytes a second; None if it is not known.
         fraction: `activation_offload_fraction` of the step.
         max_inflight: `fine_grained_offloading_max_inflight_offloads`. A number may make the GPU wait on any link, so
             that no fraction follows from the wait.

@@ -17,7 +17,7 @@ Record = tuple[int, str, str]
 
 
 class RankLog(logging.Handler):
-    """Keeps what this package logs in a rank's process until somebody takes it."""
+    """Keeps this package's log records of a rank's process until they are taken."""
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
@@ -53,7 +53,7 @@ def relay(actors: Sequence[Any]) -> None:
     for ref in sorted(answered, key=lambda ref: rank_of[ref]):
         try:
             records: list[Record] = ray.get(ref)
-        except RayError:  # its death is reported by whoever asked it for something
+        except RayError:  # the call that was waiting for it reports its death
             continue
         for level, name, message in records:
             logging.getLogger(name).log(level, "rank %d: %s", rank_of[ref], message)

@@ -1,5 +1,6 @@
-"""What the documentation refers to is there: files, `make` targets, recipes, commands of the command line."""
+"""What pages refer to exists: files, `make` targets, recipes, commands; they are short and name the actor."""
 
+import ast
 import re
 from pathlib import Path
 
@@ -60,6 +61,42 @@ def test_a_page_of_results_is_one_screen():
 
 def num_lines(page: Path) -> int:
     return len(page.read_text().splitlines())
+
+
+NO_ACTOR = re.compile(r"\b(somebody|whoever|nobody|what leaves|what comes back|who reads)\b", flags=re.IGNORECASE)
+
+
+@EVERY_PAGE
+def test_pages_name_the_actor(page):
+    lines = page.read_text().splitlines()
+    unnamed = [f"line {number}: {line}" for number, line in enumerate(lines, start=1) if NO_ACTOR.search(line)]
+    assert unnamed == []
+
+
+def test_docstrings_name_the_actor():
+    package = REPOSITORY / "nemo_offload_rl"
+    unnamed = [
+        f"{path.relative_to(package)}:{line}: {found}"
+        for path in sorted(package.rglob("*.py"))
+        if NO_ACTOR.search(text := path.read_text())
+        for line, found in unnamed_in(text)
+    ]
+    assert unnamed == []
+
+
+def unnamed_in(text: str) -> list[tuple[int, str]]:
+    """Line and words of each such phrase in the docstrings of a module, its classes, functions and attributes."""
+    strings = [
+        node.value
+        for node in ast.walk(ast.parse(text))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return [(string.lineno, found[0]) for string in strings for found in NO_ACTOR.finditer(str(string.value))]
+
+
+def test_phrases_without_an_actor_are_found_in_docstrings_alone():
+    text = '"""Nobody waits."""\nx = "nobody"  # nobody\ny = 1\n"""What leaves."""\n'
+    assert unnamed_in(text) == [(1, "Nobody"), (4, "What leaves")]
 
 
 def test_the_names_of_the_readme_are_checked_at_all():

@@ -61,7 +61,7 @@ def captured_residuals_are_bfloat16(impl: str, fp32: bool | None) -> Verdict:
 
 @rule(CAPTURED, GRAPHS)
 def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
-    """megatron-core reads an empty list as whole layers, which nobody has written."""
+    """Refuses an empty list, which megatron-core reads as whole layers."""
     if impl == "none" or modules:
         return None
     return (
