@@ -1,5 +1,6 @@
 """Fixtures that more than one test module uses."""
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -34,6 +35,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_xdist_auto_num_workers() -> int:
     """Processes that `-n auto` starts: each may take 4 GiB; tests of a GPU's free memory want it for themselves."""
     return 0 if torch.cuda.is_available() else min(os.cpu_count() or 1, 4)
+
+
+def pytest_collection_finish() -> None:
+    """Leave what imports made, half a million objects, out of all later collections: they are 20 times faster then."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -8,6 +8,8 @@ from datetime import timedelta
 import psutil
 import torch
 from megatron.core import parallel_state as mpu
+from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
+from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
@@ -150,5 +152,7 @@ def destroy() -> None:
         for name, value in vars(mpu).items():
             if isinstance(value, torch.distributed.ProcessGroup):
                 setattr(mpu, name, None)
+        for rope in (RotaryEmbedding, YarnRotaryEmbedding):  # so do these caches, which hold the instances
+            rope.forward.cache_clear()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -45,12 +45,12 @@ def policy_of(kind):
 KINDS = ["bf16", "fp32", "bf16 undistributed", "fp32 undistributed", "bf16 undistributed sgd", "bf16 moe"]
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind):
-    plain = run_steps(make_worker(policy_of(kind)), 20, visit_phases=False)
+@pytest.mark.parametrize(("kind", "num_steps"), [(kind, 20 if kind == "bf16" else 6) for kind in KINDS])
+def test_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind, num_steps):
+    plain = run_steps(make_worker(policy_of(kind)), num_steps, visit_phases=False)
     delay_moves(monkeypatch, seconds=0.003)
     worker = make_worker(offloading(policy_of(kind)))
-    assert run_steps(worker, 20, visit_phases=True) == plain
+    assert run_steps(worker, num_steps, visit_phases=True) == plain
     metrics = worker.residency_metrics()
     assert metrics["refit/optimizer_state/gb"] > 0
     assert metrics["generate/params/gb"] > 0
