@@ -175,7 +175,7 @@ def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, Cell]]:
 
 
 def exposed_shares(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of optimizer state, the seconds that somebody waited for its copy over those that it took; medians of the steps.
+    """Of optimizer state, the seconds that the step waited for its copy over those that it took; medians of the steps.
 
     Returns:
         By direction: it comes back for training (h2d), and leaves for whatever phase the recipe's table says (d2h).

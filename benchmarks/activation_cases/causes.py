@@ -4,7 +4,7 @@
 - `hooks`: everything is asked about, and stays: a fraction of 0.
 - `requests`: as `beside`, with 4 KiB in place of what each copy moves.
 - `beside`: all storages stay on the GPU and are copied out all the same, and as many bytes come back, by as many
-  requests, into memory that nobody reads; nobody waits for any of it.
+  requests, into memory that is not read; no stream waits for them.
 - `offloaded`: as users have it.
 
 `paired_percent` is by how much a way's step is longer than the plain one beside it, the median of all pairs, with the

@@ -70,7 +70,7 @@ class Peaks:
 
 
 def peaks_of(step: Callable[[], object]) -> Peaks:
-    """Over two steps that nobody times, from an empty cache on; the driver is asked every 10 ms."""
+    """Over two steps that are not timed, from an empty cache on; the driver is asked every 10 ms."""
     release_memory()
     torch.cuda.reset_peak_memory_stats()
     free, total = torch.cuda.mem_get_info()
@@ -89,7 +89,7 @@ def peaks_of(step: Callable[[], object]) -> Peaks:
 def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) -> float:
     """Median time on the GPU from the begin of a micro-batch's forward pass to its logits, over two steps.
 
-    Copies have so long: what leaves has to be gone before the logits are made, or the peak would be no lower.
+    Copies have so long: offloaded memory has to be free before the logits are made, or the peak would be no lower.
     """
     begins: list[torch.cuda.Event] = []
     ends: list[torch.cuda.Event] = []

@@ -40,7 +40,7 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """A port that nobody listens on, below those of outgoing connections: runs may go on side by side."""
+    """A free port, below those of outgoing connections: runs may go on side by side."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

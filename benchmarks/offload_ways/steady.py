@@ -23,7 +23,7 @@ MATRIX = 8192
 def setup(setting: Setting) -> None:
     """Seconds to a usable host buffer for 18 GB, ours and torch's, and what they pin."""
     nbytes = round(STATE_BYTES * setting.scale)
-    # A virtual machine's memory is slow to touch the first time, for whoever comes first.
+    # A virtual machine's memory is slow to touch the first time.
     with PinnedArena(pin=False) as arena:
         arena.release(arena.allocate("warm-up", 2 * nbytes))
     found: dict[str, float] = {}

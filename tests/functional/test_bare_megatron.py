@@ -1,4 +1,4 @@
-"""The engine in somebody else's loop, as examples/bare_megatron.py shows it."""
+"""The engine in another trainer's loop, as examples/bare_megatron.py shows it."""
 
 import re
 import subprocess

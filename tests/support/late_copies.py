@@ -39,7 +39,7 @@ class LateTicket:
 
 
 class LateCopies(CopyEngine):
-    """Makes copies when somebody waits for them, or at random times.
+    """Makes copies when they are waited for, or at random times.
 
     GPU memory is held weakly, as by a GPU: a copy out of memory that has been freed meanwhile brings garbage.
     """

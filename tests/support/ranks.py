@@ -10,7 +10,7 @@ from typing import Any
 
 
 def free_port() -> int:
-    """A port of this machine that nobody listens on.
+    """A free port of this machine.
 
     It may be used much later, so it lies below the range from which systems give ports to outgoing connections.
     """

@@ -74,10 +74,11 @@ def test_pages_name_the_actor(page):
 
 
 def test_docstrings_name_the_actor():
-    package = REPOSITORY / "nemo_offload_rl"
+    folders = ("nemo_offload_rl", "tests", "benchmarks", "tools", "examples")
     unnamed = [
-        f"{path.relative_to(package)}:{line}: {found}"
-        for path in sorted(package.rglob("*.py"))
+        f"{path.relative_to(REPOSITORY)}:{line}: {found}"
+        for folder in folders
+        for path in sorted((REPOSITORY / folder).rglob("*.py"))
         if NO_ACTOR.search(text := path.read_text())
         for line, found in unnamed_in(text)
     ]

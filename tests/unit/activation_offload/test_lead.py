@@ -1,4 +1,4 @@
-"""How far copies may lag and are asked for ahead: on a link that keeps up on average, nobody waits."""
+"""How far copies may lag and are requested ahead: on a link that keeps up on average, the stream never waits."""
 
 from collections.abc import Iterable, Iterator, Sequence
 
@@ -78,7 +78,7 @@ def clocked_model(link: Link) -> Model:
 
 
 @pytest.mark.parametrize("fraction", [0.3, 0.4, 0.5, 0.6, 0.65, 0.7, 0.75, 1.0])
-def test_nobody_waits_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, fraction):
+def test_no_wait_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(link, fraction):
     """With fractions, a layer that leaves whole keeps the link busy for longer than a layer takes."""
     model = clocked_model(link)
     options = ActivationOptions(MODULES, fraction=fraction, min_elements=0)
@@ -97,7 +97,7 @@ def test_nobody_waits_for_a_link_that_is_idle_for_a_fifth_of_the_forward_pass(li
         Interface.reset()
         moved, late = made.report.total().moved_bytes, made.report.total().late_bytes
         assert moved > 0
-        assert late == 0 or seed == 0  # in the first pass nobody knows which layer is the last, and has to stay
+        assert late == 0 or seed == 0  # in the first pass the last layer, which has to stay, is not known
         waited.append(link.waited)
         link.waited = 0.0
         link.speed = moved / (0.8 * NUM_LAYERS)

@@ -291,7 +291,7 @@ def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says(model, fraction):
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
 def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
-    """Its storages were below the minimum, so that nobody knows of them what a fraction is to be taken of."""
+    """Its storages were below the minimum, so that a fraction of them is not known."""
     inputs = batches([4, 40, 40, 4, 4, 40], 1)
     want = plain(model, inputs)
     made = offloader(model, fraction=fraction, min_elements=13 * WIDTH)
@@ -308,7 +308,7 @@ def test_a_short_pass_does_not_say_what_leaves_in_the_next_one(model, fraction):
 
 def committed(names: Sequence[str]) -> Chunk:
     """A pass of groups of 8 bytes."""
-    chunk = Chunk(_Nobody(), 0, OffloadPath(PinnedHostPool(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
+    chunk = Chunk(_NoListener(), 0, OffloadPath(PinnedHostPool(torch.zeros(0, dtype=torch.uint8)), LateCopies()), 1.0)
     for name in names:
         chunk.start_group(name)
         chunk.end_group(name)
@@ -316,7 +316,7 @@ def committed(names: Sequence[str]) -> Chunk:
     return chunk
 
 
-class _Nobody(GroupListener):
+class _NoListener(GroupListener):
     def commit(self, chunk: Chunk, group: Group) -> None:
         pass
 
@@ -387,8 +387,8 @@ def test_nothing_is_asked_back_while_the_last_layers_groups_are_computed(model, 
     assert made.report.total().late_bytes == 0
 
 
-def test_what_somebody_else_keeps_is_copied_back_all_the_same(model):
-    """It may have been changed since, and nobody would know."""
+def test_a_storage_that_another_module_keeps_is_copied_back_all_the_same(model):
+    """It may have been changed since, unnoticed."""
     made = offloader(model, margin_stage=None, modules=("qkv_linear",))
     model.layers[0].modules_on = ("qkv_linear",)
     for layer in model.layers[1:]:
@@ -475,7 +475,7 @@ def test_what_will_be_recomputed_stays_until_its_pass_is_over():
 
 
 @pytest.mark.parametrize("is_alias", [True, False])
-def test_a_leaf_that_autograd_keeps_is_emptied_where_nobody_else_knows_it(is_alias):
+def test_a_leaf_that_autograd_keeps_is_emptied_if_no_other_code_knows_it(is_alias):
     """As what selective recomputation starts from; a leaf of the user's stays as it is."""
     made = offloader()
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -534,7 +534,7 @@ def test_leaves_saved_behind_what_is_to_be_recomputed_stay_as_they_are():
     y.sum().backward()
 
 
-def test_a_manager_that_has_lost_its_place_concerns_nobody(monkeypatch):
+def test_a_manager_that_has_lost_its_place_changes_nothing(monkeypatch):
     theirs = CheckpointWithoutOutput.checkpoint, fine_grained_activation_offload.fine_grained_offloading_group_offload
     made = offloader()
     PipelineOffloadManager.reset_instance()
@@ -603,7 +603,7 @@ def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
 
 @pytest.mark.parametrize("call", ["reset", "close"])
 def test_everything_is_given_up_where_a_gpu_has_failed(model, monkeypatch, call):
-    """It says so whenever somebody waits."""
+    """It says so at every wait."""
     copies = LateCopies(eager_share=0.0)
     made = offloader(model, copies=copies)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)
@@ -706,7 +706,7 @@ def test_a_change_of_what_leaves_is_refused_until_its_copy_has_been_waited_for()
 
 
 def test_what_has_left_comes_back_as_it_was_saved():
-    """Whatever has become of the original, and whoever saves that again."""
+    """Whatever has become of the original, and whether or not it is saved again."""
     made = offloader(margin_stage=None)
     x, y = saved_by_a_group()
     made.drain()
@@ -742,7 +742,7 @@ def test_a_failed_pass_leaves_nothing_behind(model):
 
 @pytest.mark.parametrize("is_interrupted", [False, True], ids=["whole", "interrupted"])
 @pytest.mark.parametrize("options", [{}, {"fraction": 0.0}, {"min_elements": 1 << 20}], ids=str)
-def test_a_pass_that_nobody_walks_back_is_gone_with_its_output(options, is_interrupted):
+def test_a_pass_without_a_backward_pass_is_gone_with_its_output(options, is_interrupted):
     """exp saves its output: were it kept as it is, its node would keep itself alive, and all before it."""
     made = offloader(**options)
     Interface.init_chunk_handler(0, None, None, 0, 0, 1.0)

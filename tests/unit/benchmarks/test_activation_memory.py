@@ -58,7 +58,7 @@ def test_points_come_in_the_order_of_the_step_and_change_none_of_its_numbers():
         assert num_hooks(worker) == hooks_before
 
     numbers = two_steps(watched)
-    assert next(calls) == len(samples)  # nobody asked in the second step
+    assert next(calls) == len(samples)  # not asked in the second step
     assert [sample.point for sample in samples] == list(expected_points(2))
     rows = cells(samples, lambda begin, end: end - begin)
     assert [row["ms"] for row in rows] == [row["allocated_mib"] for row in rows] == list(range(len(samples)))

@@ -24,7 +24,7 @@ def test_a_worker_that_has_ended_leaves_no_model_behind():
 
 
 def test_groups_that_cannot_all_be_made_are_left_again(make_worker, monkeypatch):
-    """A GPU without memory for the last of them; whoever has made room may try again in this process."""
+    """A GPU without memory for the last of them; with more room the process may try again."""
 
     def no_memory(*_, **__):
         raise torch.OutOfMemoryError

@@ -175,7 +175,7 @@ def test_late_copies_show_in_the_manager_of_megatron_core(make_worker, monkeypat
 
 
 def test_a_missing_wait_would_show(make_worker, monkeypatch):
-    """What comes back is used at once, and gradients are wrong, or not finite."""
+    """Activations that come back are used at once, and gradients are wrong, or not finite."""
     want = steps(make_worker(policy_of("dense")), 2)
     # Attention's offsets and seeds stay: a kernel that reads garbage there may end the process.
     worker = make_worker(offloading_activations(policy_of("dense"), ATTENTION, min_offloaded_tensor_size=2**14))

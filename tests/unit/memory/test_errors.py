@@ -39,6 +39,6 @@ def test_without_one_the_cleanups_own_error_is_raised():
         close(ValueError("alone"))
 
 
-def test_whoever_stops_the_cleanup_is_heard():
+def test_an_interrupt_of_the_cleanup_is_raised():
     with pytest.raises(KeyboardInterrupt):
         use_and_close(KeyError("first"), KeyboardInterrupt())

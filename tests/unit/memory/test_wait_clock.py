@@ -60,7 +60,7 @@ def late_copy(copies: CudaCopies, span: Span) -> CopyHandle:
 
 @pytest.mark.gpu
 def test_a_stream_that_is_held_up(copies, span):
-    copies.wait(late_copy(copies, span))  # nobody watches
+    copies.wait(late_copy(copies, span))  # not watched
     torch.cuda.synchronize()
     with copies.timed_waits() as waits:
         copies.wait(late_copy(copies, span))

@@ -67,7 +67,7 @@ def test_the_table_has_a_row_for_each_copy_in_the_order_of_a_step():
     ]
 
 
-def test_a_link_that_nobody_measured_has_no_column():
+def test_a_link_that_was_not_measured_has_no_column():
     rows = [{"step": 1, **moved("generate", "params", gb=3.0, copy_s=0.1, gb_per_s=30.0, exposed_s=0.1)}]
     text = shown(moves_table(rows))
     assert "of the link" not in text

@@ -60,7 +60,7 @@ def test_single_cells_go_over_the_defaults_and_say_who_wrote_them():
     assert plan.table[Phase.REFIT][Target.OPTIMIZER_STATE] is Placement.GPU
     assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: f"{TABLE}.refit.optimizer_state"}
     assert set(plan.sources[Phase.GENERATE]) == {Target.PARAMS, Target.GRADS}
-    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Placement.HOST  # which is nobody's to change
+    assert DEFAULT_TABLE[Phase.GENERATE][Target.PARAMS] is Placement.HOST  # which no recipe can change
 
 
 def test_every_setting_reaches_the_plan():

@@ -382,7 +382,7 @@ def test_what_moved_is_measured(engines):
 
 
 class Late(FlatBufferTarget):
-    """A target that nobody has to wait for before its first use."""
+    """A target with a lazy wait."""
 
     lazy_wait = True
 
@@ -402,7 +402,7 @@ def test_what_leaves_again_has_arrived_before():
     with torch.cuda.stream(mover._back.stream):
         torch.cuda._sleep(200_000_000)  # a tenth of a second: the way back is busy
     residency.enter(Phase.TRAIN)
-    residency.enter(Phase.REFIT)  # nobody has used it
+    residency.enter(Phase.REFIT)  # it was not used
     residency.enter(Phase.TRAIN)
     residency.require(Target.OPTIMIZER_STATE)
     assert torch.equal(tensor.cpu(), wanted)

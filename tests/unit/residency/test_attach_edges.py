@@ -1,4 +1,4 @@
-"""What an engine meets at the edges: replaced state, strays, failures nobody waited for, tables that cannot be."""
+"""What an engine meets at the edges: replaced state, strays, failures that were not waited for, impossible tables."""
 
 import copy
 

@@ -63,7 +63,7 @@ def test_a_parameter_keeps_its_object_and_goes_on_learning(arena):
     flat_buffer.close()
 
 
-def test_what_is_looked_into_by_somebody_unknown_is_refused(arena):
+def test_a_storage_with_an_unknown_view_is_refused(arena):
     tensor, flat_buffer = torch.randn(10), FlatBuffer("params", CPU, arena, ranges=small_chunks)
     view = tensor[2:4]
     with pytest.raises(ValueError, match="shy is also used by 1 tensors or graphs that could not be found"):

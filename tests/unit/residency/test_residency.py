@@ -7,7 +7,7 @@ from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Tar
 
 
 class Arrived:
-    """A move that notes when somebody waits for it."""
+    """A move that notes when it is waited for."""
 
     nbytes = 10
     is_queued = True

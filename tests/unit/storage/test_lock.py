@@ -106,7 +106,7 @@ def test_the_lock_of_another_host_is_removed_by_hand(tmp_path):
     assert str(caught.value).endswith(f"rm {tmp_path / LOCK_FILE}")
 
 
-def test_a_file_that_names_nobody_is_taken(tmp_path):
+def test_a_file_without_an_owner_is_taken(tmp_path):
     (tmp_path / LOCK_FILE).write_text('{"host": "a"')
     with FolderLock(tmp_path, WHAT) as lock:
         assert lock.notice is None
