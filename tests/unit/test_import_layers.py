@@ -5,6 +5,8 @@ Megatron trainer, the configuration without torch, an algorithm without Megatron
 """
 
 import ast
+import functools
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -102,8 +104,13 @@ def layer_of(module: str) -> str:
     return max(names, key=len)
 
 
-def imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
-    """Yields (line, full module name) of every import in a source, at whatever depth; relative ones are resolved."""
+@functools.cache
+def imports_of(source: str, module: str, is_package: bool) -> tuple[tuple[int, str], ...]:
+    """Line and full module name of every import in a source, at whatever depth; relative ones are resolved."""
+    return tuple(_imports_of(source, module, is_package))
+
+
+def _imports_of(source: str, module: str, is_package: bool) -> Iterator[tuple[int, str]]:
     parts = [PACKAGE, *module.split(".")] if module else [PACKAGE]
     package = parts if is_package else parts[:-1]
     for node in ast.walk(ast.parse(source)):
@@ -212,3 +219,21 @@ def test_importing_the_configuration_loads_neither_torch_nor_ray(module):
     done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "[]"
+
+
+def test_the_picture_of_the_packages_is_right():
+    """Each package of docs/architecture.md imports from the rows below its own."""
+    page = (ROOT.parent / "docs" / "architecture.md").read_text()
+    rows = [set(re.findall(r"\w+", line)) for line in page.splitlines() if line.startswith("    │")]
+    row_of = {package: row for row, packages in enumerate(rows) for package in packages if (ROOT / package).is_dir()}
+    assert row_of.keys() == {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    upward = [
+        f"{module}:{line} imports {imported}"
+        for module, path in modules()
+        for line, imported in imports_of(path.read_text(), module, path.name == "__init__.py")
+        if (own := module.split(".")[0]) in row_of
+        and (other := imported.removeprefix(f"{PACKAGE}.").split(".")[0]) in row_of
+        and other != own
+        and row_of[other] <= row_of[own]
+    ]
+    assert upward == []
