@@ -5,7 +5,8 @@ import pkgutil
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.generation.interface import ActorPlacement, EngineSpec, GenerationInterface
+from nemo_offload_rl.generation.interface import EngineSpec, GenerationInterface
+from nemo_offload_rl.placement.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
@@ -15,7 +16,7 @@ ENGINES: dict[str, str] = {
 }
 
 
-def make_generation(policy_config: Mapping[str, Any], placement: ActorPlacement) -> GenerationInterface:
+def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> GenerationInterface:
     """Start the generation engines that a recipe's `policy` names; returns before they are built.
 
     Raises:
@@ -27,8 +28,8 @@ def make_generation(policy_config: Mapping[str, Any], placement: ActorPlacement)
             f"policy.generation.backend is {backend!r}, which is not supported here; use one of {', '.join(ENGINES)}."
         )
     spec: EngineSpec = pkgutil.resolve_name(ENGINES[backend])
-    ranks_by_engine = placement.ranks_by_engine(spec.bundles_per_engine(policy_config, placement))
-    generation = spec.start(policy_config, placement, ranks_by_engine)
+    ranks_by_engine = cluster.ranks_by_engine(spec.bundles_per_engine(policy_config, cluster))
+    generation = spec.start(policy_config, cluster, ranks_by_engine)
     if not generation.capabilities.batch_independent_sampling:
         logger.warning(
             "%s samples the rows of a batch together: a run that is resumed may differ from one that was not stopped.",

@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, Protocol, runtime_checkable
 
+from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
@@ -99,36 +100,6 @@ class GenerationError(RuntimeError):
         self.cause = cause
 
 
-class ActorPlacement(Protocol):
-    """Where an engine's actors run (`placement.cluster.Cluster` is one).
-
-    Attributes:
-        world_size: Number of policy ranks; each has a bundle of resources, shared with generation where colocated.
-        ranks_per_node: Policy ranks of each node.
-        has_gpus: Whether each bundle has a GPU.
-        threads_per_rank: CPU threads of an actor while all ranks compute.
-        threads_per_node: CPU threads of an actor that computes alone on its node.
-    """
-
-    world_size: int
-    ranks_per_node: int
-    has_gpus: bool
-    threads_per_rank: int
-    threads_per_node: int
-
-    def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
-        """For each engine the policy ranks whose bundles it shares, all of one node."""
-        ...
-
-    def actor_options(self, rank: int, share: float) -> dict[str, Any]:
-        """Options of a Ray actor that takes a share of a rank's bundle."""
-        ...
-
-    def stop(self, actors: Sequence[Any], process_refs: Sequence[Any]) -> None:
-        """Kill actors and wait until their processes, references to (node address, process id), are gone."""
-        ...
-
-
 @dataclass(frozen=True)
 class Capabilities:
     """What an engine declares of itself; an engine with the method of `HasWeightsChecksum` can be verified, too.
@@ -213,10 +184,10 @@ class EngineSpec:
     """A generation backend.
 
     Attributes:
-        bundles_per_engine: From the recipe's `policy` and the placement, how many bundles (GPUs) an engine spans.
-        start: Starts the engines and returns before they are built; takes the recipe's `policy`, the placement and, for
+        bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.
+        start: Starts the engines and returns before they are built; takes the recipe's `policy`, the cluster and, for
             each engine, the ranks whose bundles it shares.
     """
 
-    bundles_per_engine: Callable[[Mapping[str, Any], ActorPlacement], int]
-    start: Callable[[Mapping[str, Any], ActorPlacement, Sequence[tuple[int, ...]]], GenerationInterface]
+    bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]
+    start: Callable[[Mapping[str, Any], Cluster, Sequence[tuple[int, ...]]], GenerationInterface]

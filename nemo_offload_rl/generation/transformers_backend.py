@@ -10,7 +10,6 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from nemo_offload_rl.generation.interface import (
-    ActorPlacement,
     Capabilities,
     EngineSpec,
     GenerationError,
@@ -18,18 +17,16 @@ from nemo_offload_rl.generation.interface import (
     GenerationRequest,
     WakeUpTag,
 )
+from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.checksum import require_equal_checksums
-from nemo_offload_rl.refit.interface import Receiver, WeightBucket
+from nemo_offload_rl.refit.interface import Receiver, WeightBucket, WeightLoader
 from nemo_offload_rl.refit.plan import ExportPlan
-
-# The share of a rank's GPU that generation takes in Ray's books; the policy worker has the rest.
-GPU_SHARE = 0.5
 
 _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 
-class GeneratorActor:
+class GeneratorActor(WeightLoader):
     """A `TransformersGenerator` in its own process."""
 
     def __init__(self, num_threads: int) -> None:
@@ -74,7 +71,7 @@ class TransformersGeneration:
 
     def __init__(
         self,
-        placement: ActorPlacement,
+        cluster: Cluster,
         ranks_by_engine: Sequence[tuple[int, ...]],
         *,
         model_name: str,
@@ -87,7 +84,7 @@ class TransformersGeneration:
         """Start to build every replica and return at once; `wait_until_ready`, or the first verb, waits for them.
 
         Args:
-            placement: Where actors run.
+            cluster: Where actors run.
             ranks_by_engine: The policy ranks whose bundles each replica shares; it runs on the first one's GPU.
             model_name: Folder or hub name of the model's configuration; a label where `hf_config` is given.
             hf_config: A Hugging Face configuration as a mapping, or None.
@@ -96,14 +93,14 @@ class TransformersGeneration:
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
         """
-        self._placement = placement
+        self._cluster = cluster
         self._ranks_by_engine = ranks_by_engine
-        has_node = len(ranks_by_engine[0]) == placement.ranks_per_node
-        num_threads = placement.threads_per_node if has_node else placement.threads_per_rank
+        has_node = len(ranks_by_engine[0]) == cluster.ranks_per_node
+        num_threads = cluster.threads_per_node if has_node else cluster.threads_per_rank
         actor_class = ray.remote(GeneratorActor)
         self._actors = [
             actor_class.options(
-                **placement.actor_options(ranks[0], GPU_SHARE),
+                **cluster.actor_options(ranks[0], ENGINE_SHARE),
                 runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
             ).remote(num_threads)
             for ranks in ranks_by_engine
@@ -118,7 +115,7 @@ class TransformersGeneration:
         self._build_refs = [
             actor.build.remote(
                 model,
-                device="cuda" if placement.has_gpus else "cpu",
+                device="cuda" if cluster.has_gpus else "cpu",
                 generation_batch_size=generation_batch_size,
                 max_sequence_length=max_sequence_length,
             )
@@ -185,7 +182,7 @@ class TransformersGeneration:
     def shutdown(self) -> None:
         """End the replicas."""
         actors, self._actors = self._actors, []
-        self._placement.stop(actors, self._process_refs)
+        self._cluster.stop(actors, self._process_refs)
 
     def _run(self, verb: str, *arguments: Any) -> list[Any]:
         return self._collect(verb, [actor.call.remote(verb, *arguments) for actor in self._actors])
@@ -204,15 +201,15 @@ class TransformersGeneration:
             raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None
 
 
-def _bundles_per_engine(policy_config: Mapping[str, Any], placement: ActorPlacement) -> int:
-    return 1 if placement.has_gpus else placement.ranks_per_node
+def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:
+    return 1 if cluster.has_gpus else cluster.ranks_per_node
 
 
 def _start(
-    policy_config: Mapping[str, Any], placement: ActorPlacement, ranks_by_engine: Sequence[tuple[int, ...]]
+    policy_config: Mapping[str, Any], cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]]
 ) -> TransformersGeneration:
     return TransformersGeneration(
-        placement,
+        cluster,
         ranks_by_engine,
         model_name=policy_config["model_name"],
         hf_config=policy_config.get("hf_config"),

@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 
 GIB = 1 << 30
 
-# The share of a rank's bundle that its policy worker takes; a colocated generation actor has the other half.
-WORKER_SHARE = 0.5
+# The shares of a rank's bundle that its policy worker and an actor of the colocated generation engine take.
+WORKER_SHARE = ENGINE_SHARE = 0.5
 
 # What a rank's bundle asks of Ray's books where there is no GPU, so that any number of ranks fits on a small machine.
 _CPUS_PER_RANK_WITHOUT_GPU = 0.02

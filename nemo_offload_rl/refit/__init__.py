@@ -17,7 +17,7 @@ def make_transport(name: str, receivers: Sequence[Receiver], *, verify: bool) ->
     Args:
         name: A key of `TRANSPORTS`.
         receivers: Of all engines; each must get every weight.
-        verify: Whether the reports carry checksums of what was sent.
+        verify: Whether senders return checksums of what they have sent.
 
     Raises:
         ValueError: If there is no receiver.

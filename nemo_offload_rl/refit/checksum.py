@@ -1,6 +1,6 @@
 """Checksums of weights: equal on CPU and GPU, different for other bits or another order of the same elements."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 
@@ -46,6 +46,20 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
         mixed.bitwise_xor_(mixed >> 31)
         total += mixed.sum()
     return int(total.item())
+
+
+def merge_checksums(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
+    """Put together what each rank of the policy has sent.
+
+    Raises:
+        RuntimeError: If two ranks have sent different tensors under one name.
+    """
+    merged: dict[str, int] = {}
+    for sent in of_ranks:
+        for name, checksum in sent.items():
+            if merged.setdefault(name, checksum) != checksum:
+                raise RuntimeError(f"Two ranks of the policy have sent different weights as {name}.")
+    return merged
 
 
 def require_equal_checksums(sent: Mapping[str, int], received: Mapping[str, int]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from nemo_offload_rl.refit.interface import RefitReport, RefitSender, RefitTransport
+from nemo_offload_rl.refit.interface import RefitSender, RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
 
@@ -28,8 +28,8 @@ class WeightExport:
         self._sender = transport.connect(self._plan, rank=self._rank, bucket_bytes=self._bucket_bytes)
         return self._plan
 
-    def send(self) -> RefitReport | None:
-        """Export the weights and send them; None on a rank that sends nothing.
+    def send(self) -> dict[str, int]:
+        """Export the weights and send them; returns the checksums of those that this rank has sent (see `RefitSender`).
 
         Raises:
             ValueError: The export has changed since `connect`.

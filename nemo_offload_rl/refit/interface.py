@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, Self
+from typing import Any, Protocol
 
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
@@ -44,57 +44,20 @@ class Receiver:
         return self.actor.load_weights.remote(bucket)
 
 
-@dataclass(frozen=True)
-class RefitReport:
-    """What one refit moved.
-
-    Attributes:
-        num_tensors: Tensors sent.
-        num_bytes: Their bytes, counted once however many receivers there are.
-        num_buckets: Buckets they were sent in.
-        seconds: Wall time, the export of the weights included.
-        checksums: `tensor_checksum` of each tensor as sent, by Hugging Face name; None where checking is off.
-    """
-
-    num_tensors: int
-    num_bytes: int
-    num_buckets: int
-    seconds: float
-    checksums: dict[str, int] | None
-
-    @classmethod
-    def of_ranks(cls, reports: Sequence[Self | None]) -> Self:
-        """Sum up what the ranks have sent; None for a rank that sends nothing.
-
-        Raises:
-            RuntimeError: If two ranks have sent different tensors under one name.
-        """
-        sent = [report for report in reports if report is not None]
-        checksums: dict[str, int] = {}
-        for report in sent:
-            for name, checksum in (report.checksums or {}).items():
-                if checksums.setdefault(name, checksum) != checksum:
-                    raise RuntimeError(f"Two ranks of the policy have sent different weights as {name}.")
-        return cls(
-            num_tensors=sum(report.num_tensors for report in sent),
-            num_bytes=sum(report.num_bytes for report in sent),
-            num_buckets=sum(report.num_buckets for report in sent),
-            seconds=max(report.seconds for report in sent),
-            checksums=None if any(report.checksums is None for report in sent) else checksums,
-        )
-
-
 class RefitSender(Protocol):
     """One policy rank's end of a transport, which lives as long as the rank: buffers and handles are made once."""
 
-    def send(self, weights: Iterable[NamedTensor]) -> RefitReport | None:
+    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Send the weights and return once the receivers have loaded them.
 
-        The export behind `weights` is collective: every rank draws them to the end, also one that sends nothing and
-        returns None.
+        The export behind `weights` is collective: either all ranks draw them to the end, those that send nothing too,
+        or, where a transport has recorded the export, none of them does.
 
         Args:
             weights: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
+
+        Returns:
+            `tensor_checksum` of each tensor that this rank has sent, by name; none where the transport does not verify.
         """
         ...
 

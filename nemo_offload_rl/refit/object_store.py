@@ -1,6 +1,5 @@
 """Weights through Ray's object store: works on every machine, at the price of two copies through host memory."""
 
-import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Sequence
@@ -12,7 +11,7 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.interface import Receiver, RefitReport, RefitSender
+from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
 MAX_BUCKETS_IN_FLIGHT = 2
@@ -44,7 +43,7 @@ class ObjectStoreTransport:
 
     Attributes:
         receivers: All of them get every bucket.
-        verify: Whether the report carries the checksums of what was sent.
+        verify: Whether the sender returns the checksums of what it has sent.
     """
 
     receivers: Sequence[Receiver]
@@ -60,9 +59,10 @@ class ObjectStoreTransport:
 class DrawingSender:
     """Takes part in the export, which is collective, and sends nothing."""
 
-    def send(self, weights: Iterable[NamedTensor]) -> None:
+    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Draw all weights."""
         deque(weights, maxlen=0)
+        return {}
 
 
 class ObjectStoreSender:
@@ -74,9 +74,8 @@ class ObjectStoreSender:
         self._verify = verify
         self._buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
 
-    def send(self, weights: Iterable[NamedTensor]) -> RefitReport:
+    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
-        start = time.perf_counter()
         weights = iter(weights)
         checksums: dict[str, int] = {}
         in_flight: deque[list[Any]] = deque()
@@ -92,11 +91,4 @@ class ObjectStoreSender:
         deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
         while in_flight:
             ray.get(in_flight.popleft())
-        tensors = [spec for bucket in self._buckets for spec in bucket.tensors]
-        return RefitReport(
-            num_tensors=len(tensors),
-            num_bytes=sum(spec.num_bytes for spec in tensors),
-            num_buckets=len(self._buckets),
-            seconds=time.perf_counter() - start,
-            checksums=checksums if self._verify else None,
-        )
+        return checksums

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from nemo_offload_rl.generation.interface import GenerationInterface, HasWeightsChecksum
 from nemo_offload_rl.refit.checksum import require_equal_checksums
-from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 
 
@@ -22,8 +22,8 @@ class WeightSource(Protocol):
         """Makes room for the engine's weights."""
         ...
 
-    def send_weights(self) -> RefitReport:
-        """Sends every weight."""
+    def send_weights(self) -> dict[str, int]:
+        """Sends every weight; returns their checksums, where the transport verifies."""
         ...
 
     def offload_after_refit(self) -> None:
@@ -37,7 +37,7 @@ class WeightSync:
     Args:
         policy: where the weights come from.
         generation: where they go.
-        transport: how they go there; with ``verify`` it has to report checksums.
+        transport: how they go there; with ``verify`` it has to give checksums.
         verify: compare checksums of both sides after each refit.
 
     Raises:
@@ -76,10 +76,9 @@ class WeightSync:
             return
         self._policy.offload_before_refit()
         self._generation.prepare_for_generation(["weights"])
-        report = self._policy.send_weights()
+        sent = self._policy.send_weights()
         if self._received_checksums is not None:
-            assert report.checksums is not None
-            require_equal_checksums(report.checksums, self._received_checksums())
+            require_equal_checksums(sent, self._received_checksums())
         self._policy.offload_after_refit()  # its weights leave before the KV cache takes their room
         self._generation.prepare_for_generation(["kv_cache"])
         self._stale = False

@@ -15,7 +15,8 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
-from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.checksum import merge_checksums
+from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
@@ -181,9 +182,13 @@ class PolicyWorkerGroup:
         """Connect each rank to a transport and return what each refit will send through it."""
         return self._run("prepare_refit_info", [transport])[0]
 
-    def send_weights(self) -> RefitReport:
-        """Export the weights on all ranks and send them, each rank what its transport wants of it."""
-        return RefitReport.of_ranks(self._run("send_weights", from_all_ranks=True))
+    def send_weights(self) -> dict[str, int]:
+        """Export the weights on all ranks and send them, each rank what its transport wants of it.
+
+        Returns:
+            The checksums of what was sent, by name; none where the transport does not verify.
+        """
+        return merge_checksums(self._run("send_weights", from_all_ranks=True))
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write a checkpoint, each rank its part.

@@ -21,7 +21,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import RefitReport, RefitTransport
+from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.checksum import FileSum
@@ -302,8 +302,12 @@ class MegatronPolicyWorker:
         self.offload_before_refit()
         return self._weight_export.connect(transport)
 
-    def send_weights(self) -> RefitReport | None:
-        """Export the weights in Hugging Face names and send them; None on a rank that sends nothing; collective."""
+    def send_weights(self) -> dict[str, int]:
+        """Export the weights in Hugging Face names and send them; collective.
+
+        Returns:
+            The checksums of what this rank has sent, by name; none where the transport does not verify.
+        """
         self.offload_before_refit()
         with self._measuring("refit"):
             return self._weight_export.send()

@@ -6,6 +6,7 @@ import ray
 import torch
 
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec
+from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit.interface import Receiver
 from support.toy_policy import VOCABULARY, TableSampler
 
@@ -32,17 +33,17 @@ class Shard:
         self.columns = None
 
     def resources(self):
-        """By name, such as CPU_group_INDEX_ID of a placement group's bundle."""
+        """By name, such as CPU_group_INDEX_ID of a cluster group's bundle."""
         return set(ray._private.worker.global_worker.core_worker.resource_ids())
 
 
 class ShardedGeneration(TableSampler):
     """One engine over all bundles of a node; its weights are gone when it sleeps, and it has no checksums."""
 
-    def __init__(self, placement, ranks):
+    def __init__(self, cluster, ranks):
         super().__init__(Capabilities("object_store", keeps_weights=False, batch_independent_sampling=True))
         self.shards = [
-            ray.remote(Shard).options(**placement.actor_options(rank, 0.5)).remote(index, len(ranks))
+            ray.remote(Shard).options(**cluster.actor_options(rank, ENGINE_SHARE)).remote(index, len(ranks))
             for index, rank in enumerate(ranks)
         ]
         self.receivers = [Receiver(shard, (rank,)) for shard, rank in zip(self.shards, ranks, strict=True)]
@@ -63,9 +64,9 @@ class ShardedGeneration(TableSampler):
             ray.kill(shard)
 
 
-def start(policy_config, placement, ranks_by_engine):
+def start(policy_config, cluster, ranks_by_engine):
     (ranks,) = ranks_by_engine
-    return ShardedGeneration(placement, ranks)
+    return ShardedGeneration(cluster, ranks)
 
 
-ENGINE = EngineSpec(lambda policy_config, placement: policy_config["generation"]["num_shards"], start)
+ENGINE = EngineSpec(lambda policy_config, cluster: policy_config["generation"]["num_shards"], start)

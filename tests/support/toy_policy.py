@@ -18,7 +18,6 @@ from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import RefitReport
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum, file_sum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
@@ -115,9 +114,9 @@ class ToyPolicy:
     def prepare_refit_info(self, transport) -> ExportPlan:
         return self._weight_export.connect(transport)
 
-    def send_weights(self) -> RefitReport:
+    def send_weights(self) -> dict[str, int]:
         self.calls.append("send_weights")
-        return RefitReport.of_ranks([self._weight_export.send()])
+        return self._weight_export.send()
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         Path(folder).mkdir()
@@ -239,11 +238,11 @@ class LocalTransport:
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> "LocalTransport":
         return self
 
-    def send(self, weights: Iterable) -> RefitReport:
+    def send(self, weights: Iterable) -> dict[str, int]:
         named = list(weights)
         for engine in self.engines:
             engine.load_weights(named)
-        return RefitReport(len(named), 0, 1, 0.0, {name: tensor_checksum(tensor) for name, tensor in named})
+        return {name: tensor_checksum(tensor) for name, tensor in named}
 
 
 class Recorded:

@@ -67,7 +67,8 @@ LAYERS = {
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
     "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
     "generation": layer(
-        "data.batch", "metrics", "placement.signals", "refit", "hf_config", never="megatron transformer_engine"
+        "data.batch", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
+        never="megatron transformer_engine",
     ),
     "worker": layer(
         "plan", "model_check", "mcore", "memory", "residency", "activation_offload", "placement",

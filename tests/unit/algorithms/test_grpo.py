@@ -368,9 +368,9 @@ def test_dynamic_sampling_gives_up_with_advice():
 def test_refit_that_goes_wrong_is_seen():
     class Lossy(LocalTransport):
         def send(self, weights):
-            report = super().send(weights)
+            checksums = super().send(weights)
             self.engines[0].table[0, 0] += 1
-            return report
+            return checksums
 
     policy, generation = ToyPolicy(), ToyGeneration()
     weights = WeightSync(policy, generation, Lossy([generation]), verify=True)

@@ -44,9 +44,9 @@ def test_a_refit_sends_what_was_planned_before_the_first_one(make_worker):
     plan = worker.prepare_refit_info(LocalTransport([engine]))
     norms = []
     for _ in range(2):
-        report = worker.send_weights()
+        checksums = worker.send_weights()
         assert [TensorSpec.of(name, tensor) for name, tensor in engine.weights.items()] == list(plan.tensors)
-        assert report.num_tensors == len(plan.tensors) > 10
+        assert len(checksums) == len(plan.tensors) > 10
         norms.append(engine.weights["model.norm.weight"])
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
     assert not torch.equal(*norms)

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from nemo_offload_rl.refit import checksum
-from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
+from nemo_offload_rl.refit.checksum import merge_checksums, require_equal_checksums, tensor_checksum
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.int64, torch.uint8, torch.float8_e4m3fn]
 
@@ -72,3 +72,9 @@ def test_a_disagreement_names_the_tensors():
     require_equal_checksums({"a": 1, "b": 2}, {"a": 1, "b": 2})
     with pytest.raises(RuntimeError, match=r"1 missing \(c\); 1 not sent \(d\); 1 different \(b\)"):
         require_equal_checksums({"a": 1, "b": 2, "c": 3}, {"a": 1, "b": 5, "d": 3})
+
+
+def test_what_ranks_have_sent_is_put_together_and_compared():
+    assert merge_checksums([{"a": 1}, {}, {"b": 2, "a": 1}]) == {"a": 1, "b": 2}
+    with pytest.raises(RuntimeError, match="Two ranks of the policy have sent different weights as b"):
+        merge_checksums([{"a": 1, "b": 2}, {"b": 3}])
