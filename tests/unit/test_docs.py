@@ -8,7 +8,7 @@ import pytest
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
-RESULTS = REPOSITORY / "docs" / "results"
+RESULTS, PACKAGE = REPOSITORY / "docs" / "results", REPOSITORY / "nemo_offload_rl"
 EVERY_PAGE = pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
 
 
@@ -32,6 +32,8 @@ def test_files_of_the_repository_that_are_named_exist(page):
     named = re.findall(
         r"(?<![\w/.])((?:examples|tools|benchmarks|tests|docs|nemo_offload_rl)/[\w/.-]+\w)", page.read_text()
     )
+    in_package = re.findall(r"`([a-z_]+/[\w/]+\.py)`", page.read_text())
+    named += [f"nemo_offload_rl/{path}" for path in in_package if (PACKAGE / path.partition("/")[0]).is_dir()]
     templates = ("NAME", "my_", "YOUR")
     missing = [
         name for name in named if not any(t in name for t in templates) and not (REPOSITORY / name).exists()
