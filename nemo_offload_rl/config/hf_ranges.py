@@ -32,11 +32,13 @@ class _Range:
         return above and value <= self.most
 
 
-# The first that fits a name counts.
+# The first that fits a name counts; the first two are of sizes.
+# Layers are looked at one by one, by transformers, too; the deepest models have some hundred.
 _RANGES = (
+    _Range(re.compile(r"num_hidden_layers"), "at least 1 and at most 10000", 1, 10_000),
     _Range(
         re.compile(
-            r"num_hidden_layers|num_attention_heads|num_key_value_heads|hidden_size|head_dim|vocab_size"
+            r"num_attention_heads|num_key_value_heads|hidden_size|head_dim|vocab_size"
             r"|max_position_embeddings|num_experts_per_tok|decoder_sparse_step|kv_lora_rank|q_lora_rank"
             r"|qk_nope_head_dim|qk_rope_head_dim|v_head_dim|moe_intermediate_size|n_group|topk_group"
             r"|original_max_position_embeddings"
@@ -65,7 +67,7 @@ _RANGES = (
 
 def is_size(name: str) -> bool:
     """Whether a field of this name is a size that a model cannot be built without."""
-    return _RANGES[0].names.fullmatch(name) is not None
+    return any(one.names.fullmatch(name) for one in _RANGES[:2])
 
 
 def out_of_range(name: str, value: Any) -> str | None:

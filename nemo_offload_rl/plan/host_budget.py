@@ -115,6 +115,25 @@ def check_host_budget(
             raise _over_memory(here, host)
 
 
+def check_state_fits_host(state_bytes: int, host: HostMemory) -> None:
+    """Refuse a model whose training state does not fit into the memory of a host without GPUs.
+
+    Args:
+        state_bytes: parameters, gradients, optimizer state and reference weights of all ranks of the host.
+        host: its facts.
+
+    Raises:
+        HostBudgetError: one sentence.
+    """
+    usable = usable_bytes(host)
+    if state_bytes > usable:
+        raise HostBudgetError(
+            f"Without GPUs, parameters, gradients and optimizer state take {show_gib(state_bytes)} GiB of host memory "
+            f"on {host.hostname}, but {show_gib(usable)} GiB can be had; give a smaller model in policy.hf_config or "
+            "policy.model_name, or run on GPUs."
+        )
+
+
 def _over_limit(need: RankNeed, limit_bytes: int) -> HostBudgetError:
     enough = math.ceil(need.total_bytes / GIB)
     sentence = (

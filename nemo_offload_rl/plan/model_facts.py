@@ -6,7 +6,7 @@ routers are copied, layers are dealt out to pipeline stages, experts to expert-p
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_offload_rl.config.rules.base import EP, ETP, PP, TP
@@ -37,11 +37,19 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Weight:
-    """One parameter of a rank, in elements."""
+    """Parameters of a rank that have the same size.
+
+    Attributes:
+        num_elements: of each.
+        is_expert: whether they are of an expert.
+        is_router: whether they are of a router.
+        count: how many there are.
+    """
 
     num_elements: int
     is_expert: bool = False
     is_router: bool = False
+    count: int = 1
 
 
 def shard_facts(
@@ -118,7 +126,7 @@ def _grad_size(policy: Mapping[str, Any]) -> int:
 
 
 def _count(weights: list[_Weight]) -> int:
-    return sum(weight.num_elements for weight in weights)
+    return sum(weight.num_elements * weight.count for weight in weights)
 
 
 def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
@@ -221,8 +229,9 @@ def _layer_weights(architecture: Architecture, sizes: _Sizes, *, has_experts: bo
     yield _Weight(hidden * architecture.num_experts, is_router=True)
     if architecture.router_bias:
         yield _Weight(architecture.num_experts, is_router=True)
-    for _ in range(architecture.num_experts // sizes.expert):
-        yield from _mlp_weights(architecture, sizes.expert_tensor, is_expert=True)
+    num_experts = architecture.num_experts // sizes.expert
+    for weight in _mlp_weights(architecture, sizes.expert_tensor, is_expert=True):
+        yield replace(weight, count=num_experts)
 
 
 def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) -> Iterator[_Weight]:
@@ -252,7 +261,7 @@ def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, An
 def _largest_shard(weights: list[_Weight], ranks: int, ddp: Mapping[str, Any], data: int, *, bucketed: bool) -> int:
     if ranks == 1:
         return _count(weights)
-    padded = sum(_round_up(weight.num_elements, _PARAM_ALIGNMENT) for weight in weights)
+    padded = sum(_round_up(weight.num_elements, _PARAM_ALIGNMENT) * weight.count for weight in weights)
     num_buckets = 3  # an embedding that two stages share has a bucket of its own
     if bucketed and ddp["overlap_grad_reduce"]:  # megatron-core's buckets, on the first stage alone
         given = ddp["bucket_size"] if "bucket_size" in ddp else None

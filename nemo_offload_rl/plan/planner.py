@@ -65,6 +65,13 @@ class PlannedRun:
     plan: OffloadPlan
     needs: Sequence[RankNeed]
 
+    @property
+    def first_host_state_bytes(self) -> int:
+        """Bytes of the training state of all ranks of the first host, on GPUs and in host memory."""
+        ranks_per_stage = len(self.needs) // len(self.plan.ranks)
+        stages = [need.rank // ranks_per_stage for need in self.needs if need.host == self.needs[0].host]
+        return sum(sum(self.plan.ranks[stage].target_bytes.values()) for stage in stages)
+
 
 def plan_run(
     config: Mapping[str, Any], hf_config: Mapping[str, Any], *, algorithm: str, link_bytes_per_s: float | None = None

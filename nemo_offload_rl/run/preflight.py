@@ -11,10 +11,12 @@ from nemo_offload_rl.config import adapt_to_cpu
 from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.config.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+from nemo_offload_rl.plan.host_budget import check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
-from nemo_offload_rl.plan.planner import plan_run
+from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from nemo_offload_rl.worker.environment import library_environment
 
 
@@ -26,7 +28,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
 
     Raises:
-        HostBudgetError: as `check_sizes`.
+        HostBudgetError: as `check_sizes`; or this machine has no GPU, and too little memory for the model.
         ValueError: as `check_sizes`; the model's config cannot be had from the hub; or the environment does not go with
             CUDA graphs.
     """
@@ -38,16 +40,21 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     megatron = policy["megatron_cfg"]
     if has_gpus and megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
-    check_sizes(config, algorithm, has_gpus=has_gpus)
+    planned = check_sizes(config, algorithm, has_gpus=has_gpus)
+    if planned is not None and not has_gpus:
+        check_state_fits_host(planned.first_host_state_bytes, host_facts())
 
 
-def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) -> None:
+def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) -> PlannedRun | None:
     """Refuse what does not fit, of a model whose config is in the recipe or in a folder; others are left to workers.
 
     Args:
         config: a validated recipe.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         has_gpus: whether the workers have; without, what needs one is off.
+
+    Returns:
+        The plan; None where the model's sizes are not known here.
 
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.
@@ -58,12 +65,13 @@ def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) ->
         config, _ = adapt_to_cpu(config)
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
-        return
+        return None
     fields = hf_config(policy).to_dict()
     check_model(fields, policy["megatron_cfg"])
     try:
-        plan_run(config, fields, algorithm=algorithm)
+        return plan_run(config, fields, algorithm=algorithm)
     except UnknownArchitectureError as error:
         activations = settings(policy).activations
         if activations is not None:
             limit_where_unknown(activations, error)
+        return None

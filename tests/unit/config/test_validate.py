@@ -128,6 +128,10 @@ MEGATRON = "policy.megatron_cfg"
             "+policy.hf_config_overrides={num_hidden_layers: 0}",
             "_overrides.num_hidden_layers: must be at least 1; found 0",
         ),
+        (
+            "+policy.hf_config_overrides={num_hidden_layers: 1000000}",
+            "_overrides.num_hidden_layers: must be at least 1 and at most 10000; found 1000000",
+        ),
         ("+policy.hf_config_overrides={head_dim: '32'}", "must be an integer; found '32'; write it without quotes"),
         ("+policy.hf_config_overrides={num_experts: 8.0}", "num_experts: must be an integer; found 8.0"),
         ("+policy.hf_config_overrides={vocab_size: -1}", "policy.hf_config_overrides.vocab_size: must be at least 1"),

@@ -8,7 +8,7 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.plan import PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S
-from nemo_offload_rl.plan.planner import make_plan, plan_run, rank_needs
+from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run, rank_needs
 from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
 from tools.public_models import QWEN2_5_1_5B
@@ -147,6 +147,8 @@ def test_ranks_of_a_stage_fill_one_host_after_another():
         (5, "host 1", 4000),
     ]
     assert plan.largest_rank.stage == 0
+    assert PlannedRun(plan, needs).first_host_state_bytes == 3 * 11600  # frozen ones have no gradients
+    assert PlannedRun(plan, rank_needs(plan, ranks_per_host=2, num_hosts=1)).first_host_state_bytes == 11600 + 5600
 
 
 def test_the_plan_of_a_whole_recipe():

@@ -153,6 +153,19 @@ def test_nothing_is_refused_that_is_off_without_a_gpu(check, monkeypatch):
     check(*OFFLOAD, *CAPTURE, UNKNOWN, environ=EXPANDS)
 
 
+@pytest.mark.parametrize(
+    "size",
+    ["hidden_size=1000000", "intermediate_size=1000000000", "vocab_size=1000000000", "num_attention_heads=1000000"],
+)
+def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, monkeypatch, size):
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    message = (
+        r"^Without GPUs, parameters, gradients and optimizer state take [\d,.]+ GiB of host memory on .*, but [\d.]+"
+    )
+    with pytest.raises(HostBudgetError, match=message):
+        check("~warm_start", f"policy.hf_config.{size}", recipe=TINY)
+
+
 def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("ray.init", lambda *args, **kwargs: pytest.fail("Ray was started"))
     overrides = [f"{LIMIT}=0.0001", f"logger.log_dir={tmp_path}"]
