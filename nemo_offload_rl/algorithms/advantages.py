@@ -1,4 +1,4 @@
-"""From rewards to advantages: pure functions of a table of rewards, a row a prompt and a column a generation."""
+"""Turns rewards into advantages: pure functions of a table of rewards, a row a prompt and a column a generation."""
 
 from __future__ import annotations
 

@@ -53,7 +53,7 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class ValidationSampling:
-    """What validation samples.
+    """The problems and settings of validation.
 
     Attributes:
         problems: one answer is sampled to each; may be empty.
@@ -148,7 +148,7 @@ class GRPO:
                 batch["reference_policy_logprobs"] = reference["reference_logprobs"]
 
     def validate(self, step: int) -> dict[str, float]:
-        """One answer to each validation problem.
+        """Samples one answer to each validation problem.
 
         Returns:
             ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
@@ -172,7 +172,7 @@ class GRPO:
 
     @property
     def position(self) -> DataPosition:
-        """Where the training data goes on."""
+        """Returns the position at which the training data goes on."""
         return self._sample.prompts.position
 
     @position.setter

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValidationData:
-    """What validation measures the loss of.
+    """The data of which validation measures the loss.
 
     Attributes:
         problems: all that are used; may be empty.
@@ -116,7 +116,7 @@ class SFT:
 
     @property
     def position(self) -> DataPosition:
-        """Where the training data goes on."""
+        """Returns the position at which the training data goes on."""
         return self._examples.position
 
     @position.setter

@@ -144,7 +144,7 @@ def _join(columns: Sequence[Any], fill: float) -> Any:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """What a loss divides by: counts over the global batch, so over every micro-batch of every data-parallel rank.
+    """Counts that a loss divides by, over the global batch: every micro-batch of every data-parallel rank.
 
     Attributes:
         valid_seqs: 0-dim float32, the sum of ``sample_mask``.

@@ -1,4 +1,4 @@
-"""What is wrong with data that a recipe names."""
+"""Errors of data that a recipe names."""
 
 
 class DataError(ValueError):

@@ -59,7 +59,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
 
 
 class _RowError(ValueError):
-    """What is wrong with a row; the message goes on after its place."""
+    """A row is wrong; the message follows its place."""
 
 
 def _next_line(lines: io.TextIOWrapper, path: Path, number: int) -> str:

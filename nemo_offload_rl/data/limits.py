@@ -1,4 +1,4 @@
-"""How large a line of a dataset or a text file may be: far above what fits into a model's context."""
+"""Limits the size of lines and text files, far above what fits into a model's context."""
 
 # Characters of a line of a JSONL file; a long context of a million tokens has some 4 million.
 MAX_LINE_CHARS = 2**24

@@ -12,7 +12,7 @@ from nemo_offload_rl.data.problem import Problem, ProblemSet
 
 @dataclass(frozen=True)
 class DataPosition:
-    """All that a loader remembers: whole epochs done, and samples taken in the current one."""
+    """Records where a loader is: whole epochs done, and samples taken in the current one."""
 
     epoch: int
     samples: int

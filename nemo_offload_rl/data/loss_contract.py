@@ -1,4 +1,4 @@
-"""What a worker asks of a loss. Here, and not beside the losses, so that a worker need not import algorithms."""
+"""Defines what a worker asks of a loss; not beside the losses, so that a worker need not import algorithms."""
 
 from __future__ import annotations
 

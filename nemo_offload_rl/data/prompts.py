@@ -1,4 +1,4 @@
-"""From problems to token ids: prompt files, chat templates, special tokens, and a limit on the length."""
+"""Turns problems into token ids: prompt files, chat templates, special tokens, and a limit on the length."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class TokenizedProblem:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """How a problem becomes tokens.
+    """Turns a problem into tokens.
 
     A tokenizer with a chat template gets the problem as a conversation; one without gets plain text.
 

@@ -86,7 +86,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """One token a character: the ten digits, ``+``, ``=``, end of sequence and padding, 14 in all."""
+    """Makes a tokenizer with a token a character: ten digits, ``+``, ``=``, end of sequence and padding, 14 in all."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -25,7 +25,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""What stands in the last complete ``\boxed{...}``, braces inside it included; None where there is none."""
+    r"""Returns the content of the last complete ``\boxed{...}``, inner braces included; None where there is none."""
     marker = r"\boxed{"
     start = text.rfind(marker)
     while start >= 0:

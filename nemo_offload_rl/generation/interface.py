@@ -1,4 +1,4 @@
-"""What the algorithms ask of a generation engine, whatever runs behind it."""
+"""Defines what the algorithms ask of a generation engine, whatever runs behind it."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ WakeUpTag = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How tokens are chosen.
+    """Settings of sampling.
 
     Attributes:
         max_new_tokens: The most tokens a sequence gets, its stop token included.
@@ -72,7 +72,7 @@ class GenerationRequest:
 
 @dataclass
 class GenerationOutput:
-    """What was generated, row by row of the request.
+    """The generated tokens, row by row of the request.
 
     Attributes:
         output_ids: New tokens, the stop token included.
@@ -102,7 +102,7 @@ class GenerationError(RuntimeError):
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What an engine declares of itself; an engine with the method of `HasWeightsChecksum` can be verified, too.
+    """Properties that an engine declares; an engine with the method of `HasWeightsChecksum` can be verified, too.
 
     Attributes:
         refit_transport: Which of `refit.TRANSPORTS` brings its weights.
@@ -120,7 +120,7 @@ class GenerationInterface(Protocol):
 
     @property
     def capabilities(self) -> Capabilities:
-        """What loops may rely on."""
+        """Properties that loops may rely on."""
         ...
 
     @property

@@ -21,7 +21,7 @@ from nemo_offload_rl.config.libraries import untested_megatron_core
 
 
 def activation_options(config: Any) -> ActivationOptions:
-    """What a model's TransformerConfig asks for, on this rank."""
+    """Reads the options of this rank from a model's TransformerConfig."""
     rank, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() or 1
     return ActivationOptions(
@@ -82,7 +82,7 @@ _THEIR_CHECKPOINT = CheckpointWithoutOutput.checkpoint
 
 
 def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[..., Any], *args: Any) -> Any:
-    """What selective recomputation calls, with the arguments of megatron-core's `CheckpointWithoutOutput.checkpoint`.
+    """Runs selective recomputation, with the arguments of megatron-core's `CheckpointWithoutOutput.checkpoint`.
 
     It saves the inputs, detached. It empties the outputs' storages once the modules that read them are through, and
     fills them in the backward pass; where a module of its own computes a layer's first norm, as in multi-latent
@@ -99,7 +99,7 @@ def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[...,
 
 
 class _EndOfCapturedBackward(torch.autograd.Function):
-    """Nothing, and in a captured backward pass the last thing in it."""
+    """Does nothing, as the last node of a captured backward pass."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -112,7 +112,7 @@ class _EndOfCapturedBackward(torch.autograd.Function):
 
 
 class CapturedLayerInterface(FineGrainedActivationOffloadingInterface):
-    """What a layer calls while its graphs are captured, for our manager.
+    """Answers a layer's calls while its graphs are captured, for our manager.
 
     megatron-core's own joins its manager's copy streams, which is an error in a capture that has copied nothing.
     """

@@ -27,7 +27,7 @@ from nemo_offload_rl.mcore.weight_names import check_weights
 
 @dataclass
 class TrainingState:
-    """What one rank holds of the model and its training."""
+    """Holds one rank's part of the model and its training."""
 
     bridge: Any
     """The `AutoBridge` that converts names and weights between Hugging Face and Megatron."""

@@ -90,7 +90,7 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
 def readable_state(
     state: TrainingState, *, with_optimizer: bool, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """What `save` gives to megatron-core, for the same arguments."""
+    """Returns what `save` gives to megatron-core, for the same arguments."""
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
     for entry in nested_values(sharded):
         # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without

@@ -36,7 +36,7 @@ class _Bucket:
 
 
 class _Entry:
-    """What torch writes one entry into; closing it leaves the file open."""
+    """The stream that torch writes one entry into; closing it leaves the file open."""
 
     def __init__(self, file: HashingFile, *, is_last: bool) -> None:
         self.write = file.write
@@ -175,7 +175,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """What a rank tells the others when it is through."""
+    """A rank's result, as the other ranks receive it."""
 
     sums: Mapping[str, FileSum]
     error: OSError | None

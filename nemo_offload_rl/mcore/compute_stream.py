@@ -4,7 +4,7 @@ import torch
 
 
 class ComputeStream:
-    """What this thread queues runs on the stream that it has, or on another one where that may not be the default.
+    """Keeps a thread's work on its stream, or puts it on another one where that may not be the default.
 
     A captured backward pass must not touch the default stream, or it ends with cudaErrorStreamCaptureInvalidated; and
     autograd's nodes that add up gradients run on the stream that they were made on. megatron-core's training has a

@@ -42,7 +42,7 @@ _KEY = "policy.megatron_cfg.cuda_graph_impl"
 
 
 class StepGraphs(Protocol):
-    """What replays graphs in training steps, or does nothing of the kind."""
+    """Replays graphs in training steps, or does nothing."""
 
     num_replays: int
     """Forward graphs replayed in the last training step, on this rank."""
@@ -65,16 +65,16 @@ class NoCudaGraphs:
     fixed_shapes = False
 
     def step(self, batches: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """Nothing happens around the step."""
+        """Runs the step as it is."""
         return contextlib.nullcontext()
 
     def delete(self) -> None:
-        """There is nothing to delete."""
+        """Does nothing: there are no graphs."""
 
 
 @dataclass(frozen=True)
 class StepShape:
-    """What a captured set of graphs is for.
+    """The shape that a set of graphs was captured for.
 
     Attributes:
         num_microbatches: of a step.

@@ -1,4 +1,4 @@
-"""What megatron-core's layers keep of a step that fails or is skipped, and how they let go of it."""
+"""Clears what megatron-core's layers keep of a step that fails or is skipped."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence

@@ -1,4 +1,4 @@
-"""What has to hold around the capture of a CUDA graph, and what megatron-core's layers are told differently for it."""
+"""Prepares the capture of a CUDA graph: conditions around it, and methods of megatron-core's layers during it."""
 
 import contextlib
 import functools
@@ -51,7 +51,7 @@ class NoObserver(CaptureObserver):
 
 
 def addresses(layers: Sequence[Any]) -> list[int]:
-    """Where everything lies that graphs were captured with."""
+    """Returns the addresses of all tensors that graphs were captured with."""
     held = [tensor for layer in layers for tensor in (*layer.parameters(), *layer.buffers())]
     held += [tensor.main_grad for tensor in held if hasattr(tensor, "main_grad")]
     return [tensor.data_ptr() for tensor in held]
@@ -104,7 +104,7 @@ class FrozenShapes:
             self._values += [(dispatcher, name, vars(dispatcher)[name]) for name in named if name in vars(dispatcher)]
 
     def restore(self) -> None:
-        """As they were after the capture; before replays."""
+        """Restores the shapes of after the capture; called before replays."""
         for dispatcher, name, value in self._values:
             setattr(dispatcher, name, value)
 

@@ -131,7 +131,7 @@ def _layers_of_stage(config: Any, vp_stage: int | None) -> Sequence[int]:
 
 
 def _expert_layers(config: Any) -> list[bool]:
-    """For each layer of the model whether it has experts, as `get_gpt_decoder_layer_specs` reads `moe_layer_freq`."""
+    """Returns for each layer whether it has experts, as `get_gpt_decoder_layer_specs` reads `moe_layer_freq`."""
     freq = config.moe_layer_freq
     if config.num_moe_experts is None:
         return [False] * config.num_layers

@@ -11,7 +11,7 @@ from nemo_offload_rl.data.batch import BatchedData
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward pass reads.
+    """The input of one forward pass.
 
     Attributes:
         data: the samples, each field as in the batch, sequences right padded to a common length S.

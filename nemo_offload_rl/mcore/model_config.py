@@ -1,4 +1,4 @@
-"""From the recipe's policy section to Megatron's own configs; pure apart from reading the Hugging Face config."""
+"""Makes Megatron's own configs of a recipe's policy section; pure apart from reading the Hugging Face config."""
 
 import dataclasses
 import functools
@@ -128,7 +128,7 @@ def _dtype_or_same(value: Any) -> Any:
 
 
 def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
-    """What the recipe sets on Megatron-Bridge's model provider.
+    """Returns the fields that the recipe sets on Megatron-Bridge's model provider.
 
     Args:
         policy: the policy section.

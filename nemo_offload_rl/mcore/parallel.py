@@ -21,7 +21,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """How a model is spread over ranks; the data-parallel size is what is left of the world size."""
+    """The parallel sizes of a model; the data-parallel size is the rest of the world size."""
 
     tensor: int
     pipeline: int

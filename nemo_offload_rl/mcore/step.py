@@ -1,4 +1,4 @@
-"""One training step, and forward-only passes, over megatron-core's own schedules."""
+"""Runs a training step, and forward-only passes, over megatron-core's own schedules."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
 
 @dataclass
 class StepResult:
-    """What one optimizer step reports, equal on every rank."""
+    """The report of one optimizer step, equal on every rank."""
 
     loss: float
     grad_norm: float

@@ -1,4 +1,4 @@
-"""Where the metrics of a run go: metrics.jsonl always, TensorBoard and wandb where the recipe asks for them."""
+"""Writes the metrics of a run: metrics.jsonl always, TensorBoard and wandb where the recipe asks for them."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class RunLogger:
 
 
 class JsonlSink:
-    """One JSON object a step, complete on disk after every write; a non-finite number is written as null.
+    """Writes one JSON object a step, complete on disk after every write; a non-finite number is null.
 
     Where the disk is full rows are kept, and written as soon as there is space.
 

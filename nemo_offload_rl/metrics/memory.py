@@ -1,4 +1,4 @@
-"""What this process holds in host and GPU memory."""
+"""Measures this process's host and GPU memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What moved between GPU and host in a run, from its metrics: `residency/PHASE/TARGET/QUANTITY`."""
+"""Sums up the moves between GPU and host in a run, from its metrics: `residency/PHASE/TARGET/QUANTITY`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
 
 
 def moves_table(rows: Sequence[Mapping[str, float | None]]) -> Table | None:
-    """What was copied over the link, a row for each phase that was entered and target that had to move for it.
+    """Makes a table of the copies over the link, a row for each phase and target that moved for it.
 
     Dropped and zeroed memory crosses no link and has no row.
 

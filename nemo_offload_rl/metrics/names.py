@@ -12,7 +12,7 @@ MEASUREMENTS = ("timing/", "performance/", "residency/")
 
 
 def logged_name(recipe_name: str) -> str:
-    """From a recipe's name of a metric to the one in metrics.jsonl.
+    """Translates a recipe's name of a metric to the one in metrics.jsonl.
 
     Raises:
         ValueError: the name has neither ``val:`` nor ``train:`` in front.
@@ -31,7 +31,7 @@ def memory_metrics(owner: str, stats: Mapping[str, float]) -> dict[str, float]:
 
 
 def residency_metrics(moves: Mapping[str, float]) -> dict[str, float]:
-    """What moved between GPU and host during a step, as logged; it differs from run to run."""
+    """Names the moves between GPU and host during a step as they are logged; they differ from run to run."""
     return {f"residency/{name}": value for name, value in moves.items()}
 
 

@@ -1,4 +1,4 @@
-"""What a user sees of a run: live progress while it runs, and the table of its phases at its end."""
+"""Shows a run to its user: live progress, and the table of its phases at its end."""
 
 from __future__ import annotations
 

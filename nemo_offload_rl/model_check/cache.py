@@ -19,7 +19,7 @@ _SOURCES = ("hf_config.py", "mcore", "model_check")
 
 
 def folder() -> Path:
-    """Where results are kept: below XDG_CACHE_HOME, or ~/.cache where that is not set."""
+    """Returns the folder of results: below XDG_CACHE_HOME, or ~/.cache where that is not set."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / nemo_offload_rl.__name__ / "model_check"
 

@@ -123,7 +123,7 @@ def _compare_once(
 
 @contextlib.contextmanager
 def _refusals(sentence: str) -> Iterator[None]:
-    """What the libraries raise where they do not know what a config asks for: nearly anything."""
+    """Returns the exceptions that libraries raise at configs they do not know: nearly any."""
     kinds = (
         ArithmeticError,
         AssertionError,

@@ -1,4 +1,4 @@
-"""What transformers computes of the twin: random weights, log-probs, gradients."""
+"""Computes the twin with transformers: random weights, log-probs, gradients."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ _SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Reference:
-    """What Megatron's model has to come to.
+    """The results that Megatron's model has to reach.
 
     Attributes:
         weights: by the names and in the shapes of files.

@@ -1,4 +1,4 @@
-"""What a check of a model found, as it is kept in files and said to users; imports nothing of a library's."""
+"""Holds the result of a model's check, for files and users; imports no library."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,7 +13,7 @@ GRADIENT_LIMIT = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """How far apart the two models are.
+    """The distance of the two models.
 
     Attributes:
         batches: padded or packed.
@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """What one check found.
+    """The result of one check.
 
     Attributes:
         differences: one entry for each kind of batches.

@@ -157,7 +157,7 @@ def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Any], per_layer: Sequence[str], index: int) -> tuple[Any, ...]:
-    """What tells a layer apart from others of the model, as far as the keys say."""
+    """Returns the properties that tell a layer apart from others of the model, as far as the keys say."""
     return (
         *(repr(config[key][index]) for key in per_layer),
         *(index < config[key] for key in _LAYER_COUNT_KEYS if _is_count(config, key)),

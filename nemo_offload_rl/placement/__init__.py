@@ -1,1 +1,1 @@
-"""Where processes run: Ray's placement, and the machine's topology."""
+"""Places processes: Ray's placement, and the machine's topology."""

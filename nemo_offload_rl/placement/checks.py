@@ -1,4 +1,4 @@
-"""What a machine's facts mean for offloading: a verdict on each, and what to do where it is not good."""
+"""Judges a machine's facts for offloading: a verdict on each, and a remedy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ REQUIRED_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers"
 
 
 class Verdict(StrEnum):
-    """What to make of a fact."""
+    """The judgement of a fact."""
 
     OK = "ok"
     WARNING = "warning"

@@ -107,7 +107,7 @@ class Cluster:
         return self.world_size // self.ranks_per_node
 
     def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
-        """For each generation engine the ranks whose bundles it shares, all of one node.
+        """Returns for each generation engine the ranks whose bundles it shares, all of one node.
 
         Args:
             bundles_per_engine: Bundles (GPUs) that an engine spans.

@@ -1,4 +1,4 @@
-"""What `nemo-offload-rl doctor` prints: a verdict on each fact about this machine, or the facts as JSON."""
+"""Prints the doctor's report: a verdict on each fact about this machine, or the facts as JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What a GPU's link to host memory carries: in theory, and measured with page-locked memory."""
+"""Measures a GPU's link to host memory with page-locked memory, and computes its limit."""
 
 import statistics
 import time
@@ -41,7 +41,7 @@ class LinkSpeed:
 
 
 def pcie_gb_per_s(generation: int | None, width: int | None) -> float | None:
-    """What a PCI Express link carries at most in one direction, GB/s; None for an unknown link."""
+    """Returns the limit of a PCI Express link in one direction, GB/s; None for an unknown link."""
     if generation is None or width is None or generation not in _LANE_GB_PER_S:
         return None
     return _LANE_GB_PER_S[generation] * width

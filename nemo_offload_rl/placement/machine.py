@@ -59,7 +59,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """All that `nemo-offload-rl doctor` looks at.
+    """The facts that `nemo-offload-rl doctor` judges.
 
     Attributes:
         host: Host memory.
@@ -161,7 +161,7 @@ def stack_versions() -> dict[str, str | None]:
 
 
 def _cgroups_free_bytes(proc: Path, sysfs: Path) -> Iterator[int]:
-    """What each memory limit leaves, of this process's cgroup and those above it; both versions may be mounted."""
+    """Yields what each memory limit leaves, of this cgroup and those above it; both versions may be mounted."""
     own_paths: dict[str, str] = {}
     for line in (read_text(proc / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)

@@ -1,1 +1,1 @@
-"""What a recipe will hold where, and whether it fits: pure functions of the recipe and of facts that are passed in."""
+"""Plans what a recipe will hold where, and whether it fits: pure functions of the recipe and of given facts."""

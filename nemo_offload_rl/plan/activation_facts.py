@@ -1,4 +1,4 @@
-"""What activation offloading works on, of each pipeline stage: from a recipe and a model's config."""
+"""Derives the facts of activation offloading of each pipeline stage from a recipe and a model's config."""
 
 import math
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 def activation_facts(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int
 ) -> tuple[ActivationFacts, ...]:
-    """What one rank of each pipeline stage computes on in a training step whose micro-batches are as long as can be.
+    """Returns the facts of one rank of each pipeline stage, for a training step with the longest micro-batches.
 
     Expert-parallel ranks are data-parallel ranks with micro-batches of their own, so a rank's experts get on average
     tokens x top-k of a micro-batch, however many ranks share the experts: 1 / EP of the tokens of EP ranks. Ranks that
@@ -74,7 +74,7 @@ def activation_facts(
 
 
 def _num_tokens(policy: Mapping[str, Any]) -> int:
-    """Of the longest micro-batch, as the worker pads it."""
+    """Returns the tokens of the longest micro-batch, as the worker pads it."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
     length = _round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
@@ -84,14 +84,14 @@ def _num_tokens(policy: Mapping[str, Any]) -> int:
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:
-    """Of a step on one rank; a packed row may have a single sample."""
+    """Returns the most micro-batches of a step on one rank; a packed row may have a single sample."""
     samples = policy["train_global_batch_size"] // data_parallel_size
     rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
     return max(1, math.ceil(samples / rows))
 
 
 def _padding(cfg: Mapping[str, Any]) -> float:
-    """How many times the average tokens of an expert it computes on: with a capacity, each is padded to that."""
+    """Returns an expert's tokens over the average: with a capacity, each is padded to that."""
     pads = _set(cfg, "moe_pad_expert_input_to_capacity", False)
     return float(_set(cfg, "moe_expert_capacity_factor", 1.0)) if pads else 1.0
 

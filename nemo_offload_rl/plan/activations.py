@@ -27,7 +27,7 @@ _KEPT_BY: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core
 
 @dataclass(frozen=True)
 class ActivationSettings:
-    """What a recipe asks of activation offloading.
+    """The settings of activation offloading in a recipe.
 
     Attributes:
         modules: names of `SAVED_BY`.
@@ -157,7 +157,7 @@ def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, 
 
 
 def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationSettings) -> int:
-    """Of the slab that one group takes."""
+    """Returns the bytes of the host pool that one group takes."""
     has_nameless = module == "core_attn" and settings.min_elements <= _NAMELESS_ELEMENTS
     named = sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
     return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
@@ -168,7 +168,7 @@ def _groups_that_leave(
     settings: ActivationSettings,
     which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = which_leave,
 ) -> dict[str, int]:
-    """Of each module, how many layers of a model chunk leave with the recipe's fraction."""
+    """Counts for each module the layers of a model chunk that are offloaded with the recipe's fraction."""
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
     num_layers = -(-facts.num_layers // facts.num_model_chunks)
     leaves = which([list(sizes.values())] * num_layers, settings.fraction)

@@ -16,7 +16,7 @@ MEGATRON = "policy.megatron_cfg"
 
 @dataclass(frozen=True)
 class Family:
-    """What a family's bridge sets whatever the config says; None where it reads the config.
+    """The fields that a family's bridge sets whatever the config says; None where it reads the config.
 
     Attributes:
         qkv_bias: biases of the query, key and value projections.

@@ -26,7 +26,7 @@ _MORE_RANKS = (
 
 
 class HostMemory(Protocol):
-    """What is asked of a host's facts (placement.machine.HostFacts has it)."""
+    """The facts of a host's memory (placement.machine.HostFacts has them)."""
 
     @property
     def hostname(self) -> str:
@@ -35,17 +35,17 @@ class HostMemory(Protocol):
 
     @property
     def available_bytes(self) -> int:
-        """What the kernel says can be had without swapping (MemAvailable)."""
+        """Bytes available without swapping (MemAvailable)."""
         ...
 
     @property
     def cgroup_free_bytes(self) -> int | None:
-        """What the cgroup's limit leaves; None where there is no limit."""
+        """Bytes that the cgroup's limit leaves; None where there is no limit."""
         ...
 
     @property
     def memlock_bytes(self) -> int | None:
-        """What a process may lock (RLIMIT_MEMLOCK); None where that is unlimited."""
+        """Bytes that a process may lock (RLIMIT_MEMLOCK); None where that is unlimited."""
         ...
 
 
@@ -76,12 +76,12 @@ class HostBudgetError(ValueError):
 
 
 def margin_bytes(host: HostMemory) -> int:
-    """What is left to others."""
+    """Returns the bytes that are left to other processes."""
     return max(int(MARGIN_SHARE * _free_bytes(host)), MIN_MARGIN_BYTES)
 
 
 def usable_bytes(host: HostMemory) -> int:
-    """What all ranks of a host may take together."""
+    """Returns the bytes that all ranks of a host may take together."""
     return max(0, _free_bytes(host) - margin_bytes(host))
 
 
@@ -167,7 +167,7 @@ def _error(
 
 
 def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
-    """What each rank needs of each target, and of activations where any rank does, in GiB."""
+    """Makes a table of each rank's needs by target, and of activations where any rank has some, in GiB."""
     with_activations = any(need.activation_bytes for need in needs)
     columns = [*Target, "activations"] if with_activations else list(Target)
     widths = [max(len(column), 8) for column in columns]
@@ -202,7 +202,7 @@ def _sources(host: HostMemory) -> Iterator[str]:
 
 
 def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
-    """What each key would free, the largest first, and whether it is enough."""
+    """Yields what each key would free, the largest first, and whether it is enough."""
     params, optimizer, reference = (
         sum(_bytes_of(need, target) for need in needs)
         for target in (Target.PARAMS, Target.OPTIMIZER_STATE, Target.REFERENCE_WEIGHTS)

@@ -1,4 +1,4 @@
-"""What each rank holds of a model: counts of its parameters, and the shard of them that its optimizer keeps.
+"""Counts what each rank holds of a model: its parameters, and the shard of them that its optimizer keeps.
 
 The layout of parameters over ranks is megatron-core's: linear layers are split over tensor-parallel ranks, norms and
 routers are copied, layers are dealt out to pipeline stages, experts to expert-parallel ranks.
@@ -55,7 +55,7 @@ class _Weight:
 def shard_facts(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, has_reference: bool
 ) -> tuple[ShardFacts, ...]:
-    """What one rank of each pipeline stage holds.
+    """Returns the shard facts of one rank of each pipeline stage.
 
     Counts of parameters are exact. So is the optimizer's shard with one data-parallel rank; with several it is the
     largest one's, with at most the padding of the buffers on top (64 elements a parameter, 128 a bucket).

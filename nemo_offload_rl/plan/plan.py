@@ -21,7 +21,7 @@ _ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
 @dataclass(frozen=True)
 class Traffic:
-    """What one target sends over the link when a phase is entered."""
+    """The bytes that one target sends over the link when a phase is entered."""
 
     target: Target
     d2h_bytes: int
@@ -62,7 +62,7 @@ class RankActivations:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank of a pipeline stage holds, in bytes.
+    """The bytes that one rank of a pipeline stage holds.
 
     Attributes:
         stage: the pipeline stage.
@@ -89,13 +89,13 @@ class RankPlan:
 
     @property
     def total_host_bytes(self) -> int:
-        """All host memory that the rank needs."""
+        """Returns the host memory that the rank needs, all of it."""
         return sum(self.host_bytes.values()) + self.activation_bytes
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """What a recipe asks of the residency engine.
+    """The plan of a recipe for the residency engine.
 
     Attributes:
         table: where each target lives in each phase.

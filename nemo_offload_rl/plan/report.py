@@ -1,4 +1,4 @@
-"""What `nemo-offload-rl plan` prints of an `OffloadPlan`: tables, or the same as JSON."""
+"""Prints an `OffloadPlan`: tables, or the same as JSON."""
 
 import dataclasses
 import json

@@ -1,4 +1,4 @@
-"""What each module keeps for the backward pass: the tensors that autograd saves in it, of a layer and micro-batch.
+"""Lists the tensors that autograd saves in each module, of a layer and micro-batch.
 
 Read in megatron-core 0.19.2 (`core`) and Transformer Engine 2.20 (`TE`), without fp8; said at each function. Tensors of
 one storage have one name, whichever modules save them. Not modelled:
@@ -17,7 +17,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """What one rank of a pipeline stage computes on; its own share of what is split over ranks."""
+    """The sizes that one rank of a pipeline stage computes with; its own share of what is split over ranks."""
 
     num_tokens: int
     """Of a micro-batch, padding included, as attention sees them."""

@@ -1,4 +1,4 @@
-"""What a weight transport is: a sender in each policy rank, and buckets that engines load."""
+"""Defines a weight transport: a sender in each policy rank, and buckets that engines load."""
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass

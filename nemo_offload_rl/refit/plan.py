@@ -38,7 +38,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Where some tensors lie in one buffer.
+    """The places of some tensors in one buffer.
 
     Attributes:
         tensors: In the order of the export.

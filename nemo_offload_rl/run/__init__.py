@@ -1,1 +1,1 @@
-"""What every run needs, whatever its algorithm: checks before Ray starts, the training loop, checkpoints, signals."""
+"""Runs a recipe, whatever its algorithm: checks before Ray starts, the training loop, checkpoints, signals."""

@@ -22,7 +22,7 @@ STATE_FILE = "training_state.json"
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """What a validation measured after ``step`` steps; metric names start with ``validation/``."""
+    """The metrics of a validation after ``step`` steps; their names start with ``validation/``."""
 
     step: int
     metrics: dict[str, float]

@@ -128,7 +128,7 @@ class _LogFile(logging.FileHandler):
 
 
 def warm_start_folder(config: Mapping[str, Any]) -> Path:
-    """Where a recipe's warm start is run and kept."""
+    """Returns the folder of a recipe's warm start."""
     return Path(config["logger"]["log_dir"]) / "warm_start"
 
 

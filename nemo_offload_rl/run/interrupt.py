@@ -137,7 +137,7 @@ class Interrupt:
             self._finishing = False
 
     def close(self) -> None:
-        """From now on everything is being ended anyway, and signals change nothing."""
+        """Ends the handling of signals: everything is being ended anyway."""
         self._closing = True
 
     def check(self) -> None:

@@ -1,4 +1,4 @@
-"""One recipe's run: its folder, its checkpoints, its metrics, what the user is told at its end; and the warm start."""
+"""Runs one recipe: its folder, checkpoints, metrics and final message; and the warm start."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Session:
-    """What the runs of one command share.
+    """The objects that the runs of one command share.
 
     Attributes:
         cluster: where processes run.
@@ -61,7 +61,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Ending:
-    """How a run ended.
+    """The end of a run.
 
     Attributes:
         reason: why.

@@ -21,7 +21,7 @@ class Policy(WeightSource, Protocol):
     """A policy that is trained, asked for log-probs, and saved."""
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
-        """One optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""
+        """Runs one optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""
         ...
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
@@ -41,7 +41,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
-        """What is wrong with those of a checkpoint's files that ranks wrote, one line each."""
+        """Returns what is wrong with the checkpoint files that ranks wrote, one line each."""
         ...
 
     def load_checkpoint(self, folder: str) -> None:
@@ -57,7 +57,7 @@ class Policy(WeightSource, Protocol):
         ...
 
     def residency_metrics(self) -> dict[str, float]:
-        """What moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, ``PHASE/NAME``, host memory."""
+        """Returns what moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, host memory."""
         ...
 
     def shutdown(self) -> None:

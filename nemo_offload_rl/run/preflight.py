@@ -1,4 +1,4 @@
-"""What this machine and the model's sizes tell of a valid recipe, checked before anything is built."""
+"""Checks a valid recipe against this machine and the model's sizes, before anything is built."""
 
 import os
 from collections.abc import Mapping

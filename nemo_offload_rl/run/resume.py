@@ -57,7 +57,7 @@ def choose(
 
 
 def damage_seen_by_driver(checkpoint: Path) -> list[str]:
-    """What is wrong with a checkpoint, one line a file: sizes of all files, contents of those that the driver wrote."""
+    """Returns what is wrong with a checkpoint, one line a file: all sizes, contents of the driver's own files."""
     try:
         manifest = read_manifest(checkpoint)
         if manifest is not None and (

@@ -1,4 +1,4 @@
-"""From a recipe's path to a finished run: what examples/run_grpo.py and run_sft.py call.
+"""Takes a recipe's path to a finished run; examples/run_grpo.py and run_sft.py call it.
 
 Recipes are validated before torch or Ray is imported, so that a mistake in one is answered at once.
 """

@@ -1,4 +1,4 @@
-"""What the algorithms' preparations share: from sections of a recipe to data, formats and schedules.
+"""Makes data, formats and schedules of a recipe's sections, for the algorithms' preparations.
 
 Preparing reads everything that a run depends on and starts nothing, so that a mistake is answered first.
 """
@@ -94,7 +94,7 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 def make_prompt_format(
     data: DataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig, **special_tokens: bool
 ) -> PromptFormat:
-    """How the recipe's problems become tokens.
+    """Makes the format in which the recipe's problems become tokens.
 
     Args:
         data: the recipe's section.
@@ -118,7 +118,7 @@ def make_prompt_format(
 
 
 def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig) -> Schedule:
-    """When a run validates, saves and ends, by its recipe."""
+    """Reads from a recipe when its run validates, saves and ends."""
     metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
     return Schedule(
         max_num_steps=section["max_num_steps"],

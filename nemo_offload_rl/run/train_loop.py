@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Algorithm(Protocol):
-    """What a run needs of an algorithm."""
+    """The interface of an algorithm to a run."""
 
     position: DataPosition
     """Where the training data goes on; set when a run resumes."""
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """One training step, the first being 1; its phases are timed. Returns metrics with their full names."""
+        """Runs a training step, the first being 1; its phases are timed. Returns metrics with their full names."""
         ...
 
     def validate(self, step: int) -> dict[str, float]:
@@ -90,7 +90,7 @@ class StopTarget:
 
 @dataclass(frozen=True)
 class Schedule:
-    """When a run validates, saves and ends, in steps.
+    """The steps at which a run validates, saves and ends.
 
     Attributes:
         max_num_steps: at most so many steps.
@@ -112,7 +112,7 @@ class Schedule:
 
 
 class Outputs(Protocol):
-    """Where the metrics of a step go."""
+    """The outputs of a step's metrics."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics of a step; more for the same step are added to them."""

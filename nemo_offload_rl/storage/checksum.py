@@ -17,7 +17,7 @@ PIECE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class FileSum:
-    """What a file was when it was written.
+    """The size and checksum of a file when it was written.
 
     Attributes:
         size: in bytes.
@@ -90,7 +90,7 @@ class HashingFile:
                 self.error = error
 
     def sum(self, rank: int | None) -> FileSum:
-        """What the file is, if there was no error."""
+        """Returns the file's size and checksum, if there was no error."""
         return FileSum(self.size, self._hash.hexdigest(), rank)
 
 

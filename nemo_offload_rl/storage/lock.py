@@ -103,7 +103,7 @@ class FolderLock:
 
     @property
     def notice(self) -> str | None:
-        """What the user is told about a lock that was taken over; None where none was."""
+        """Returns the notice about a lock that was taken over; None where none was."""
         if self.taken_over_from is None:
             return None
         return f"The lock {self._path} of {self.taken_over_from}, which has ended, is taken over."
@@ -193,7 +193,7 @@ class FolderLock:
             time.sleep(0.01)
 
     def _without_flock(self, owner: Owner | None) -> str:
-        """What is said where the system holds no locks: there the file alone counts, and is removed by hand."""
+        """Returns the message for a system without locks: there the file alone counts, and is removed by hand."""
         if owner is not None and owner.is_of_this_host and owner.is_alive:
             return self._in_use(owner)
         taken_by = "another run" if owner is None else str(owner)
@@ -240,7 +240,7 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """When a process started, in clock ticks since the machine's boot; None where there is none of that id."""
+    """Returns when a process started, in clock ticks since the machine's boot; None where there is none of that id."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):

@@ -26,7 +26,7 @@ class DamagedCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """What a checkpoint's files were when it was written.
+    """The sizes and checksums of a checkpoint's files when it was written.
 
     Attributes:
         files: by their names, relative to the checkpoint's folder.
@@ -47,7 +47,7 @@ class Manifest:
         return {name: found for name, found in self.files.items() if found.rank is None}
 
     def wrong_sizes(self, folder: Path) -> list[str]:
-        """What is wrong with files that are missing or of another size, one line each; reads none of them."""
+        """Returns what is wrong with files that are missing or of another size, one line each; reads none of them."""
         return [f"{name} {wrong}" for name, found in self.files.items() if (wrong := _wrong_size(folder / name, found))]
 
 
@@ -102,7 +102,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
-    """What is wrong with files, one line each, in the manifest's order; reads all of them."""
+    """Reads all files and returns what is wrong with them, one line each, in the manifest's order."""
     lines = []
     for name, wanted in files.items():
         path = folder / name

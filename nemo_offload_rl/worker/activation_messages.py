@@ -1,4 +1,4 @@
-"""What a worker says of activation offloading."""
+"""Makes the worker's messages about activation offloading."""
 
 import math
 
@@ -49,7 +49,7 @@ def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: boo
 
 
 def table(report: StepReport) -> str:
-    """What each module moved, in MiB, a line each."""
+    """Makes a table of what each module moved, in MiB, a line each."""
     lines = [f"{'module':16s} {'moved':>10s} {'freed':>10s} {'duplicate':>10s} {'kept':>10s} {'no room':>10s}"]
     for name, m in report.modules.items():
         values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.kept_bytes, m.refused_bytes)
@@ -58,7 +58,7 @@ def table(report: StepReport) -> str:
 
 
 def stays_alive(module: str, report: ModuleReport) -> str:
-    """Not all that a module moved came free."""
+    """Says that not all bytes that a module moved came free."""
     return (
         f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
         f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{_hint(module)}."
@@ -70,7 +70,7 @@ def _hint(module: str) -> str:
 
 
 def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float | None:
-    """What `activation_offload_fraction` the link would keep up with.
+    """Returns the `activation_offload_fraction` that the link would keep up with.
 
     In the time in which nothing waited it moved `link_s - waited_s` seconds' worth of bytes. To the nearest multiple of
     0.05 that is little enough: a GPU at its power limit makes up for a part of each wait, 24 of 76 ms on an H200.

@@ -124,7 +124,7 @@ class Activations:
             self._tell_waits(waits, self.offloader.report)
 
     def metrics(self) -> dict[str, float]:
-        """Of the last training step on this rank."""
+        """Returns the metrics of the last training step on this rank."""
         if self.offloader is None:
             return {}
         report = self.offloader.report

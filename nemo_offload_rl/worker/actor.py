@@ -28,7 +28,7 @@ class WorkerActor:
         return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self, port_range: tuple[int, int] | None, *, on_one_node: bool) -> tuple[str, int]:
-        """Where all ranks reach this node, and a port there that is free now.
+        """Returns the address at which all ranks reach this node, and a port there that is free now.
 
         Args:
             port_range: See `free_port`.
@@ -56,7 +56,7 @@ class WorkerActor:
         return self._worker.parallel_ranks()
 
     def take_log(self) -> list[Record]:
-        """What this rank has logged since the last call."""
+        """Returns the records that this rank has logged since the last call."""
         return self._log.take()
 
     def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:

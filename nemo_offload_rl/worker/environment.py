@@ -5,7 +5,7 @@ from typing import Any
 
 
 def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
-    """What Transformer Engine, megatron-core and CUDA read for a recipe: some on import, some as layers are built.
+    """Returns the variables that Transformer Engine, megatron-core and CUDA read for a recipe, on import or later.
 
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults here.

@@ -1,4 +1,4 @@
-"""From a run's checkpoint to a Hugging Face folder, in one process."""
+"""Exports a run's checkpoint to a Hugging Face folder, in one process."""
 
 import shutil
 from pathlib import Path

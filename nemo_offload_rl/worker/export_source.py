@@ -1,4 +1,4 @@
-"""What an export starts from, looked at before torch is imported, so that a wrong folder is answered at once."""
+"""Checks the source of an export before torch is imported, so that a wrong folder is answered at once."""
 
 import json
 import re

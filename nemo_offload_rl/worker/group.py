@@ -203,7 +203,7 @@ class PolicyWorkerGroup:
         return self._run("save_checkpoint", [folder, save_optimizer])[0]
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
-        """What is wrong with a checkpoint's files, one line each; each file is read by one rank."""
+        """Returns what is wrong with a checkpoint's files, one line each; one rank reads each file."""
         return [line for lines in self._run("find_damage", [folder, files], from_all_ranks=True) for line in lines]
 
     def load_checkpoint(self, folder: str) -> None:
@@ -225,7 +225,7 @@ class PolicyWorkerGroup:
         return {name: max(stats[name] for stats in every_rank) for name in every_rank[0]}
 
     def residency_metrics(self) -> dict[str, float]:
-        """What moved between GPU and host since the last call; of each quantity the worst rank's value.
+        """Returns the moves between GPU and host since the last call; of each quantity the worst rank's value.
 
         The names are those of `offload.measurements.Meter.take_metrics`.
         """
@@ -349,7 +349,7 @@ class PolicyWorkerGroup:
 
 
 def _cause(error: RayError) -> BaseException:
-    """What a rank has raised; Ray's own error where its process died."""
+    """Returns the error that a rank has raised; Ray's own error where its process died."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 

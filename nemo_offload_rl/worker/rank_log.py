@@ -24,7 +24,7 @@ class RankLog(logging.Handler):
         self._records: deque[Record] = deque(maxlen=_MOST_RECORDS)
 
     def listen(self) -> None:
-        """From now on, keep what is logged."""
+        """Start to keep log records."""
         log = logging.getLogger(PACKAGE)
         log.setLevel(logging.INFO)
         log.addHandler(self)
@@ -34,7 +34,7 @@ class RankLog(logging.Handler):
         self._records.append((record.levelno, record.name, record.getMessage()))
 
     def take(self) -> list[Record]:
-        """What has been logged since the last call."""
+        """Returns the records since the last call."""
         taken = list(self._records)
         self._records.clear()
         return taken

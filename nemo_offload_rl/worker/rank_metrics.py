@@ -1,4 +1,4 @@
-"""One number of many ranks': a step is as slow as its slowest rank, and as full as its fullest."""
+"""Reduces the numbers of many ranks to one: a step is as slow as its slowest rank, and as full as its fullest."""
 
 from collections.abc import Mapping, Sequence
 
@@ -8,7 +8,7 @@ _FREE_MEMORY = "gpu_free_"
 
 
 def worst_of_ranks(every_rank: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of each quantity that any rank measured, the value of the rank that has the worst of it.
+    """Returns the worst rank's value of each quantity that any rank measured.
 
     Seconds, bytes and memory in use count at their largest; hidden seconds, speeds and free GPU memory at their
     smallest. Two values of one move may therefore be those of two ranks.

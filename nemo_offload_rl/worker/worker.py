@@ -118,7 +118,7 @@ class MegatronPolicyWorker:
         self._weight_export = WeightExport(self._export, rank=rank, bucket_bytes=int(bucket_gib * GIB))
 
     def _sampling_temperature(self) -> float:
-        """What logits are divided by: the temperature of sampling, so that log-probs speak of what was sampled.
+        """Returns the temperature of sampling, by which logits are divided for log-probs.
 
         A greedy sampler (0) reports log-probs at temperature 1.
         """
@@ -185,7 +185,7 @@ class MegatronPolicyWorker:
     def _train_steps(
         self, data: BatchedData, loss_fn: LossFunction, local: int, mbs: int
     ) -> tuple[list[step.StepResult], int]:
-        """One step for each `local` rows; also returns the number of micro-batches."""
+        """Runs one step for each `local` rows; also returns the number of micro-batches."""
         results, num_microbatches = [], 0
         with self._param_gather.by_forward_passes():
             for chunk in data.chunks(local):
@@ -281,7 +281,7 @@ class MegatronPolicyWorker:
         self._enter(Phase.TRAIN)
 
     def prepare_for_lp_inference(self) -> None:
-        """What log-prob passes need is on the GPU; gradients are given back."""
+        """Brings what log-prob passes need to the GPU; gradients are given back."""
         self._enter(Phase.LOGPROB)
 
     def offload_before_refit(self) -> None:

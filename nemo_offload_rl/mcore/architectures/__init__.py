@@ -1,4 +1,4 @@
-"""What Megatron-Bridge 0.6.2 with megatron-core 0.19.2 computes otherwise than transformers 5.12, made right.
+"""Corrects what Megatron-Bridge 0.6.2 with megatron-core 0.19.2 computes otherwise than transformers 5.12.
 
 One file a correction, each saying what goes wrong without it:
 

@@ -11,7 +11,7 @@ _BY_LAYER = ("qwen2", "qwen3")
 
 
 def windowed_layers(config: Any) -> list[bool]:
-    """For each layer of a Hugging Face config whether it has a sliding window."""
+    """Returns for each layer of a Hugging Face config whether it has a sliding window."""
     window = config.sliding_window if hasattr(config, "sliding_window") else None
     if window is None:
         return [False] * config.num_hidden_layers
