@@ -10,7 +10,7 @@ OFFLOAD_MODULES_KEY = "policy.megatron_cfg.offload_modules"
 
 @dataclass(frozen=True)
 class ActivationModule:
-    """One name of `policy.megatron_cfg.offload_modules`.
+    """A name of `policy.megatron_cfg.offload_modules`.
 
     Attributes:
         moves: what goes to the host.
@@ -41,13 +41,13 @@ ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
 
 
 def modules_without_layer(modules: Iterable[str], *, has_experts: bool) -> list[str]:
-    """Those of the modules that no layer of the model has."""
+    """Returns the modules that no layer of the model has."""
     known = [name for name in modules if name in ACTIVATION_MODULES]
     return [name for name in known if ACTIVATION_MODULES[name].of_experts and not has_experts]
 
 
 def dense_refusal(absent: Iterable[str], model: str) -> str:
-    """What a user is told of modules that a dense model lacks."""
+    """Returns the message about modules that a dense model lacks."""
     dense = ", ".join(name for name, module in ACTIVATION_MODULES.items() if not module.of_experts)
     return (
         f"names {_listed(absent)}, which only a mixture-of-experts model has, but {model} is a dense model; "

@@ -38,7 +38,7 @@ Found = tuple[str, str]
 
 
 def hf_config_problems(policy: Mapping[str, Any]) -> Iterator[Found]:
-    """What is wrong with the fields of the model's config that a recipe gives.
+    """Returns what is wrong with the fields of the model's config in a recipe.
 
     Args:
         policy: the recipe's section, not checked yet.
@@ -65,7 +65,7 @@ def hf_config_problems(policy: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def size_problems(fields: Mapping[str, Any]) -> Iterator[Found]:
-    """What is wrong with the sizes of a folder's config.json, which may have other fields than transformers declares.
+    """Returns what is wrong with the sizes of a folder's config.json, which may have undeclared fields.
 
     Yields:
         The name of a field, and the rule that its value breaks.
@@ -123,7 +123,7 @@ def _section_problems(
 
 
 def _field_problem(path: str, name: str, value: Any, known: HfFamily) -> str | None:
-    """What is wrong with a field of a family; None where nothing is."""
+    """Returns what is wrong with a field of a family; None where nothing is."""
     declared = known.field(name)
     if declared is not None:
         return _value_problem(name, value, declared, known.class_name)
@@ -156,7 +156,7 @@ def _has_non_finite(value: Any) -> bool:
 
 
 def _word_problem(name: str, value: Any) -> str | None:
-    """What is wrong with a text that stands for one of a few things."""
+    """Returns what is wrong with a text that stands for one of a few things."""
     if name in _LAYER_TYPE_KEYS and isinstance(value, list):
         return next((message for item in value if (message := _not_among(item, layer_types())) is not None), None)
     if not isinstance(value, str):
@@ -174,7 +174,7 @@ def _not_among(value: Any, choices: tuple[str, ...]) -> str | None:
 
 
 def _of_unknown_family(path: str, name: str, value: Any) -> str | None:
-    """What every family that has the field finds wrong with it; or that none has it."""
+    """Returns what every family with the field finds wrong with it; or that none has it."""
     first: str | None = None
     is_known = False
     names: dict[str, None] = {}
@@ -197,7 +197,7 @@ def _of_unknown_family(path: str, name: str, value: Any) -> str | None:
 
 
 def _contradictions(path: str, values: Mapping[str, Any], known: HfFamily | None) -> Iterator[Found]:
-    """One thing that is said twice."""
+    """Yields contradictions: settings that are given twice."""
     given = [name for name in ROPE_KEYS if values.get(name)]
     if len(given) > 1:
         yield f"{path}.rope_scaling", "is the old name of rope_parameters, which is there, too; give one of them"

@@ -1,4 +1,4 @@
-"""What the values of a Hugging Face config may be by what their names mean, which transformers checks of none."""
+"""Checks the ranges of a Hugging Face config's values by their meaning, which transformers does not."""
 
 import math
 import re
@@ -71,7 +71,7 @@ def is_size(name: str) -> bool:
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """What is wrong with a number of a Hugging Face config, or with one of a list; None where nothing is."""
+    """Returns what is wrong with a number of a Hugging Face config, or with one of a list; None where nothing is."""
     numbers = list(_numbers(value))
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"must be a finite number; found {show(value)}"

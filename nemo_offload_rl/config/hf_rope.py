@@ -28,7 +28,7 @@ Found = tuple[str, str]
 
 
 def rope_problems(path: str, value: Any, fields: Mapping[str, Any], family: HfFamily | None) -> Iterator[Found]:
-    """What is wrong with `rope_parameters`, or with `rope_scaling`.
+    """Returns what is wrong with `rope_parameters`, or with `rope_scaling`.
 
     Args:
         path: of the key.
@@ -86,7 +86,7 @@ def _unknown(name: str, rope_type: str, is_default: bool, known: set[str]) -> st
 
 
 def _wrong(name: str, value: Any, *, is_required: bool) -> str | None:
-    """What is wrong with one value, type and range."""
+    """Returns what is wrong with one value, type and range."""
     annotation = ast.parse(_TYPES[name], mode="eval").body if name in _TYPES else rope_fields().get(name)
     if annotation is not None and ((value is None and is_required) or not _ANNOTATIONS.accepts(annotation, value)):
         words = [word for word in _ANNOTATIONS.words(annotation) if not (is_required and word == "null")]

@@ -14,7 +14,7 @@ _PLAIN_WORDS = re.compile(r"\s*[^\s#:\[\]{}\"'|>-][^#:\[\]{}\"']*$")
 
 
 def hint_at_broken_yaml(text: str, error: yaml.MarkedYAMLError) -> str:
-    """What probably broke the YAML, where its lines tell; begins with a semicolon unless it is empty.
+    """Guesses what broke the YAML, where its lines tell; begins with a semicolon unless it is empty.
 
     Args:
         text: of the whole file.
@@ -69,7 +69,7 @@ def _indent(line: str) -> int:
 
 
 def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
-    """Where an unknown key belongs, if it is a key of a section around its own or in it; empty for any other.
+    """Says where an unknown key belongs, if a section around its own or in it has it; empty otherwise.
 
     Args:
         path: the unknown key.
@@ -91,7 +91,7 @@ def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
 
 
 def hint_at_section(path: str, value: Any, origin: Origin) -> str:
-    """How to write a section, where something else was found in a file; begins with a semicolon unless it is empty."""
+    """Says how to write a section where a file has something else; begins with a semicolon unless it is empty."""
     if origin.override is not None:
         return ""
     if value is None:
@@ -102,7 +102,7 @@ def hint_at_section(path: str, value: Any, origin: Origin) -> str:
 
 
 def hint_at_value(path: str, value: Any, origin: Origin) -> str:
-    """How to write what stands below a key that holds a single value, in a file; else empty."""
+    """Says how to write the lines below a key that holds a single value, in a file; otherwise empty."""
     if origin.override is not None or not isinstance(value, dict) or not value:
         return ""
     return f"; indent {next(iter(value))} no deeper than {path.rpartition('.')[2]}, which is no section"

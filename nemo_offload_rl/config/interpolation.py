@@ -68,7 +68,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def written_interpolations(plain: Any) -> dict[str, str]:
-    """What is to be resolved, by path: texts with `${` and values that are `???`, which must be given."""
+    """Returns the values to resolve, by path: texts with `${` and values that are `???`, which must be given."""
     return {path: text for path, text in leaves(plain) if isinstance(text, str) and ("${" in text or text == _MISSING)}
 
 

@@ -43,7 +43,7 @@ class Key:
 
 
 def schema_keys(root: type) -> dict[str, Key]:
-    """All keys of an algorithm's schema, by path, sections before what they hold."""
+    """Returns all keys of an algorithm's schema, by path, sections before their keys."""
     return dict(_keys_of(root))
 
 

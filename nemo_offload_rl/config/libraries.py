@@ -10,7 +10,7 @@ TESTED_MEGATRON_CORE = ("0.19.2",)
 
 
 def too_old(*libraries: tuple[str, str, tuple[int, int]]) -> list[str]:
-    """Those of which an older version is installed: what is needed, and what was found.
+    """Returns the libraries of which an older version is installed: the needed and the found version.
 
     Args:
         libraries: name, distribution, and the first release that will do.

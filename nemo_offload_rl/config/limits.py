@@ -1,4 +1,4 @@
-"""How large a recipe may be: limits far above what any run needs, and low enough to be checked within seconds.
+"""Limits the size of a recipe, far above what any run needs, and low enough to be checked within seconds.
 
 Without them, a few lines of YAML that refer to each other stand for more values than there is memory.
 """

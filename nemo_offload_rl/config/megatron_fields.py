@@ -17,7 +17,7 @@ from nemo_offload_rl.config.problems import is_number, nearest, show, show_choic
 
 @dataclass(frozen=True)
 class _Source:
-    """Where the fields of a section are declared: files below the `megatron` folder, and dataclasses in them."""
+    """The place where a section's fields are declared: files below the `megatron` folder, and dataclasses in them."""
 
     title: str
     classes: tuple[tuple[str, str], ...]
@@ -62,7 +62,7 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class MegatronField:
-    """One field of a Megatron config.
+    """A field of a Megatron config.
 
     Attributes:
         name: its name.
@@ -129,7 +129,7 @@ def _field(section: str, name: str, declared: ast.AnnAssign, inherited: Megatron
 
 
 def check_field(section: str, name: str, value: Any) -> str | None:
-    """What is wrong with the value of a known field; None where nothing is."""
+    """Returns what is wrong with the value of a known field; None where nothing is."""
     field = megatron_fields(section)[name]
     if field.accepts(value):
         return None

@@ -1,4 +1,4 @@
-"""What a recipe tells of its model's layers before anything is built: dense MLPs, mixtures of experts, or both."""
+"""Reads the kinds of layers of a recipe's model before anything is built: dense MLPs, experts, or both."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -90,7 +90,7 @@ def model_kind(
 
 
 def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
-    """For each layer of a Qwen3-MoE whether it has experts; None where the config does not say how many there are.
+    """Returns for each layer of a Qwen3-MoE whether it has experts; None where their number is unknown.
 
     Args:
         fields: of its Hugging Face config, read as transformers reads them.

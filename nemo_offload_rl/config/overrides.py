@@ -56,7 +56,7 @@ def apply_overrides(
 
 
 def _too_large(text: str, num_chars: int) -> str | None:
-    """What is wrong with an override's size; `num_chars` counts it and those before it."""
+    """Returns what is wrong with an override's size; `num_chars` counts it and those before it."""
     if len(text) > MAX_OVERRIDE_CHARS:
         return f"has {len(text):,} characters, of at most {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
     if num_chars > MAX_ALL_OVERRIDE_CHARS:
@@ -125,7 +125,7 @@ def _delete(root: Node, sections: list[str], name: str, override: Any) -> str | 
 
 
 def _wrong_value(value: Any, path: str) -> str | None:
-    """What an override's value has that a recipe's has not."""
+    """Returns what an override's value has that a recipe's may not have."""
     if isinstance(value, dict):
         for key, item in value.items():
             message = wrong_key(key)

@@ -1,4 +1,4 @@
-"""What a user is told about a recipe: problems, each with its key, its place and its remedy."""
+"""Holds what a user is told about a recipe: problems, each with its key, its place and its remedy."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ from nemo_offload_rl.config.limits import MAX_PROBLEMS
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a key was written: a line of a file, or an override (of the command line, unless `file` says otherwise)."""
+    """The place of a key: a line of a file, or an override (of the command line, unless `file` says otherwise)."""
 
     file: str | None = None
     line: int | None = None
@@ -27,7 +27,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """One mistake: the full path of its key ("" for the recipe as a whole), where it was written, and what to do."""
+    """A mistake: the full path of its key ("" for the recipe as a whole), where it was written, and what to do."""
 
     path: str
     origin: Origin | None

@@ -37,7 +37,7 @@ class Recipe:
     problems: tuple[Problem, ...] = ()
 
     def origin(self, path: str) -> Origin:
-        """Where a key was written, or the nearest section around it."""
+        """Returns where a key was written, or the nearest section around it."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -72,7 +72,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
-    """As `load_recipe`, but mistakes that leave the rest readable are returned in `problems` instead of raised.
+    """Loads as `load_recipe`, but returns mistakes that leave the rest readable in `problems`.
 
     Args:
         path: the YAML file.

@@ -26,7 +26,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 
 def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
-    """What is wrong with a recipe by its schema: paths of keys, each with a message."""
+    """Returns what is wrong with a recipe by its schema: paths of keys, each with a message."""
     try:
         _adapter(schema).validate_python(config)
     except ValidationError as errors:
@@ -43,7 +43,7 @@ def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt)
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
-    """Where pydantic found something, as a path of the recipe, and the value there (None where the key is missing)."""
+    """Returns the place of pydantic's finding as a path of the recipe, and the value there (None if it is missing)."""
     node: Any = config
     parts = []
     for index, item in enumerate(loc):
@@ -74,7 +74,7 @@ def _unknown_keys(
 
 
 def _unknown_key(schema: type, path: str, origin: Origin) -> str:
-    """What is said of it; of a short section, all of its keys, unless one of them is spelt nearly so."""
+    """Returns the message; of a short section, with all of its keys, unless one of them is spelt nearly so."""
     section = path.rpartition(".")[0]
     suggestion = nearest_key(schema, path, upstream_paths())
     message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")

@@ -39,7 +39,7 @@ def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | No
 
 
 def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
-    """What is said of a key that the section's kind lacks; None for a section without kinds.
+    """Returns the message about a key that the section's kind lacks; None for a section without kinds.
 
     Args:
         root: the algorithm's schema.

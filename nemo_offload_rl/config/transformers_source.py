@@ -1,4 +1,4 @@
-"""What the installed transformers declares of its models' configs, read from its source without importing it.
+"""Reads what the installed transformers declares of its models' configs from its source, without importing it.
 
 Importing transformers takes seconds; the source of one family's config parses in a few milliseconds.
 """
@@ -40,7 +40,7 @@ _ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_ro
 
 @dataclass(frozen=True)
 class HfField:
-    """One field of a config.
+    """A field of a config.
 
     Attributes:
         annotation: its type; None where transformers declares none.
@@ -81,7 +81,7 @@ class HfFamily:
         return HfField(None) if is_read else known
 
     def names(self) -> list[str]:
-        """Of fields, those of aliases included."""
+        """Returns the names of fields, those of aliases included."""
         return [*self.fields, *self.aliases, *self.aliases.values()]
 
     def canonical_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
@@ -109,7 +109,7 @@ def causal_models() -> Mapping[str, str]:
 
 @cache
 def family(model_type: str) -> HfFamily | None:
-    """What the config of a model type takes; None where its source does not tell.
+    """Returns the fields that the config of a model type takes; None where its source does not tell.
 
     Args:
         model_type: a key of `model_types`.
@@ -204,7 +204,7 @@ def _text(file: str) -> str:
 
 
 def _assigned(file: str, name: str) -> ast.expr:
-    """What a module assigns to a name; only these lines are parsed, since some of the modules are long."""
+    """Returns what a module assigns to a name; only these lines are parsed, since some modules are long."""
     found = re.search(rf"^{name} = .*?^[)}}\]]+$", _text(file), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{file} of the installed transformers assigns no {name}"
     [statement] = ast.parse(found[0]).body
@@ -220,7 +220,7 @@ def _pairs(file: str, name: str) -> list[tuple[str, str]]:
 
 
 def _updates(name: str) -> dict[str, str]:
-    """What transformers adds to a mapping by hand."""
+    """Returns what transformers adds to a mapping by hand."""
     found = re.search(rf"^{name}\.update\(\n(.*?)\n\)", _text("models/auto/configuration_auto.py"), re.M | re.S)
     return {} if found is None else dict(ast.literal_eval(found[1].strip()))
 
@@ -278,7 +278,7 @@ def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> H
 
 @cache
 def _common_fields() -> Mapping[str, HfField]:
-    """What every config takes."""
+    """Returns the fields that every config takes."""
     # The class is long, and its fields are declared ahead of its methods.
     found = re.search(rf"^class {_BASE}\(.*?(?=^    def )", _text(_COMMON), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"

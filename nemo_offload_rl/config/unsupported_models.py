@@ -31,7 +31,7 @@ def check_model(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> N
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
-    """What of a model cannot be computed right, the rule and the remedy; None where nothing is known against it.
+    """Returns why a model cannot be computed right, the rule and the remedy; None where nothing is known.
 
     Args:
         fields: of its Hugging Face config, as far as they are known.
@@ -48,7 +48,7 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
 
 
 def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
-    """What is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
+    """Returns what is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
 
     megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4), which it takes for
     exact GELU alone: it refuses an activation function that is the approximation itself.

@@ -120,7 +120,7 @@ class _Findings:
             self._append(path, message)
 
     def add_broken(self, broken: list[tuple[str, str]]) -> None:
-        """What the rules say, also several of one key; nothing of a key that had a problem before."""
+        """Adds the problems of rules, also several of one key; none of a key that had a problem before."""
         with_problem = frozenset(self._paths)
         for path, message in dict.fromkeys(broken):
             if path not in with_problem:
@@ -133,7 +133,7 @@ class _Findings:
         self.problems.append(Problem(path, self._recipe.origin(path), message + source))
 
     def written_at(self, path: str) -> Origin:
-        """Where a key was written."""
+        """Returns where a key was written."""
         return self._recipe.origin(path)
 
     def touches(self, path: str) -> bool:
@@ -168,7 +168,7 @@ def _algorithm_of(recipe: Recipe) -> tuple[str | None, Problem | None]:
 def _broken(
     rules: Sequence[Rule], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings
 ) -> list[tuple[str, str]]:
-    """What the rules say, of those whose keys are there and without problems."""
+    """Returns the problems of the rules whose keys are there and without problems."""
     broken: list[tuple[str, str]] = []
     for rule in rules:
         values: list[Any] = []

@@ -240,7 +240,7 @@ class _Builder:
         return None
 
     def _wrong_scalar(self, node: Any) -> str | None:
-        """What is wrong with a number's text, or with a tag before it; None where nothing is."""
+        """Returns what is wrong with a number's text, or with a tag before it; None where nothing is."""
         if node.tag in _SCALAR_TAGS:
             found = self.loader.resolve(yaml.ScalarNode, node.value, (True, False))
             if found not in _SCALAR_TAGS[node.tag]:
@@ -254,7 +254,7 @@ REPLACES_BASE = "_override_"  # `_override_: true` in a section: it replaces the
 
 
 def wrong_key(key: Any) -> str | None:
-    """What is wrong with the name of a key; None where nothing is."""
+    """Returns what is wrong with the name of a key; None where nothing is."""
     if not isinstance(key, str):
         return f"a key is text, found {show(key)}; put it into quotes"
     if key == "":

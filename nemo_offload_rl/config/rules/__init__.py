@@ -1,4 +1,4 @@
-"""What must hold between the keys of a recipe: one named function a rule.
+"""Checks what must hold between the keys of a recipe: one named function a rule.
 
 A rule gets the values of the keys that it reads. It is asked only where all of these are in the recipe and well-typed.
 """

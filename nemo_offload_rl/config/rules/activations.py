@@ -217,7 +217,7 @@ def recomputed_layers_keep_nothing_to_offload(
 def recomputed_activations_are_not_offloaded(
     modules: list[str] | None, enabled: bool, recompute: bool, granularity: str | None, recomputed: list[str] | None
 ) -> Verdict:
-    """What is computed again is not kept, so there is nothing to move.
+    """Recomputed activations are not saved, so there is nothing to move.
 
     Refused are:
 

@@ -1,4 +1,4 @@
-"""How a rule is written down."""
+"""Defines how a rule is written."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

@@ -49,7 +49,7 @@ def capacities_are_positive(capacity: float | None) -> Verdict:
 
 @rule(f"{PADS}?", f"{CAPACITY}?")
 def padded_experts_have_a_capacity(pads: bool | None, capacity: float | None) -> Verdict:
-    """What experts are padded to."""
+    """Requires a capacity where experts are padded to one."""
     if not pads or capacity is not None:
         return None
     return f"is true, which needs {CAPACITY}, such as 1.0; found null: set that, or this to false"

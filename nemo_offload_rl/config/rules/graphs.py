@@ -72,7 +72,7 @@ def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
 
 @rule(CAPTURED, GRAPHS)
 def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
-    """What cannot be captured here is refused by name."""
+    """Refuses parts that cannot be captured here by name."""
     unknown = [name for name in captured(impl, modules) if name not in GRAPH_MODULES]
     refused = next((name for name in unknown if name in REFUSED_GRAPH_MODULES), None)
     if refused is not None:
@@ -226,7 +226,7 @@ def recomputed_layers_are_not_captured(
 def captured_routers_are_not_recomputed(
     modules: list[str], impl: str, recompute: bool, granularity: str | None, recomputed: list[str] | None
 ) -> Verdict:
-    """What is recomputed lies inside a graph or outside, not around one."""
+    """Recomputed parts lie inside a graph or outside, not around one."""
     if "moe_router" not in captured(impl, modules):
         return None
     if "moe" not in recomputed_modules(recompute, granularity, recomputed):
@@ -280,7 +280,7 @@ def offloading_in_graphs_has_one_stage(
 
 
 def _offloaded_in_graphs(modules: list[str], moved: list[str]) -> list[str]:
-    """What is offloaded inside a graph; a norm at its edge is refused by a rule of its own."""
+    """Returns the modules offloaded inside a graph; a norm at its edge is refused by a rule of its own."""
     inside = ["qkv_linear", "core_attn", "attn_proj"] if "attn" in modules else []
     inside += ["mlp_norm"] if {"attn", "mlp"} <= set(modules) else []
     return [name for name in moved if name in inside]

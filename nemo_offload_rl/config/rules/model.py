@@ -69,7 +69,7 @@ class _Model:
 
 @rule(*MODEL_FIELDS)
 def folders_have_sizes(*model: Any) -> Verdict:
-    """What a recipe says itself is checked key by key; of a folder, the sizes are."""
+    """Keys of a recipe are checked one by one; of a folder, the sizes are."""
     name, hf_config, overrides = model
     if hf_config:
         return None
@@ -194,7 +194,7 @@ def special_tokens_are_in_the_vocabulary(*model: Any) -> Verdict:
 
 @rule("policy.generation.stop_token_ids", *MODEL_FIELDS)
 def stop_tokens_are_in_the_vocabulary(stops: list[int] | None, *model: Any) -> Verdict:
-    """What is never sampled ends nothing."""
+    """A token that is never sampled ends no answer."""
     config = _Model(*model)
     vocab_size = config.size("vocab_size")
     outside = [] if vocab_size is None else [token for token in stops or [] if _outside(token, vocab_size)]

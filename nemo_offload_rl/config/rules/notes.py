@@ -1,4 +1,4 @@
-"""What is worth saying of a valid recipe."""
+"""Notes on valid recipes."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""What a recipe says of its model in Hugging Face's words: `policy.hf_config` and `policy.hf_config_overrides`."""
+"""Declares the model in Hugging Face's words: `policy.hf_config` and `policy.hf_config_overrides`."""
 
 from typing import NotRequired, TypedDict
 
