@@ -16,14 +16,14 @@ from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import check_token_ids
 from nemo_offload_rl.environments import Reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
-from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
+from nemo_offload_rl.metrics.names import memory_metrics
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.policy_interface import Policy, save_policy
+from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     fields_from,
@@ -33,8 +33,6 @@ from nemo_offload_rl.run.setup import (
     read_tokenizer,
 )
 from nemo_offload_rl.run.weight_sync import WeightSync
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import GRPOMasterConfig
@@ -66,8 +64,8 @@ class ValidationSampling:
     sampling: SamplingParams
 
 
-class GRPO:
-    """The algorithm as ``train_loop.Run`` drives it.
+class GRPO(Algorithm):
+    """GRPO, whatever samples and judges.
 
     Args:
         policy: what is trained.
@@ -96,7 +94,7 @@ class GRPO:
         overlong_filtering: bool,
         save_optimizer: bool,
     ) -> None:
-        self._policy = policy
+        super().__init__(policy, sample.prompts, save_optimizer=save_optimizer)
         self._generation = generation
         self._weights = weights
         self._sample = sample
@@ -105,10 +103,9 @@ class GRPO:
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
         self._overlong_filtering = overlong_filtering
-        self._save_optimizer = save_optimizer
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Samples a batch and trains on it; see ``train_loop.Algorithm``."""
+        """Samples a batch and trains on it; see ``Algorithm``."""
         with timer.phase("refit"):
             self._weights.refresh()
         rollouts, metrics = self._sample(step, timer)
@@ -122,19 +119,10 @@ class GRPO:
         batch["advantages"] = advantages.view(-1, 1) * batch["token_mask"]
         self._add_logprobs(batch, timer)
 
-        with timer.phase("training"):
-            result = self._policy.train(
-                batch, self._loss_fn, gbs=self._batch_sizes.train_global, mbs=self._batch_sizes.train_micro
-            )
+        sizes = self._batch_sizes
+        metrics |= self._train(batch, self._loss_fn, timer, gbs=sizes.train_global, mbs=sizes.train_micro)
         self._weights.mark_stale()
-        return (
-            metrics
-            | training_metrics(result)
-            | {"train/num_tokens": float(batch["input_lengths"].sum())}
-            | residency_metrics(self._policy.residency_metrics())
-            | memory_metrics("policy", self._policy.memory_stats())
-            | memory_metrics("generation", self._generation.memory_stats())
-        )
+        return metrics | memory_metrics("generation", self._generation.memory_stats())
 
     def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
         """Log-probs of the tokens before the update, as far as the loss needs them."""
@@ -170,36 +158,15 @@ class GRPO:
             "validation/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
         }
 
-    @property
-    def position(self) -> DataPosition:
-        """Returns the position at which the training data goes on."""
-        return self._sample.prompts.position
-
-    @position.setter
-    def position(self, position: DataPosition) -> None:
-        self._sample.prompts.position = position
-
-    def save(self, folder: Path) -> dict[str, FileSum]:
-        """Writes the policy; see ``train_loop.Algorithm``."""
-        return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
-
-    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote and says what is wrong with it; see ``train_loop.Algorithm``."""
-        return self._policy.find_damage(str(folder), files)
-
     def load(self, folder: Path) -> None:
-        """Reads what ``save`` wrote."""
-        self._policy.load_checkpoint(str(folder / "policy"))
+        """Continues from a checkpoint folder."""
+        super().load(folder)
         self._weights.mark_stale()
-
-    def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder."""
-        self._policy.export_hf(str(folder))
 
     def shutdown(self) -> None:
         """Ends everything that the algorithm runs on."""
         self._generation.shutdown()
-        self._policy.shutdown()
+        super().shutdown()
 
 
 def prepare(config: GRPOMasterConfig) -> Preparation:

@@ -4,20 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import torch
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
+from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.sequences import response_batch
-from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.policy_interface import Policy, save_policy
+from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     make_prompt_format,
@@ -25,8 +24,6 @@ from nemo_offload_rl.run.setup import (
     read_data,
     read_tokenizer,
 )
-from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.manifest import Manifest
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import SFTMasterConfig
@@ -47,8 +44,8 @@ class ValidationData:
     micro_batch_size: int
 
 
-class SFT:
-    """The algorithm as ``train_loop.Run`` drives it.
+class SFT(Algorithm):
+    """SFT of one policy.
 
     Args:
         policy: what is trained.
@@ -71,77 +68,41 @@ class SFT:
         train_micro_batch_size: int,
         save_optimizer: bool,
     ) -> None:
-        self._policy = policy
+        super().__init__(policy, examples, save_optimizer=save_optimizer)
         self._format = example_format
-        self._examples = examples
         self._validation = validation
         self._loss_fn = NLLLoss()
         self._gbs = train_global_batch_size
         self._mbs = train_micro_batch_size
-        self._save_optimizer = save_optimizer
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Trains on the next global batch; see ``train_loop.Algorithm``."""
+        """Trains on the next global batch; see ``Algorithm``."""
         with timer.phase("data"):
-            batch = self._batch(self._examples.next_batch(self._gbs))
-        with timer.phase("training"):
-            result = self._policy.train(batch, self._loss_fn, gbs=self._gbs, mbs=self._mbs)
-        return (
-            training_metrics(result)
-            | {"train/num_tokens": float(batch["input_lengths"].sum())}
-            | residency_metrics(self._policy.residency_metrics())
-            | memory_metrics("policy", self._policy.memory_stats())
-        )
+            batch = example_batch(self._format, self._data.next_batch(self._gbs))
+        return self._train(batch, self._loss_fn, timer, gbs=self._gbs, mbs=self._mbs)
 
     def validate(self, step: int) -> dict[str, float]:
         """Loss of the validation answers per token, and the mean probability of a whole answer."""
         if not self._validation.problems:
             return {}
-        batch = self._batch(self._validation.problems)
+        batch = example_batch(self._format, self._validation.problems)
         result = self._policy.evaluate(batch, self._loss_fn, mbs=self._validation.micro_batch_size)
         return {
             "validation/val_loss": result["loss"],
             "validation/answer_probability": result["metrics"]["answer_probability"],
         }
 
-    def _batch(self, problems: Sequence[Problem]) -> BatchedData:
-        examples = self._format.examples(problems)
-        batch = response_batch(
-            [example.prompt_ids for example in examples],
-            [example.answer_ids for example in examples],
-            self._format.tokenizer.pad_token_id,
-        )
-        batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
-        return batch
 
-    @property
-    def position(self) -> DataPosition:
-        """Returns the position at which the training data goes on."""
-        return self._examples.position
-
-    @position.setter
-    def position(self, position: DataPosition) -> None:
-        self._examples.position = position
-
-    def save(self, folder: Path) -> dict[str, FileSum]:
-        """Writes the policy; see ``train_loop.Algorithm``."""
-        return save_policy(self._policy, folder, save_optimizer=self._save_optimizer)
-
-    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote and says what is wrong with it; see ``train_loop.Algorithm``."""
-        return self._policy.find_damage(str(folder), files)
-
-    def load(self, folder: Path) -> None:
-        """Reads what ``save`` wrote."""
-        self._policy.load_checkpoint(str(folder / "policy"))
-
-    def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder."""
-        self._policy.export_hf(str(folder))
-
-    def shutdown(self) -> None:
-        """Ends everything that the algorithm runs on."""
-        self._policy.shutdown()
+def example_batch(example_format: PromptFormat, problems: Sequence[Problem]) -> BatchedData:
+    """Makes a training batch of prompts and answers; rows beyond the format's limit are left out of the loss."""
+    examples = example_format.examples(problems)
+    batch = response_batch(
+        [example.prompt_ids for example in examples],
+        [example.answer_ids for example in examples],
+        example_format.tokenizer.pad_token_id,
+    )
+    batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
+    return batch
 
 
 def prepare(config: SFTMasterConfig) -> Preparation:

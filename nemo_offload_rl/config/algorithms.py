@@ -33,25 +33,7 @@ class AlgorithmSpec:
     group_size: int
 
 
-_registered: dict[str, AlgorithmSpec] = {}
-ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType(_registered)
-"""By name; ``register`` adds to it."""
-
-
-def register(spec: AlgorithmSpec) -> None:
-    """Makes an algorithm known: its recipes can then be validated, planned and run.
-
-    Raises:
-        ValueError: another algorithm has the name.
-    """
-    if _registered.setdefault(spec.name, spec) != spec:
-        raise ValueError(
-            f"There is an algorithm {spec.name!r} of {_registered[spec.name].module} already; give the one of "
-            f"{spec.module} another name."
-        )
-
-
-register(
+_SPECS = (
     AlgorithmSpec(
         name="grpo",
         module="nemo_offload_rl.algorithms.grpo",
@@ -60,9 +42,7 @@ register(
         validation_metrics=("accuracy", "reward", "mean_gen_tokens_per_sample"),
         has_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
         group_size=1,
-    )
-)
-register(
+    ),
     AlgorithmSpec(
         name="sft",
         module="nemo_offload_rl.algorithms.sft",
@@ -71,5 +51,6 @@ register(
         validation_metrics=("val_loss", "answer_probability"),
         has_reference=lambda config: False,
         group_size=1,
-    )
+    ),
 )
+ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -22,6 +22,7 @@ from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints, RunState
 from nemo_offload_rl.run.folder import (
     HF_FOLDER,
@@ -36,7 +37,7 @@ from nemo_offload_rl.run.folder import (
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.run.setup import Preparation, with_run_length
-from nemo_offload_rl.run.train_loop import Algorithm, Run, StopReason
+from nemo_offload_rl.run.train_loop import Run, StopReason
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words
 from nemo_offload_rl.storage.manifest import read_manifest

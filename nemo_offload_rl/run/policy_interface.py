@@ -5,7 +5,6 @@ Each verb enters the phase that it needs; docs/decisions/phases.md says why.
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any, Protocol
 
 from nemo_offload_rl.data.batch import BatchedData
@@ -13,8 +12,6 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.run.weight_sync import WeightSource
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
-
-POLICY_FOLDER = "policy"
 
 
 class Policy(WeightSource, Protocol):
@@ -63,9 +60,3 @@ class Policy(WeightSource, Protocol):
     def shutdown(self) -> None:
         """Ends the policy's processes."""
         ...
-
-
-def save_policy(policy: Policy, checkpoint: Path, *, save_optimizer: bool) -> dict[str, FileSum]:
-    """Writes a policy into a checkpoint's folder; returns its files by their names there."""
-    sums = policy.save_checkpoint(str(checkpoint / POLICY_FOLDER), save_optimizer)
-    return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}

@@ -22,7 +22,8 @@ from nemo_offload_rl.data.problem import Problem, ProblemSet
 from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.names import logged_name
-from nemo_offload_rl.run.train_loop import Algorithm, Schedule, StopTarget
+from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.train_loop import Schedule, StopTarget
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast

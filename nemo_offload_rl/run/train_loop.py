@@ -7,61 +7,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from pathlib import Path
 from typing import Protocol
 
-from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, ValidationResult, WriteCheckpoint
 from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
-from nemo_offload_rl.storage.manifest import Manifest
 
 logger = logging.getLogger(__name__)
-
-
-class Algorithm(Protocol):
-    """The interface of an algorithm to a run."""
-
-    position: DataPosition
-    """Where the training data goes on; set when a run resumes."""
-
-    def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Runs a training step, the first being 1; its phases are timed. Returns metrics with their full names."""
-        ...
-
-    def validate(self, step: int) -> dict[str, float]:
-        """Measures the policy after ``step`` steps; empty where there is no validation data."""
-        ...
-
-    def save(self, folder: Path) -> Mapping[str, FileSum]:
-        """Writes the policy into a checkpoint folder; returns its files, by their names there.
-
-        Raises:
-            DiskFullError: there is no space; the algorithm can go on.
-        """
-        ...
-
-    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote into a checkpoint folder and says what is wrong with it, one line a file."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Continues from a checkpoint folder."""
-        ...
-
-    def export_hf(self, folder: Path) -> None:
-        """Writes the policy as a Hugging Face folder.
-
-        Raises:
-            DiskFullError: there is no space.
-        """
-        ...
-
-    def shutdown(self) -> None:
-        """Ends everything that the algorithm runs on."""
-        ...
 
 
 class StopReason(Enum):

@@ -1,0 +1,92 @@
+"""What the algorithms that train one policy share: checkpoints, export, and the metrics of a training step."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from pathlib import Path
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
+from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
+from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.policy_interface import Policy
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.manifest import Manifest
+
+POLICY_FOLDER = "policy"
+
+
+class Algorithm(ABC):
+    """An algorithm as ``train_loop.Run`` drives it; a subclass says what a step and a validation are.
+
+    Args:
+        policy: what is trained.
+        data: what it is trained on.
+        save_optimizer: whether checkpoints hold the optimizer's state.
+    """
+
+    def __init__(self, policy: Policy, data: ProblemLoader, *, save_optimizer: bool) -> None:
+        self._policy = policy
+        self._data = data
+        self._save_optimizer = save_optimizer
+
+    @abstractmethod
+    def step(self, step: int, timer: Timer) -> dict[str, float]:
+        """Runs a training step, the first being 1; its phases are timed. Returns metrics with their full names."""
+
+    @abstractmethod
+    def validate(self, step: int) -> dict[str, float]:
+        """Measures the policy after ``step`` steps; empty where there is no validation data."""
+
+    def _train(
+        self, batch: BatchedData, loss_fn: LossFunction, timer: Timer, *, gbs: int, mbs: int
+    ) -> dict[str, float]:
+        """Trains on a batch; returns the metrics of training, of what moved, and of memory."""
+        with timer.phase("training"):
+            result = self._policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
+        return (
+            training_metrics(result)
+            | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | residency_metrics(self._policy.residency_metrics())
+            | memory_metrics("policy", self._policy.memory_stats())
+        )
+
+    @property
+    def position(self) -> DataPosition:
+        """Returns the position at which the training data goes on; it is set when a run resumes."""
+        return self._data.position
+
+    @position.setter
+    def position(self, position: DataPosition) -> None:
+        self._data.position = position
+
+    def save(self, folder: Path) -> Mapping[str, FileSum]:
+        """Writes the policy into a checkpoint folder; returns its files, by their names there.
+
+        Raises:
+            DiskFullError: there is no space; the algorithm can go on.
+        """
+        sums = self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
+        return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}
+
+    def find_damage(self, folder: Path, files: Manifest) -> list[str]:
+        """Reads what ranks wrote into a checkpoint folder and says what is wrong with it, one line a file."""
+        return self._policy.find_damage(str(folder), files)
+
+    def load(self, folder: Path) -> None:
+        """Continues from a checkpoint folder."""
+        self._policy.load_checkpoint(str(folder / POLICY_FOLDER))
+
+    def export_hf(self, folder: Path) -> None:
+        """Writes the policy as a Hugging Face folder.
+
+        Raises:
+            DiskFullError: there is no space.
+        """
+        self._policy.export_hf(str(folder))
+
+    def shutdown(self) -> None:
+        """Ends everything that the algorithm runs on."""
+        self._policy.shutdown()
