@@ -132,7 +132,7 @@ def _check_deeply(config: "MasterConfig") -> list[str]:
     import torch
 
     from nemo_offload_rl.config import adapt_to_cpu
-    from nemo_offload_rl.hf_config import UnreachableModelError
+    from nemo_offload_rl.hf_config import UnreachableModelError, hf_config
     from nemo_offload_rl.model_check.check import ModelCheck
 
     lines: list[str] = []
@@ -140,7 +140,7 @@ def _check_deeply(config: "MasterConfig") -> list[str]:
         config, lines = adapt_to_cpu(config)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     try:
-        check = ModelCheck(config["policy"], device=device)
+        check = ModelCheck(config["policy"], hf_config(config["policy"]), device=device)
     except UnreachableModelError:  # build_configs says so
         lines += _build_megatron_configs(config)
         return [f"not checked here: {line}" for line in lines]

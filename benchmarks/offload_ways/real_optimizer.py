@@ -68,7 +68,7 @@ def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
     from nemo_offload_rl.residency.optimizer_state import state_tensors
 
-    provider = model_config.make_provider(policy, model_config.make_bridge(policy))
+    provider = model_config.make_provider(policy, model_config.make_bridge(policy, model_config.hf_config(policy)))
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
         model = provider.provide_distributed_model(
             ddp_config=model_config.make_ddp_config(policy),

@@ -58,18 +58,19 @@ class TrainingState:
             hook.remove()
 
 
-def build(policy: Mapping[str, Any], *, seed: int, init_optimizer: bool) -> TrainingState:
+def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimizer: bool) -> TrainingState:
     """Build the policy of this rank; the process groups must exist.
 
     Args:
         policy: the recipe's policy section.
-        seed: seed of random weights (`hf_config`), the same on every rank.
+        hf_config: the model's Hugging Face config.
+        seed: seed of random weights (`policy.hf_config`), the same on every rank.
         init_optimizer: False for a policy that is only evaluated.
 
     Raises:
         ValueError: what megatron-core's checks of the configs say.
     """
-    bridge = make_bridge(policy)
+    bridge = make_bridge(policy, hf_config)
     provider = make_provider(policy, bridge)
     hooks: list[Callable[[list[Any]], Any]] = []
     if has_pretrained_weights(policy):

@@ -79,9 +79,13 @@ def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
     return policy.get("hf_config") is None
 
 
-def make_bridge(policy: Mapping[str, Any]) -> Any:
-    """An `AutoBridge` for the policy's model, with its weights where it starts from some."""
-    config = hf_config(policy)
+def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
+    """An `AutoBridge` for the policy's model, with its weights where it starts from some.
+
+    Args:
+        policy: the recipe's policy section.
+        config: its `hf_config`, which the bridge may change.
+    """
     if has_pretrained_weights(policy):
         return auto_bridge().from_hf_pretrained(policy["model_name"], config=config)
     return bridge_of_config(config)
@@ -302,7 +306,7 @@ def build_configs(policy: Mapping[str, Any]) -> list[str]:
     if has_pretrained_weights(policy) and not Path(policy["model_name"]).is_dir():
         notes.append(f"policy.model_name {policy['model_name']!r} is no folder: its architecture was not checked here")
     else:
-        make_provider(policy, make_bridge(policy))
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
     make_optimizer_config(policy)
     make_ddp_config(policy)
     if not torch.cuda.is_available():

@@ -5,7 +5,6 @@ from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Self
 
-from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.flags import changed_flags, show_flags
@@ -22,18 +21,19 @@ class ModelCheck:
     Leaving it with an error that says nothing to users asks the check first, which may know what is wrong.
     """
 
-    def __init__(self, policy: Mapping[str, Any], *, device: str) -> None:
+    def __init__(self, policy: Mapping[str, Any], hf_config: Any, *, device: str) -> None:
         """Start the check, unless its result is known or the recipe skips it.
 
         Args:
             policy: a recipe's policy section, validated.
+            hf_config: the model's Hugging Face config.
             device: the name of the GPU that the model runs on, or cpu.
 
         Raises:
             ModelCheckError: a kept result says that the model is computed wrongly.
             ValueError: the model's Hugging Face config cannot be.
         """
-        self._config = hf_config(policy)
+        self._config = hf_config
         self._skips = "skip_model_check" in policy and policy["skip_model_check"]
         self._key = cache.key_of(alone(policy, twin_config(self._config).to_dict()), device=device)
         self._known = cache.read(self._key)

@@ -9,7 +9,6 @@ import torch
 
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.report import StepReport
-from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.parallel import mpu
@@ -35,10 +34,13 @@ class NoEffectError(ValueError):
     """A module that the recipe offloads did nothing, and the recipe is strict."""
 
 
-def activation_bytes(policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int) -> int:
+def activation_bytes(
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int
+) -> int:
     """Host memory for this rank's activations; 0 where they stay on the GPU.
 
     Args:
+        hf_config: the model's Hugging Face config with every field.
         policy: the recipe's section, adapted to this machine.
         plan: made from it.
         world_size: ranks of the whole cluster.
@@ -49,7 +51,7 @@ def activation_bytes(policy: Mapping[str, Any], plan: OffloadPlan, *, world_size
     if plan.activations is None:
         return 0
     try:
-        facts = activation_facts(hf_config(policy).to_dict(), policy, world_size=world_size)
+        facts = activation_facts(hf_config, policy, world_size=world_size)
     except UnknownArchitectureError as error:
         return limit_where_unknown(plan.activations, error)
     return slab_bytes(facts[mpu.get_pipeline_model_parallel_rank()], plan.activations)

@@ -1,5 +1,6 @@
 """The policy worker of runs: on rank 0 its model is checked against transformers while it is built."""
 
+import copy
 import logging
 from contextlib import ExitStack
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
@@ -25,8 +27,9 @@ class CheckedPolicyWorker(MegatronPolicyWorker):
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
             return
         device = torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu"
-        with ModelCheck(config, device=device) as check, ExitStack() as undo:
-            super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
+        model = hf_config(config)
+        with ModelCheck(config, copy.deepcopy(model), device=device) as check, ExitStack() as undo:
+            super().__init__(config, rank=rank, local_rank=local_rank, hf_config=model, **arguments)
             undo.callback(self.shutdown)
             logger.info(check.finish())
             undo.pop_all()

@@ -11,6 +11,7 @@ import torch
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
@@ -54,6 +55,7 @@ class MegatronPolicyWorker:
         seed: seed of random weights and of the model-parallel random states.
         init_reference_model: keep the weights of the start for `get_reference_policy_logprobs`.
         init_optimizer: False for a policy that is only evaluated or exported.
+        hf_config: the model's Hugging Face config, where the caller has read it already.
 
     Raises:
         ValueError: what the recipe asks for cannot be; the message names the key.
@@ -71,10 +73,13 @@ class MegatronPolicyWorker:
         seed: int,
         init_reference_model: bool,
         init_optimizer: bool = True,
+        hf_config: Any = None,
     ) -> None:
         self._config = config
         self._rank = rank
         self._world_size = world_size
+        if hf_config is None:
+            hf_config = read_hf_config(config)
         plan = settings(config)
         binding = bind_to_gpu(plan.numa, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
@@ -93,9 +98,10 @@ class MegatronPolicyWorker:
             undo.callback(parallel.destroy)
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
-            self._state = build(config, seed=seed, init_optimizer=init_optimizer)
+            facts = hf_config.to_dict()  # before the bridge changes the config
+            self._state = build(config, hf_config, seed=seed, init_optimizer=init_optimizer)
             undo.callback(self._state.close)
-            nbytes = activation_bytes(config, plan, world_size=world_size) if init_optimizer else 0
+            nbytes = activation_bytes(facts, config, plan, world_size=world_size) if init_optimizer else 0
             self._engine = make_engine(
                 self._state, plan, node=binding.node, with_reference=init_reference_model, activation_bytes=nbytes
             )

@@ -134,7 +134,7 @@ def test_weights_come_back_bit_for_bit_under_their_names(family, name, tied):
     config = hf_config(policy)
     want = with_other_norms_and_biases(config)
     with one_rank():
-        bridge = make_bridge(policy)
+        bridge = make_bridge(policy, hf_config(policy))
         chunks = make_provider(policy, bridge).provide_distributed_model(
             wrap_with_ddp=False, use_cpu_initialization=True
         )
@@ -176,23 +176,23 @@ REFUSED = [
 def test_what_cannot_be_computed_right_is_refused(family, fields, message):
     policy = tiny_policy({"model_type": family} | fields)
     with one_rank(), pytest.raises(ValueError, match=rf"^The model .*{message}"):
-        make_provider(policy, make_bridge(policy))
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
 
 
 def test_layers_of_experts_that_are_not_the_models_own_are_refused():
     policy = policy_of("qwen3_moe", "first layer dense", False)
     policy["megatron_cfg"]["moe_layer_freq"] = [0, 1, 1, 1, 1, 1]
-    assert make_provider(policy, make_bridge(policy)).moe_layer_freq == [0, 1, 1, 1, 1, 1]
+    assert make_provider(policy, make_bridge(policy, hf_config(policy))).moe_layer_freq == [0, 1, 1, 1, 1, 1]
     policy["megatron_cfg"]["moe_layer_freq"] = [1, 0, 1, 1, 1, 1]
     with pytest.raises(ValueError, match=r"moe_layer_freq is \[1, 0, 1, 1, 1, 1\], but by mlp_only_layers and"):
-        make_provider(policy, make_bridge(policy))
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
 
 
 def test_a_fused_kernel_of_another_activation_is_refused():
     policy = policy_of("llama", "gelu", False)
     policy["megatron_cfg"]["bias_activation_fusion"] = True
     with pytest.raises(ValueError, match=r"bias_activation_fusion is true, but the model's hidden_act is 'gelu'"):
-        make_provider(policy, make_bridge(policy))
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
 
 
 def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch):

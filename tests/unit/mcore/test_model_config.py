@@ -10,13 +10,15 @@ from nemo_offload_rl.mcore import model_config
 def overrides_of(*, packed=False, **megatron):
     policy = tiny_policy(**megatron)
     policy["sequence_packing"] = {"enabled": packed}
-    bridge = model_config.make_bridge(policy)
+    bridge = model_config.make_bridge(policy, model_config.hf_config(policy))
     return model_config.model_overrides(policy, bridge.to_megatron_provider(load_weights=False))
 
 
 def test_any_field_of_the_transformer_config_reaches_the_model():
     policy = tiny_policy(hidden_dropout=0.1, layernorm_epsilon=1e-3, rotary_interleaved=True)
-    provider = model_config.make_provider(policy | {"hf_config": policy["hf_config"]}, model_config.make_bridge(policy))
+    provider = model_config.make_provider(
+        policy | {"hf_config": policy["hf_config"]}, model_config.make_bridge(policy, model_config.hf_config(policy))
+    )
     assert (provider.hidden_dropout, provider.layernorm_epsilon, provider.rotary_interleaved) == (0.1, 1e-3, True)
     assert provider.attention_dropout == 0.0  # off where the recipe says nothing
 

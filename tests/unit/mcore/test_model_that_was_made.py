@@ -11,7 +11,7 @@ DENSE, EXPERTS = TINY_QWEN3, TINY_QWEN3_MOE
 
 
 def provider_of(policy):
-    return model_config.make_provider(policy, model_config.make_bridge(policy))
+    return model_config.make_provider(policy, model_config.make_bridge(policy, model_config.hf_config(policy)))
 
 
 def capturing(hf_config, *modules, **megatron):
@@ -86,7 +86,7 @@ def test_what_is_off_is_not_asked_for():
     ids=["offloading", "graphs"],
 )
 def test_a_gpu_without_transformer_engine_is_refused_what_needs_it(policy, message, monkeypatch):
-    bridge = model_config.make_bridge(policy)
+    bridge = model_config.make_bridge(policy, model_config.hf_config(policy))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(model_config, "have_transformer_engine", lambda: False)
     with pytest.raises(ValueError, match=message):

@@ -43,19 +43,19 @@ def keep(policy, result):
 
 def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch):
     policy = tiny_policy()
-    with ModelCheck(policy, device="cpu") as check:
+    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
         assert check.finish().startswith("Megatron computes the model as transformers does: log-probs of a small twin")
     monkeypatch.setattr(sys, "executable", "/no/such/python")
-    with ModelCheck(policy, device="cpu") as check:
+    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
         assert check.finish().startswith("Megatron computes the model as transformers does")
 
 
 def test_what_is_known_starts_nothing(no_process):
     policy = tiny_policy()
     with pytest.raises(FileNotFoundError):  # so that the rest of this test says something
-        ModelCheck(policy, device="cpu")
+        ModelCheck(policy, hf_config(policy), device="cpu")
     keep(policy, RIGHT)
-    with ModelCheck(policy, device="cpu") as check:
+    with ModelCheck(policy, hf_config(policy), device="cpu") as check:
         assert "differ by 3e-06" in check.finish()
 
 
@@ -65,16 +65,16 @@ def test_a_model_that_is_known_to_be_wrong_is_refused_before_it_is_built(no_proc
     with pytest.raises(
         ModelCheckError, match=r"this qwen3 model otherwise .* differ by 0\.25.*tie_word_embeddings true"
     ):
-        ModelCheck(policy, device="cpu")
+        ModelCheck(policy, hf_config(policy), device="cpu")
 
 
 def test_a_skipped_check_says_what_is_known(no_process):
     policy = tiny_policy() | {"skip_model_check": True}
-    assert "was not checked" in ModelCheck(policy, device="cpu").finish()
+    assert "was not checked" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
     keep(policy, WRONG)
-    assert "is trained though" in ModelCheck(policy, device="cpu").finish()
+    assert "is trained though" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
     keep(policy, RIGHT)
-    assert "as transformers does" in ModelCheck(policy, device="cpu").finish()
+    assert "as transformers does" in ModelCheck(policy, hf_config(policy), device="cpu").finish()
 
 
 def test_a_process_that_takes_too_long_is_ended():
@@ -97,7 +97,7 @@ def test_a_process_that_fails_is_one_sentence(failing_process):
     with pytest.raises(ModelCheckError, match=r"^The check of the model failed with status 3: MemoryError$"):
         CheckProcess(tiny_policy()).result()
     with pytest.raises(ModelCheckError, match=r"MemoryError; policy\.skip_model_check: true trains without the check$"):
-        ModelCheck(tiny_policy(), device="cpu").finish()
+        ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu").finish()
 
 
 def test_the_process_ends_with_the_one_that_started_it():
@@ -135,9 +135,12 @@ def test_a_worker_whose_model_is_refused_once_it_is_built_leaves_nothing(failing
 
 
 def test_an_error_that_says_nothing_to_users_gives_way_to_what_the_check_says(failing_process):
-    with pytest.raises(ModelCheckError, match="failed with status 3"), ModelCheck(tiny_policy(), device="cpu"):
+    with (
+        pytest.raises(ModelCheckError, match="failed with status 3"),
+        ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu"),
+    ):
         raise KeyError("obscure")
-    with pytest.raises(ValueError, match="clear"), ModelCheck(tiny_policy(), device="cpu"):
+    with pytest.raises(ValueError, match="clear"), ModelCheck(tiny_policy(), hf_config(tiny_policy()), device="cpu"):
         raise ValueError("clear")
 
 
