@@ -26,4 +26,3 @@ class LossFunction(Protocol):
             A 0-dim loss, and metrics by name as detached 0-dim tensors. Both are sums divided by the global counts, so
             that they add up over micro-batches and ranks.
         """
-        ...

@@ -19,44 +19,33 @@ class Policy(WeightSource, Protocol):
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Runs one optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""
-        ...
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
         """Forward only; returns loss and metrics."""
-        ...
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """``logprobs`` float32 [B, S]."""
-        ...
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """``reference_logprobs`` float32 [B, S]."""
-        ...
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Writes weights, and the optimizer's state if asked to; returns the folder's files."""
-        ...
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Returns what is wrong with the checkpoint files that ranks wrote, one line each."""
-        ...
 
     def load_checkpoint(self, folder: str) -> None:
         """Reads what ``save_checkpoint`` wrote."""
-        ...
 
     def export_hf(self, folder: str) -> None:
         """Writes a Hugging Face folder."""
-        ...
 
     def memory_stats(self) -> dict[str, float]:
         """The largest of the ranks' memory readings, in GiB by name."""
-        ...
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns what moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, host memory."""
-        ...
 
     def shutdown(self) -> None:
         """Ends the policy's processes."""
-        ...

@@ -70,11 +70,9 @@ class Outputs(Protocol):
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics of a step; more for the same step are added to them."""
-        ...
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the user a step, with all its metrics."""
-        ...
 
 
 class Run:

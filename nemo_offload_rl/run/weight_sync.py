@@ -16,19 +16,15 @@ class WeightSource(Protocol):
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connects to a transport; returns what each refit will send through it."""
-        ...
 
     def offload_before_refit(self) -> None:
         """Makes room for the engine's weights."""
-        ...
 
     def send_weights(self) -> dict[str, int]:
         """Sends every weight; returns their checksums, where the transport verifies."""
-        ...
 
     def offload_after_refit(self) -> None:
         """Makes room for generation."""
-        ...
 
 
 class WeightSync:
