@@ -1,6 +1,7 @@
 """Everything that touches megatron-core and Megatron-Bridge: building, stepping, log-probs, checkpoints."""
 
-from nemo_offload_rl.mcore import cpu_device, log_filters
+from nemo_offload_rl.mcore import log_filters
+from nemo_offload_rl.mcore.patches import cpu_device
 
 # Both must come before the first import of megatron, which the other modules of this package import at their top.
 log_filters.install()

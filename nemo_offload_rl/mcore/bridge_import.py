@@ -1,67 +1,13 @@
-"""Imports Megatron-Bridge's AutoBridge, with or without Transformer Engine.
-
-Without Transformer Engine `import megatron.bridge` fails in one module, `peft/lora_layers.py`, which names Transformer
-Engine's classes though nothing here uses LoRA. That module alone is shown a placeholder while it is being imported,
-so that every other probe for Transformer Engine still finds none.
-"""
+"""Imports Megatron-Bridge's AutoBridge, with or without Transformer Engine."""
 
 import functools
-import importlib.abc
-import importlib.machinery
 import importlib.util
-import sys
-import types
-from collections.abc import Sequence
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.mcore import log_filters
-
-_NEEDS_PLACEHOLDER = "megatron.bridge.peft.lora_layers"
-
-
-class _Absent(torch.nn.Module):
-    """Stands for any class of Transformer Engine in annotations and isinstance checks: nothing is an instance of it."""
-
-
-class _Placeholder(types.ModuleType):
-    """Stands for a module of Transformer Engine while the one module that needs it is imported."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Placeholder(name) if name.islower() else _Absent
-
-
-class _LoaderWithPlaceholder(importlib.abc.Loader):
-    def __init__(self, loader: importlib.abc.Loader) -> None:
-        self._loader = loader
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        return self._loader.create_module(spec)
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        engine = _Placeholder("transformer_engine")
-        pytorch = _Placeholder("transformer_engine.pytorch")
-        engine.__dict__["pytorch"] = pytorch
-        sys.modules.update({"transformer_engine": engine, "transformer_engine.pytorch": pytorch})
-        try:
-            self._loader.exec_module(module)
-        finally:
-            del sys.modules["transformer_engine"], sys.modules["transformer_engine.pytorch"]
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        if fullname != _NEEDS_PLACEHOLDER:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        assert spec is not None and spec.loader is not None
-        spec.loader = _LoaderWithPlaceholder(spec.loader)
-        return spec
+from nemo_offload_rl.mcore.patches.transformer_engine_placeholder import placeholder_where_absent
 
 
 @functools.cache
@@ -73,15 +19,8 @@ def have_transformer_engine() -> bool:
 @functools.cache
 def auto_bridge() -> Any:
     """Megatron-Bridge's `AutoBridge` class, which knows the corrected bridges of `architectures`."""
-    finder = _Finder()
-    if importlib.util.find_spec("transformer_engine") is None:
-        sys.meta_path.insert(0, finder)
-    try:
-        with log_filters.while_importing():
-            from megatron.bridge import AutoBridge
-    finally:
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+    with placeholder_where_absent(), log_filters.while_importing():
+        from megatron.bridge import AutoBridge
     from nemo_offload_rl.mcore.architectures import bridges  # imports what must be imported after the above
 
     bridges.register()

@@ -22,6 +22,7 @@ from nemo_offload_rl.mcore.model_config import (
     make_optimizer_config,
     make_provider,
 )
+from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.weight_names import check_weights
 
 
@@ -88,7 +89,7 @@ def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimize
             pre_wrap_hook=hooks,
         )
     _settle_dtypes(model)
-    gradient_hooks = _add_gradients_on_this_stream(model)
+    gradient_hooks = add_gradients_on_this_stream(model)
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
@@ -131,25 +132,6 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
 def _one_or_all(functions: list[Any]) -> Any:
     """The schedules of a model without virtual stages take one function, those with take a list."""
     return functions[0] if len(functions) == 1 else functions
-
-
-def _add_gradients_on_this_stream(chunks: list[Any]) -> list[RemovableHandle]:
-    """Make autograd's nodes that add up gradients anew, as DistributedDataParallel has made them.
-
-    A node runs on the stream that it was made on, and megatron-core makes these on one that nothing else uses, so that
-    each gradient takes an event there and one back. In one arrangement of streams the additions that waited there made
-    an H200's copies to the host 8% slower (docs/decisions/activation-manager.md).
-    """
-    hooks: list[RemovableHandle] = []
-    for ddp in chunks:
-        parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
-        assert len(ddp.grad_accs) == len(parameters), "every gradient comes by its node"
-        ddp.grad_accs.clear()  # they held the last references
-        for parameter in parameters:
-            node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
-            hooks.append(node.register_hook(ddp._make_backward_post_hook(parameter)))
-            ddp.grad_accs.append(node)
-    return hooks
 
 
 def _freeze_router(chunks: list[Any]) -> list[Any]:

@@ -4,8 +4,6 @@ megatron-core's strategy writes through torch's `FileSystemWriter`, whose hook (
 """
 
 import os
-import queue
-import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from io import BufferedWriter
@@ -13,10 +11,10 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from megatron.core.dist_checkpointing.strategies import filesystem_async
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
 from torch.distributed.checkpoint.api import CheckpointException
 
+from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process, wrap_finish
 from nemo_offload_rl.mcore.together import gather, raise_together
 from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
 from nemo_offload_rl.storage.disk import free_bytes, require_free
@@ -69,8 +67,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """Write this rank's part; collective."""
-        # megatron-core would start a process (4 s, and one more that may be left behind) to hand results to itself.
-        filesystem_async._results_queue = queue.Queue()
+        pass_results_in_process()
         super().save(sharded_state_dict, checkpoint_dir)
         self._has_saved = True
 
@@ -81,10 +78,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             self._buckets[str(path)] = _Bucket(len(raw) + len(tensors), num_bytes)
         self._require_space()
         writer.transforms = self
-        # By a weak reference: a writer that holds itself keeps the tensors it wrote until the next garbage collection,
-        # which may be views of page-locked memory that is given back before.
-        write_metadata = weakref.WeakMethod(writer.finish)
-        writer.finish = lambda metadata, results: self.keeping_errors(lambda: _alive(write_metadata)(metadata, results))
+        wrap_finish(writer, self.keeping_errors)
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
     def _require_space(self) -> None:
@@ -180,12 +174,6 @@ class _Outcome:
     sums: Mapping[str, FileSum]
     error: OSError | None
     needed: int
-
-
-def _alive(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
-    found = method()
-    assert found is not None, "megatron-core holds the writer until it has called its `finish`"
-    return found
 
 
 def _name(path: Path, folder: Path) -> str:

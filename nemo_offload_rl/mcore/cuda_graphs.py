@@ -27,13 +27,16 @@ from nemo_offload_rl.mcore.graph_capture import (
     forget_replayed_routing,
     num_microbatches_told,
     param_gather_hooks_off,
-    replay_args,
     reserved_bytes,
     undone_on_failure,
-    without_attention_mask,
 )
 from nemo_offload_rl.mcore.graph_speed_check import GraphPace
 from nemo_offload_rl.mcore.microbatches import MicroBatch
+from nemo_offload_rl.mcore.patches.graph_inputs import (
+    replay_as_before,
+    replay_without_attention_mask,
+    without_attention_mask,
+)
 from nemo_offload_rl.memory.streams import record_current_stream
 
 logger = logging.getLogger(__name__)
@@ -213,8 +216,7 @@ class CudaGraphs:
         if self._captured is None:
             return
         captured, self._captured = self._captured, None
-        for layer in captured.layers:
-            del layer._get_te_cuda_graph_replay_args
+        replay_as_before(captured.layers)
         if captured.helper.graphs_created():
             with _attached(captured):
                 captured.helper.delete_cuda_graphs()
@@ -263,7 +265,7 @@ class CudaGraphs:
         ]
         for layer in layers:
             layer.cuda_graphs = []
-            layer._get_te_cuda_graph_replay_args = functools.partial(replay_args, layer)
+        replay_without_attention_mask(layers)
         self.num_captures += 1
         logger.info(
             "captured CUDA graphs of %d layers for %s in %.1f s; they hold %.2f GiB",

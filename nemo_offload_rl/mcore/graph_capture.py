@@ -1,16 +1,14 @@
-"""Prepares the capture of a CUDA graph: conditions around it, and methods of megatron-core's layers during it."""
+"""Prepares the capture of a CUDA graph: hooks off, the number of micro-batches set, a failure undone."""
 
 import contextlib
-import functools
 import gc
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, Protocol
 
 import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.num_microbatches_calculator import reconfigure_num_microbatches_calculator
 from megatron.core.transformer import cuda_graphs
-from megatron.core.transformer.module import GraphableMegatronModule
 from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
@@ -131,37 +129,6 @@ def num_microbatches_told(num_microbatches: int) -> Iterator[None]:
         yield
     finally:
         reconfigure_num_microbatches_calculator(rank, None, data, 1, data)
-
-
-@contextlib.contextmanager
-def without_attention_mask(layers: Sequence[Any], seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Capture layers with no attention mask, as our forward passes call them; `seen` is told of their inputs.
-
-    A layer's own static inputs have a causal one of [n, 1, S, S] bools, for every layer, which causal kernels do not
-    read: at 16 layers and 32,768 tokens 16 GiB.
-    """
-    for layer in layers:
-        layer.get_layer_static_inputs = functools.partial(_static_inputs, layer, seen)
-    try:
-        yield
-    finally:
-        for layer in layers:
-            del layer.get_layer_static_inputs
-
-
-def _static_inputs(layer: Any, seen: Callable[[torch.UntypedStorage], None], *args: Any) -> dict[str, torch.Tensor]:
-    inputs: dict[str, torch.Tensor] = GraphableMegatronModule.get_layer_static_inputs(layer, *args)
-    for tensor in inputs.values():
-        seen(tensor.untyped_storage())
-    return inputs
-
-
-def replay_args(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A replay's arguments; megatron-core would make a zero mask of [n, 1, S, S] where it finds None."""
-    if "attention_mask" in kwargs:
-        assert kwargs["attention_mask"] is None, "graphs are captured without an attention mask"
-        kwargs["attention_mask"] = torch.empty(0)  # no input of the graph, which does not look at it
-    return type(layer)._get_te_cuda_graph_replay_args(layer, *args, **kwargs)
 
 
 def reserved_bytes() -> int:

@@ -299,7 +299,7 @@ def build_configs(policy: Mapping[str, Any]) -> list[str]:
     Raises:
         ValueError: what any of the configs refuses.
     """
-    from nemo_offload_rl.mcore import cpu_device
+    from nemo_offload_rl.mcore.patches import cpu_device
 
     cpu_device.install()
     notes = []

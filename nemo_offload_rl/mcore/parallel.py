@@ -8,14 +8,13 @@ from datetime import timedelta
 import psutil
 import torch
 from megatron.core import parallel_state as mpu
-from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import YarnRotaryEmbedding
 from megatron.core.num_microbatches_calculator import (
     init_num_microbatches_calculator,
     unset_num_microbatches_calculator,
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from nemo_offload_rl.mcore.patches.process_groups import clear_globals
 from nemo_offload_rl.memory.errors import preserve_first_error
 
 
@@ -148,11 +147,6 @@ def destroy() -> None:
     unset_num_microbatches_calculator()
     if mpu.is_initialized():
         mpu.destroy_model_parallel()
-        # megatron-core forgets two of its globals; they would keep their groups, the store and its port.
-        for name, value in vars(mpu).items():
-            if isinstance(value, torch.distributed.ProcessGroup):
-                setattr(mpu, name, None)
-        for rope in (RotaryEmbedding, YarnRotaryEmbedding):  # so do these caches, which hold the instances
-            rope.forward.cache_clear()
+        clear_globals()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

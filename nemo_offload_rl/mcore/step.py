@@ -18,9 +18,10 @@ from torch import Tensor
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.failed_step import clear_saved_state_on_failure, router_updates
 from nemo_offload_rl.mcore.logprob import next_token_logprobs
 from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
+from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
+from nemo_offload_rl.mcore.router_updates import router_updates
 
 
 @dataclass

@@ -9,9 +9,9 @@ import torch
 
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.report import StepReport
-from nemo_offload_rl.mcore import activation_offload
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.parallel import mpu
+from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.memory.wait_clock import Waits

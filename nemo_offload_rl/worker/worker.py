@@ -15,9 +15,9 @@ from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
-from nemo_offload_rl.mcore.failed_step import wait_for_reductions
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
+from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.plan.plan import settings

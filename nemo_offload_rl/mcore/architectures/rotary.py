@@ -10,13 +10,13 @@ Transformer Engine's fused kernels take no factor.
 """
 
 import copy
-import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from nemo_offload_rl.mcore.patches.rotary_frequencies import build_with_frequencies
 
 # Types of `rope_parameters` whose frequencies do not depend on the sequence at hand.
 SCALED = ("linear", "llama3", "yarn")
@@ -62,22 +62,4 @@ def scale(config: Any, provider: Any) -> None:
     assert provider.seq_len_interpolation_factor is None and provider.softmax_scale is None
     if factor != 1.0:
         provider.softmax_scale = factor**2 / math.sqrt(2 * len(inverse))
-    # Of this provider alone: a class of its own could not be sent to other pipeline stages, as exports do.
-    provider.provide = functools.partial(_provide, provider.provide, inverse)
-
-
-def _provide(provide: Callable[..., Any], inverse: Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Build a model chunk as `provide` does, with these frequencies."""
-    model = provide(*args, **kwargs)
-    _replace_frequencies(model, inverse)
-    return model
-
-
-def _replace_frequencies(model: Any, inverse: Tensor) -> None:
-    """Give a model that was just built, of any pipeline stage, other frequencies; it has not used its own yet."""
-    from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-
-    rotary = model.rotary_pos_emb
-    assert type(rotary) is RotaryEmbedding, f"{type(rotary)} is not what this was written for"
-    assert rotary.inv_freq.shape == inverse.shape and rotary.inv_freq.dtype == inverse.dtype
-    rotary.inv_freq = inverse.to(rotary.inv_freq.device)
+    build_with_frequencies(provider, inverse)

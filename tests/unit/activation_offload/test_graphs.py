@@ -14,7 +14,7 @@ from nemo_offload_rl.activation_offload.copies import Span
 from nemo_offload_rl.activation_offload.graphs import CapturedCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.options import ActivationOptions
-from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.patches import activation_offload
 
 NBYTES = 1 << 20
 

@@ -25,7 +25,7 @@ from nemo_offload_rl.activation_offload.options import ActivationOptions
 from nemo_offload_rl.activation_offload.path import OffloadPath
 from nemo_offload_rl.activation_offload.saved_tensors import Group, InPlaceError, SavedTensor
 from nemo_offload_rl.activation_offload.schedule import which_leave_unknown
-from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.patches import activation_offload
 
 
 @pytest.fixture(autouse=True)

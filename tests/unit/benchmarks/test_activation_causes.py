@@ -13,7 +13,7 @@ from support.ranks import free_port, worker_of_rank
 from support.tiny import offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.patches import activation_offload
 
 ROWS, LENGTH = 4, 16
 SHORT_BYTES = 64

@@ -16,7 +16,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import libraries
-from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.wait_clock import Waits

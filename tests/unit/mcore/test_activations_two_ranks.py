@@ -26,7 +26,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     from support.phases import checksums
 
     from nemo_offload_rl.algorithms.losses import NLLLoss
-    from nemo_offload_rl.mcore import activation_offload
+    from nemo_offload_rl.mcore.patches import activation_offload
 
     config = TINY_QWEN3_MOE if layout.startswith("moe") else TINY_QWEN3
     policy = tiny_policy(config, **LAYOUTS[layout])

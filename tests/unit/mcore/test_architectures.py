@@ -9,10 +9,11 @@ from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import cpu_device, parallel
-from nemo_offload_rl.mcore.architectures import bridges, rotary
+from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore.architectures import bridges
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
 from nemo_offload_rl.mcore.model_config import make_bridge, make_provider
+from nemo_offload_rl.mcore.patches import cpu_device, rotary_frequencies
 from nemo_offload_rl.model_check.compare import compare, one_rank
 
 LINEAR = {"rope_type": "linear", "factor": 4.0, "rope_theta": 1e4}
@@ -203,5 +204,7 @@ def test_corrections_are_for_the_versions_that_they_were_written_for(monkeypatch
 
 def test_frequencies_are_not_put_where_others_belong():
     with pytest.raises(AssertionError, match="is not what this was written for"):
-        rotary._replace_frequencies(torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4))
+        rotary_frequencies.replace_frequencies(
+            torch.nn.ModuleDict({"rotary_pos_emb": torch.nn.Identity()}), torch.ones(4)
+        )
     assert not parallel.mpu.is_initialized()

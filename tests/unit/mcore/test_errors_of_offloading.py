@@ -8,7 +8,7 @@ from support.late_copies import LateCopies
 from support.tiny import offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore import activation_offload
+from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.pinned import PinnedArena
 
 MODULES = ["qkv_linear", "core_attn", "attn_proj"]

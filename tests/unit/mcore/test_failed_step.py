@@ -16,8 +16,8 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore import activation_offload
-from nemo_offload_rl.mcore.failed_step import clear_saved_state_on_failure
+from nemo_offload_rl.mcore.patches import activation_offload
+from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
 
 ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 

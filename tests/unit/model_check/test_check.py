@@ -13,7 +13,7 @@ from support.ranks import free_port
 from support.tiny import tiny_policy
 
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import cpu_device
+from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.check import ModelCheck

@@ -9,7 +9,7 @@ import torch
 from support.tiny import tiny_policy
 
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import cpu_device
+from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.compare import UnbuildableError, compare, compare_configs, twin_config
 from nemo_offload_rl.model_check.reference import reference_of, rows

@@ -1,20 +1,16 @@
-"""Clears what megatron-core's layers keep of a step that fails or is skipped."""
+"""Clears what megatron-core's layers and gradient buckets keep as attributes of a step that has failed."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from megatron.core.distributed import DistributedDataParallel
-from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from megatron.core.transformer.moe.moe_layer import MoELayer
-from megatron.core.transformer.moe.router import TopKRouter
 from megatron.core.transformer.moe.shared_experts import SharedExpertMLP, SharedExpertState
 from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
 from megatron.core.transformer.transformer_layer import TransformerLayer
-
-from nemo_offload_rl.memory.errors import preserve_first_error
 
 
 @contextlib.contextmanager
@@ -81,32 +77,3 @@ def _bucket_groups(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 def _modules(model: Sequence[torch.nn.Module]) -> Iterator[torch.nn.Module]:
     for chunk in model:
         yield from chunk.modules()
-
-
-@contextlib.contextmanager
-def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
-    """A step runs inside; if it fails, or calls what this yields, its tokens have not moved the routers' biases.
-
-    The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before it is
-    known whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.
-
-    Args:
-        model: the chunks.
-        config: their TransformerConfig.
-    """
-    has_routers = config.num_moe_experts is not None  # to look for them takes the CPU a millisecond
-    routers = [module for module in _modules(model) if isinstance(module, TopKRouter)] if has_routers else []
-    biases = [bias for router in routers for bias in (router.expert_bias, router.qb_beta) if bias is not None]
-    before = [bias.clone() for bias in biases]
-
-    def undo() -> None:
-        for bias, value in zip(biases, before, strict=True):
-            bias.copy_(value)
-        reset_model_temporary_tensors(config, list(model))  # the counts
-
-    try:
-        yield undo
-    except BaseException:
-        with preserve_first_error():  # a GPU that has failed says so again
-            undo()
-        raise

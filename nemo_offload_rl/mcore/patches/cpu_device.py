@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 # Modules of megatron-core 0.19.2 that create tensors with a literal device="cuda". Their global name `torch` is
 # replaced by a view of torch whose factory functions create on the CPU instead.
-_MODULES_WITH_LITERAL_CUDA = (
+MODULES_WITH_LITERAL_CUDA = (
     "megatron.core.optimizer.clip_grads",
     "megatron.core.optimizer.optimizer",
     "megatron.core.pipeline_parallel.schedules",
@@ -135,7 +135,7 @@ def _patch_megatron() -> None:
     dispatcher: Any = importlib.import_module("megatron.core.transformer.moe.token_dispatcher")
     dispatcher.maybe_move_tensor_to_cpu = _as_numpy
     view = _CpuTorch("torch")
-    for name in _MODULES_WITH_LITERAL_CUDA:
+    for name in MODULES_WITH_LITERAL_CUDA:
         module = importlib.import_module(name)
         assert module.__dict__["torch"] is torch, (
             f"{name} has no global torch: not the megatron-core this was written for"

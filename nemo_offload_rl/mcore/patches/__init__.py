@@ -1,0 +1,20 @@
+"""All that is replaced or set to None in other packages' code: functions, class attributes, globals, autograd nodes.
+
+A module for each thing that is changed, and one table of the versions whose source it was written against. None of
+it is a public interface, so tests/unit/mcore/test_patches.py holds every symbol and signature that a patch relies on.
+"""
+
+from nemo_offload_rl.config.libraries import TESTED_MEGATRON_CORE
+
+WRITTEN_FOR = {
+    "activation_offload": {"megatron-core": TESTED_MEGATRON_CORE},
+    "checkpoint_writer": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
+    "cpu_device": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
+    "gradient_nodes": {"megatron-core": TESTED_MEGATRON_CORE},
+    "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
+    "process_groups": {"megatron-core": TESTED_MEGATRON_CORE},
+    "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
+    "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},
+    "transformer_engine_placeholder": {"megatron-bridge": ("0.6.2",)},
+}
+"""Of each module here: the releases of other packages that it was written for, with the tests that hold it."""

@@ -1,0 +1,32 @@
+"""Changes how megatron-core's checkpoint writer hands over its results, and what it does with errors of the disk."""
+
+import queue
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+from megatron.core.dist_checkpointing.strategies import filesystem_async
+
+
+def pass_results_in_process() -> None:
+    """Give the writer a queue of this process.
+
+    megatron-core would start a process (4 s, and one more that may be left behind) to hand results to itself.
+    """
+    filesystem_async._results_queue = queue.Queue()
+
+
+def wrap_finish(writer: Any, run: Callable[[Callable[[], None]], None]) -> None:
+    """Have a writer's `finish` called by `run`.
+
+    The writer is held by a weak reference: one that holds itself keeps the tensors it wrote until the next garbage
+    collection, which may be views of page-locked memory that is given back before.
+    """
+    write_metadata = weakref.WeakMethod(writer.finish)
+    writer.finish = lambda metadata, results: run(lambda: _alive(write_metadata)(metadata, results))
+
+
+def _alive(method: weakref.WeakMethod[Callable[..., None]]) -> Callable[..., None]:
+    found = method()
+    assert found is not None, "megatron-core holds the writer until it has called its `finish`"
+    return found

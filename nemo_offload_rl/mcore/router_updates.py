@@ -1,0 +1,41 @@
+"""Undoes the updates of routers' biases by a step that fails or is skipped."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from megatron.core.distributed.finalize_model_grads import reset_model_temporary_tensors
+from megatron.core.transformer.moe.router import TopKRouter
+
+from nemo_offload_rl.memory.errors import preserve_first_error
+
+
+@contextlib.contextmanager
+def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
+    """A step runs inside; if it fails, or calls what this yields, its tokens have not moved the routers' biases.
+
+    The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before it is
+    known whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.
+
+    Args:
+        model: the chunks.
+        config: their TransformerConfig.
+    """
+    has_routers = config.num_moe_experts is not None  # to look for them takes the CPU a millisecond
+    modules = (module for chunk in model for module in chunk.modules()) if has_routers else ()
+    routers = [module for module in modules if isinstance(module, TopKRouter)]
+    biases = [bias for router in routers for bias in (router.expert_bias, router.qb_beta) if bias is not None]
+    before = [bias.clone() for bias in biases]
+
+    def undo() -> None:
+        for bias, value in zip(biases, before, strict=True):
+            bias.copy_(value)
+        reset_model_temporary_tensors(config, list(model))  # the counts
+
+    try:
+        yield undo
+    except BaseException:
+        with preserve_first_error():  # a GPU that has failed says so again
+            undo()
+        raise

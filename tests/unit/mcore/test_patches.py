@@ -1,0 +1,176 @@
+"""The symbols of other packages that `mcore/patches` replaces, clears or calls: there, and called as expected.
+
+Read from the installed sources: importing the packages would show what has already been replaced.
+"""
+
+import ast
+import functools
+import importlib.metadata
+import pkgutil
+import sys
+from pathlib import Path
+
+import torch
+
+from nemo_offload_rl.mcore import patches
+from nemo_offload_rl.mcore.patches.cpu_device import MODULES_WITH_LITERAL_CUDA
+
+CORE = "megatron.core"
+OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
+YARN = f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding"
+SIGNATURES = {
+    # activation_offload: the manager has the methods that layers call
+    f"{OFFLOAD}:fine_grained_offloading_group_offload": (
+        "(tensor, name, forced_released_tensors=None, delay_offload=False)"
+    ),
+    f"{OFFLOAD}:FineGrainedActivationOffloadingInterface.forward_record": "()",
+    f"{OFFLOAD}:FineGrainedActivationOffloadingInterface.backward_record": "(tensor)",
+    f"{OFFLOAD}:PipelineOffloadManager.init_model_chunk_offload_handler": (
+        "(self, pp_rank, vp_size, vp_stage, min_offloaded_tensor_size=1024 * 1024, "
+        "delta_offload_bytes_across_pp_ranks=0, activation_offload_fraction=1.0, max_inflight_offloads=None)"
+    ),
+    f"{OFFLOAD}:PipelineOffloadManager.pop_forward_chunk": "(self, name=None)",
+    f"{OFFLOAD}:PipelineOffloadManager.cur_forward_chunk": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.__enter__": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.__exit__": "(self, *args)",
+    f"{OFFLOAD}:PipelineOffloadManager.mark_not_offload": "(self, tensor)",
+    f"{OFFLOAD}:PipelineOffloadManager.disable_offload": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.enable_offload": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.flush_delayed_groups": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.reset": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.cuda_graph_stream": "(self)",
+    f"{OFFLOAD}:PipelineOffloadManager.cuda_graph_event": "(self)",
+    f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput.checkpoint": "(self, run_function, *args)",
+    # checkpoint_writer
+    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.finish": "(self, metadata, results)",
+    # cpu_device
+    "torch.cuda:current_device": "()",
+    "torch.cuda:set_device": "(device)",
+    "torch.cuda:synchronize": "(device=None)",
+    "torch.cuda:current_stream": "(device=None)",
+    "torch.cuda:default_stream": "(device=None)",
+    "torch.cuda:stream": "(stream)",
+    "torch.cuda.graphs:is_current_stream_capturing": "()",
+    "torch.cuda.memory:empty_cache": "()",
+    "torch.cuda.memory:reset_peak_memory_stats": "(device=None)",
+    "torch.cuda.random:get_rng_state": "(device='cuda')",
+    "torch.cuda.random:set_rng_state": "(new_state, device='cuda')",
+    "torch.cuda.random:manual_seed": "(seed)",
+    "torch.cuda.streams:Stream.wait_stream": "(self, stream)",
+    "torch.cuda.streams:Stream.wait_event": "(self, event)",
+    "torch.cuda.streams:Stream.record_event": "(self, event=None)",
+    "torch.cuda.streams:Stream.synchronize": "(self)",
+    "torch.cuda.streams:Event.record": "(self, stream=None)",
+    "torch.cuda.streams:Event.wait": "(self, stream=None)",
+    "torch.cuda.streams:Event.query": "(self)",
+    "torch.nn.modules.module:Module.cuda": "(self, device=None)",
+    f"{CORE}.tensor_parallel.random:_get_cuda_rng_state": "(device='cuda', clone=False, graph_safe=False)",
+    f"{CORE}.tensor_parallel.random:_set_cuda_rng_state": "(new_state, device=-1, graph_safe=False)",
+    f"{CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu": "(tensor, as_numpy=False, record_stream=False)",
+    # gradient_nodes
+    f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook": "(self, param)",
+    # graph_inputs
+    f"{CORE}.transformer.module:GraphableMegatronModule.get_layer_static_inputs": (
+        "(self, seq_length, micro_batch_size)"
+    ),
+    f"{CORE}.transformer.transformer_layer:TransformerLayer._get_te_cuda_graph_replay_args": "(self, *args, **kwargs)",
+    # process_groups
+    f"{CORE}.parallel_state:destroy_model_parallel": "()",
+    f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward": (
+        "(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)"
+    ),
+    f"{YARN}:YarnRotaryEmbedding.forward": ("(self, max_seq_len, offset=0, packed_seq=False, cp_group=None)"),
+    # rotary_frequencies
+    "megatron.bridge.models.gpt_provider:GPTModelProvider.provide": (
+        "(self, pre_process=None, post_process=None, vp_stage=None)"
+    ),
+}
+"""Module and function: its arguments, without annotations."""
+
+ATTRIBUTES = {
+    # saved_state
+    f"{CORE}.transformer.transformer_layer:TransformerLayer": {"mlp_norm_manager", "off_interface"},
+    f"{CORE}.transformer.moe.shared_experts:SharedExpertMLP": {"_overlap_state"},
+    f"{CORE}.transformer.moe.token_dispatcher:MoEFlexTokenDispatcher": {"_comm_manager"},
+    f"{CORE}.transformer.moe.moe_layer:MoELayer": {"token_dispatcher", "cudagraph_tensor_store"},
+    f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": {
+        "per_param_grad_ready_counts", "grad_reduce_handle",
+    },
+    # gradient_nodes, saved_state
+    f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": {
+        "grad_accs", "bucket_groups", "expert_parallel_bucket_groups",
+    },
+    # rotary_frequencies
+    f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding": {"inv_freq"},
+    # activation_offload
+    f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput": {"outputs"},
+    f"{OFFLOAD}:PipelineOffloadManager": {"OFFLOAD_MGR", "_in_replay"},
+}  # fmt: skip
+"""Module and class: attributes that its source sets."""
+
+GLOBALS = {
+    f"{CORE}.dist_checkpointing.strategies.filesystem_async": {"_results_queue"},
+    f"{CORE}.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu"},
+    **{name: {"torch"} for name in MODULES_WITH_LITERAL_CUDA},
+}
+"""Module: global names that its source binds."""
+
+
+IMPORTS = (ast.Import, ast.ImportFrom)
+
+
+@functools.cache
+def source_of(module: str) -> ast.Module:
+    path = module.replace(".", "/")
+    files = [Path(folder, path).with_suffix(".py") for folder in sys.path]
+    files += [Path(folder, path, "__init__.py") for folder in sys.path]
+    return ast.parse(next(file for file in files if file.is_file()).read_text())
+
+
+def found(module: str, name: str) -> ast.AST:
+    """A function or class of a module, at its top or within its `if`s and `try`s; of a class, one of its methods."""
+    scope: ast.AST = source_of(module)
+    for part in name.split("."):
+        kinds = (ast.FunctionDef, ast.ClassDef)
+        scope = next(node for node in ast.walk(scope) if isinstance(node, kinds) and node.name == part)
+    return scope
+
+
+def signature(function: ast.AST) -> str:
+    assert isinstance(function, ast.FunctionDef)
+    for argument in ast.walk(function.args):
+        if isinstance(argument, ast.arg):
+            argument.annotation = None
+    return f"({ast.unparse(function.args)})"
+
+
+def test_functions_are_called_as_they_were():
+    assert {symbol: signature(found(*symbol.split(":"))) for symbol in SIGNATURES} == SIGNATURES
+
+
+def test_classes_have_these_attributes():
+    for symbol, attributes in ATTRIBUTES.items():
+        body = list(ast.walk(found(*symbol.split(":"))))
+        names = {node.attr for node in body if isinstance(node, ast.Attribute)}
+        names |= {node.id for node in body if isinstance(node, ast.Name)}
+        assert attributes <= names, symbol
+
+
+def test_modules_have_these_globals():
+    for module, expected in GLOBALS.items():
+        top = [node for node in source_of(module).body if isinstance(node, (ast.Assign, *IMPORTS))]
+        names = {node.id for statement in top for node in ast.walk(statement) if isinstance(node, ast.Name)}
+        names |= {alias.name for statement in top if isinstance(statement, IMPORTS) for alias in statement.names}
+        assert expected <= names, module
+
+
+def test_methods_of_tensors_that_are_replaced_exist():
+    assert {"cuda", "type"} <= set(dir(torch._C.TensorBase))
+
+
+def test_every_patch_says_what_it_was_written_for():
+    modules = {module.name for module in pkgutil.iter_modules(patches.__path__)}
+    assert set(patches.WRITTEN_FOR) == modules
+    for versions in patches.WRITTEN_FOR.values():
+        for distribution, releases in versions.items():
+            assert importlib.metadata.version(distribution).startswith(releases), distribution
