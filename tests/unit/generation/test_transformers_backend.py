@@ -1,13 +1,17 @@
+from typing import get_args
+
 import psutil
 import pytest
 import ray
 import torch
 
-from nemo_offload_rl.generation import make_generation
+from nemo_offload_rl.config.schema.generation import GenerationConfig
+from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+from nemo_offload_rl.refit import TRANSPORTS
 from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -156,6 +160,11 @@ def test_an_unknown_model_type_is_an_error_of_the_construction(ray_cluster):
     with pytest.raises(GenerationError, match=r"failed in its construction: ValueError: .*qwen99"):
         generation.wait_until_ready()
     generation.shutdown()
+
+
+def test_recipes_may_name_the_registered_engines_and_these_registered_transports():
+    assert get_args(GenerationConfig.__annotations__["backend"]) == tuple(ENGINES)
+    assert TransformersGeneration.capabilities.refit_transport in TRANSPORTS
 
 
 def test_an_unknown_backend_is_refused(ray_cluster):
