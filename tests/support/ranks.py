@@ -6,7 +6,10 @@ import random
 import socket
 import traceback
 from collections.abc import Callable, Iterable
+from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
+
+import torch
 
 
 def free_port() -> int:
@@ -22,8 +25,6 @@ def free_port() -> int:
 
 
 def _child(function: Callable[..., Any], rank: int, world_size: int, ports: list[int], pipe: Any) -> None:
-    import torch
-
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(rank, world_size, ports)))
@@ -49,6 +50,18 @@ def worker_of_rank(
     )
 
 
+def _context() -> SpawnContext | ForkServerContext:
+    """How ranks are started: forked from a process that has imported what takes each of them ten seconds.
+
+    CUDA does not live through a fork, so ranks with GPUs are started afresh.
+    """
+    if torch.cuda.is_available():
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["nemo_offload_rl.worker.worker", "nemo_offload_rl.algorithms.losses"])
+    return context
+
+
 def run_ranks(
     function: Callable[[int, int, list[int]], Any], world_size: int, *, num_ports: int, timeout_s: float = 180
 ) -> list[Any]:
@@ -57,7 +70,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, with its traceback, or did not answer in time.
     """
-    context = multiprocessing.get_context("spawn")
+    context = _context()
     ports = [free_port() for _ in range(num_ports)]
     pipes, processes = [], []
     for rank in range(world_size):

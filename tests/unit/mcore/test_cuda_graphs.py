@@ -106,7 +106,7 @@ def graphed(make_worker, stand_in):
             config,
             worker._state.optimizer,
             warmup_steps=WARMUP_STEPS,
-            settle=worker._engine.writable,
+            settle=worker._engine.load_all_to_gpu,
         )
 
     return make
