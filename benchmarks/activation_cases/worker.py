@@ -138,7 +138,7 @@ class Feed:
 
 @dataclass(frozen=True)
 class Moved:
-    """What activation offloading did in one step on one rank, in bytes; see `offload/activation_report.py`.
+    """The report of activation offloading in one step on one rank, in bytes; see `activation_offload/report.py`.
 
     Attributes:
         distinct: of storages that were large enough, each counted once.

@@ -12,7 +12,7 @@ from nemo_offload_rl.activation_offload.schedule import which_leave, which_leave
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
-# Every storage in the slab starts at a page.
+# Every storage in the host pool starts at a page.
 SLAB_ALIGNMENT_BYTES = 4096
 # Routing is not even: host memory is taken for this multiple of the average load of a rank's experts. An assumption; a
 # group that does not fit stays on the GPU.

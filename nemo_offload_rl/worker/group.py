@@ -227,7 +227,7 @@ class PolicyWorkerGroup:
     def residency_metrics(self) -> dict[str, float]:
         """Returns the moves between GPU and host since the last call; of each quantity the worst rank's value.
 
-        The names are those of `offload.measurements.Meter.take_metrics`.
+        The names are those of `residency.metrics.Meter.take_metrics`.
         """
         metrics = worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
         relay(self._actors)

@@ -362,7 +362,7 @@ class MegatronPolicyWorker:
         return memory_stats(self._engine.mapped_bytes, self._peak_mapped_bytes) | self._peaks
 
     def residency_metrics(self) -> dict[str, float]:
-        """What the moves that have ended since the last call took; see offload/measurements.py."""
+        """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
         return self._engine.meter.take_metrics() | self.activations.metrics()
 
     @contextlib.contextmanager
