@@ -26,11 +26,10 @@ from activation_cases.cost import NUM_MICRO_BATCHES
 from activation_cases.measuring import in_turn
 from activation_cases.parity import describe
 from activation_cases.table import Row, Setting
-from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running
+from activation_cases.worker import STATE_STAYS, Feed, offloader, policy, running, suspended
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
-from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads
+from nemo_offload_rl.activation_offload.groups import Chunk, Group, InflightOffloads
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.saved_tensors import Group
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 NUM_STEPS = 50
@@ -106,7 +105,7 @@ def ways(
         device: has the memory that copies come back into beside a step.
     """
     return {
-        "plain": active.suspended,
+        "plain": functools.partial(suspended, active),
         "hooks": lambda: _nothing_leaves(active),
         "requests": lambda: _beside(active, device, at_most=SHORT_BYTES),
         "beside": lambda: _beside(active, device),

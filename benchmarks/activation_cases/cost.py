@@ -29,7 +29,7 @@ from activation_cases.combinations import ATTENTION, Combination
 from activation_cases.measuring import forward_seconds, in_turn, peaks_of
 from activation_cases.table import Row, Setting, as_list
 from activation_cases.trial import num_replays
-from activation_cases.worker import MIB, STATE_STAYS, Feed, Moved, moved_by, offloader, policy, running
+from activation_cases.worker import MIB, STATE_STAYS, Feed, Moved, moved_by, offloader, policy, running, suspended
 from nemo_offload_rl.mcore.cuda_graphs import NoCudaGraphs
 from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -120,7 +120,7 @@ class _Measurement:
         assert active is not None, f"{self._part} offloads"
 
         def plain() -> None:
-            with active.suspended():
+            with suspended(active):
                 self._step()
 
         ways = {"plain": plain, "offloaded": self._step}

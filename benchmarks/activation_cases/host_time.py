@@ -26,7 +26,7 @@ from activation_cases.cost import NUM_MICRO_BATCHES
 from activation_cases.measuring import NUM_WARMUPS, model_frozen
 from activation_cases.parity import describe
 from activation_cases.table import Setting
-from activation_cases.worker import offloader
+from activation_cases.worker import offloader, suspended
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 
 NUM_STEPS = 20
@@ -62,7 +62,7 @@ def seconds_inside(
     with model_frozen():
         for _ in range(num_steps):
             taken: dict[str, list[float]] = defaultdict(list)
-            with active.suspended(), instead(active, **_forward(active, taken["forward plain"])):
+            with suspended(active), instead(active, **_forward(active, taken["forward plain"])):
                 step()
             calls = {name: _timed(getattr(active, name), taken[name]) for name in ("commit", "begin_backward")}
             hooks = saved_tensors_hooks(_timed(active._pack, taken["pack"]), _timed(active._unpack, taken["unpack"]))

@@ -22,7 +22,7 @@ from activation_cases.combinations import ATTENTION, Combination
 from activation_cases.measuring import NUM_WARMUPS
 from activation_cases.memory_picture import by_way, draw
 from activation_cases.table import Row, Setting, as_list
-from activation_cases.worker import MIB, STATE_STAYS, Feed, offloader, policy, running
+from activation_cases.worker import MIB, STATE_STAYS, Feed, offloader, policy, running, suspended
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 PART, COMBINATION = "dense/attention", Combination("dense", ATTENTION)
@@ -80,7 +80,7 @@ def _measure(setting: Setting) -> None:
         feed = Feed(worker, section, str(NUM_MICRO_BATCHES), MICRO_BATCH, full=True)
         data = feed.batch(0)
         rows: list[Row] = []
-        for way, guard in (("plain", active.suspended), ("offloaded", contextlib.nullcontext)):
+        for way, guard in (("plain", functools.partial(suspended, active)), ("offloaded", contextlib.nullcontext)):
             with guard():
                 for _ in range(NUM_WARMUPS):
                     feed.train(data)

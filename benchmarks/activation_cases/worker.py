@@ -178,6 +178,16 @@ def offloader(worker: MegatronPolicyWorker) -> ActivationOffloader | None:
     return worker.activations.offloader
 
 
+@contextlib.contextmanager
+def suspended(active: ActivationOffloader) -> Iterator[None]:
+    """Run the passes inside as if nothing were offloaded."""
+    active.disable_offload()
+    try:
+        yield
+    finally:
+        active.enable_offload()
+
+
 def moved_by(worker: MegatronPolicyWorker) -> Moved:
     """What the worker's last training step moved; nothing if it does not offload."""
     active = offloader(worker)

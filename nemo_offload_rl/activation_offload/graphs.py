@@ -17,8 +17,7 @@ import torch
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
 from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads
-from nemo_offload_rl.activation_offload.host_pool import PinnedHostPool, Region
-from nemo_offload_rl.activation_offload.path import HostMemory, OffloadPath
+from nemo_offload_rl.activation_offload.host_pool import HostMemory, OffloadPath, PinnedHostPool, Region
 from nemo_offload_rl.activation_offload.report import ModuleReport
 
 

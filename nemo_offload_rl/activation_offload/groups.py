@@ -1,19 +1,145 @@
-"""Passes of micro-batches, made of groups; which groups leave; what is on its way."""
+"""Holds what a micro-batch's pass saves, in groups of tensors, until it is copied to the host and back."""
 
 import functools
 import weakref
 from collections import Counter, deque
-from collections.abc import Sequence
 from contextlib import ExitStack
 from itertools import chain
 from typing import NamedTuple, Protocol
 
+import torch
+
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle
-from nemo_offload_rl.activation_offload.host_pool import Region
-from nemo_offload_rl.activation_offload.path import OffloadPath
-from nemo_offload_rl.activation_offload.saved_tensors import Group, SavedTensor
-from nemo_offload_rl.activation_offload.schedule import Pace, which_leave
-from nemo_offload_rl.activation_offload.storage import SavedStorage, offload
+from nemo_offload_rl.activation_offload.host_pool import OffloadPath, Region
+from nemo_offload_rl.activation_offload.report import ModuleReport
+from nemo_offload_rl.activation_offload.schedule import Pace
+from nemo_offload_rl.activation_offload.storage import (
+    InPlaceError,
+    SavedStorage,
+    changed_in_place,
+    offload,
+    resident_tensor,
+    without_history,
+)
+
+
+class Group:
+    """One module's forward pass in one layer.
+
+    Args:
+        name: the module.
+        chunk: that it is part of.
+        report: the module's, of this step.
+    """
+
+    __slots__ = ("chunk", "in_backward", "index", "key", "name", "nbytes", "report", "saved", "storages")
+
+    def __init__(self, name: str, chunk: "weakref.ref[Chunk]", report: ModuleReport) -> None:
+        self.name = name
+        self.chunk = chunk
+        self.report = report
+        self.index = -1
+        """Among its chunk's; -1 before its commit."""
+        self.in_backward = False
+        """Something that it saved has been unpacked."""
+        self.key = (name, -1)
+        """The module, and how many of its groups come before this one in the pass."""
+        self.storages: list[weakref.ref[SavedStorage]] = []
+        """The storages of what it saved, in the order in which its backward pass needs them."""
+        self.saved: list[SavedTensor] = []
+        """Until its commit is through."""
+        self.nbytes = 0
+
+    def settle(self) -> tuple[list["SavedTensor"], list[SavedStorage]]:
+        """Its forward pass is queued.
+
+        Returns:
+            What it saved, and of the storages of that those that no group before it had saved.
+
+        Raises:
+            InPlaceError: some of it has changed since.
+        """
+        for one in self.saved:
+            one.check()
+        storages = list(dict.fromkeys([one.stored for one in reversed(self.saved)]))
+        self.storages = [weakref.ref(stored) for stored in storages]
+        fresh = [stored for stored in reversed(storages) if stored.stays is None]
+        self.nbytes = sum([stored.nbytes for stored in fresh])
+        return self.saved, fresh
+
+    def on_host_only(self) -> list[SavedStorage]:
+        """Storages of what it saved that are on the host alone."""
+        storages = [ref() for ref in self.storages]
+        return [stored for stored in storages if stored is not None and stored.storage is None]
+
+    def has_left(self) -> bool:
+        """Whether something that it saved was copied to the host, perhaps for another group."""
+        return any(stored is not None and stored.has_left for stored in (ref() for ref in self.storages))
+
+
+class SavedTensor:
+    """What autograd keeps of a tensor that may leave: first itself, and then how to see it in its storage again.
+
+    Args:
+        tensor: that a module saved.
+        group: of that module.
+        stored: its storage.
+        is_alias: only autograd knows the tensor; other tensors may share its storage.
+    """
+
+    __slots__ = ("_is_alias", "_seen_as", "_tensor", "_version", "group", "stored")
+
+    def __init__(self, tensor: torch.Tensor, group: Group, stored: SavedStorage, *, is_alias: bool = False) -> None:
+        self.group = group
+        self.stored = stored
+        self._is_alias = is_alias
+        self._tensor: torch.Tensor | None = tensor
+        self._version = tensor._version
+        self._seen_as = _view_of(tensor) if is_alias else None  # the first one that leaves empties it
+
+    def stay(self) -> None:
+        """It is on the GPU until the backward pass."""
+        if self._tensor is not None:
+            self._tensor = without_history(self._tensor)
+
+    def leave(self) -> None:
+        """Let go of the tensor; `stored` has its bytes."""
+        tensor, self._tensor = self._tensor, None
+        if tensor is not None:
+            self._seen_as = self._seen_as or _view_of(tensor)
+            if self._is_alias:  # autograd keeps a leaf that requires a gradient, to add that to it
+                tensor.data = tensor.new_empty(0)
+
+    def check(self) -> None:
+        """Refuse to go on with a copy of something that has changed since.
+
+        Raises:
+            InPlaceError: it has; autograd itself would refuse its backward pass.
+        """
+        tensor = self._tensor
+        if tensor is not None and tensor._version != self._version:
+            raise InPlaceError(
+                f"{changed_in_place(tensor, self._version, self.group.name)} while it was copied to the host; take "
+                f"{self.group.name} out of policy.megatron_cfg.offload_modules"
+            )
+
+    def unpacked(self) -> torch.Tensor:
+        """The tensor, on the GPU.
+
+        Raises:
+            InPlaceError: it has never left, and has changed.
+        """
+        if self._tensor is not None:
+            return resident_tensor((self._tensor, self._version, self.group.name))
+        assert self._seen_as is not None
+        offset, size, stride, dtype = self._seen_as
+        storage = self.stored.fetch()
+        return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
+
+
+def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
+    """Where and how it is seen in its storage."""
+    return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
 
 
 class GroupListener(Protocol):
@@ -119,67 +245,6 @@ class Chunk:
             for one in held:
                 inflight.hold(one, handle)
         self.pending = []
-
-
-class Profile:
-    """What the last whole forward pass of a model chunk looked like, and which of its groups leave therefore.
-
-    Args:
-        groups: of that pass, in order.
-        fraction: of the eligible bytes that leave, at most.
-        has_margin: the last group of each module stays, since the backward pass needs it before a copy could pay off.
-    """
-
-    def __init__(self, groups: Sequence[Group], fraction: float, *, has_margin: bool) -> None:
-        margin = {group.name: group.key for group in groups}.values() if has_margin else ()
-        self.per_layer = len({group.name for group in groups if group.nbytes})
-        """Modules that have storages of their own to move."""
-        self.leaves: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
-        """By group key, whether it is offloaded; a group without bytes to move has no entry."""
-        self.asks: set[tuple[str, int]] = set()
-        """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
-        layers = [[group for group in layer if group.key not in margin] for layer in _layers(groups)]
-        chosen = which_leave([[group.nbytes for group in layer] for layer in layers], fraction)
-        of_groups = zip(chain(*layers), chosen, strict=True)
-        self.leaves.update((group.key, leaves) for group, leaves in of_groups if group.nbytes)
-        pending = [[group.key for group in layer if self.leaves.get(group.key)] for layer in layers]
-        self.asks.update(*pending[:1])  # the link is idle until then, so that the first layer asks at once
-        self.asks.update(*(keys[-1:] for keys in pending[1:]))
-        kinds = {tuple(name for name, _ in keys) for layer, keys in zip(layers, pending, strict=True) if layer}
-        self.lead = 1 if len(kinds) <= 1 else 2
-        """Layers that copies out may lag behind, and are asked back ahead. Where other layers leave whole than those
-        before and behind them, a whole one's copies take longer than its passes, on a link that keeps up with all."""
-        self._sizes = _sizes(groups)
-
-    def is_outdated_by(self, groups: Sequence[Group]) -> bool:
-        """Whether a pass of these groups says something else, and of as many; asking takes less than making it anew.
-
-        A short pass does not: of groups whose storages were below the minimum it knows nothing.
-        """
-        sizes = _sizes(groups)
-        is_short = any(nbytes == 0 and key in self._sizes and self._sizes[key] > 0 for key, nbytes in sizes.items())
-        return sizes != self._sizes and not is_short
-
-    def modules_that_leave(self) -> set[str]:
-        """Those of which some group does."""
-        return {name for (name, _), leaves in self.leaves.items() if leaves}
-
-
-def _sizes(groups: Sequence[Group]) -> dict[tuple[str, int], int]:
-    return {group.key: group.nbytes for group in groups}
-
-
-def _layers(groups: Sequence[Group]) -> list[list[Group]]:
-    """Groups in their order; a layer has one of each name at most."""
-    layers: list[list[Group]] = []
-    names: set[str] = set()
-    for group in groups:
-        if not layers or group.name in names:
-            layers.append([])
-            names.clear()
-        names.add(group.name)
-        layers[-1].append(group)
-    return layers
 
 
 class PendingOffload(NamedTuple):

@@ -3,12 +3,14 @@
 from bisect import bisect
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
-from nemo_offload_rl.activation_offload.copies import CopyHandle
+from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle
+from nemo_offload_rl.activation_offload.report import Tally
 
 ALIGNMENT_BYTES = 4096
 """Regions start on pages, for copies at full speed."""
@@ -28,6 +30,32 @@ class Region(NamedTuple):
     after: tuple[CopyHandle, ...]
 
 
+class HostMemory(Protocol):
+    """Hands out host memory by bytes, as `PinnedHostPool` does."""
+
+    @property
+    def memory(self) -> torch.Tensor:
+        """All of it: uint8 [nbytes]."""
+        ...
+
+    def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
+        """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        ...
+
+    def give_back(self, region: Region, after: CopyHandle | None) -> None:
+        """Return a region; `after` is the copy that reads it last, if it may still be under way."""
+        ...
+
+
+@dataclass
+class OffloadPath:
+    """Of the passes that run eagerly, or of those that are captured in CUDA graphs."""
+
+    host: HostMemory
+    copies: CopyEngine
+    tally: Tally = field(default_factory=Tally)
+
+
 class _Gap(NamedTuple):
     start: int
     stop: int
@@ -38,7 +66,7 @@ class PinnedHostPool:
     """First fit over free gaps, which grow together again.
 
     Regions may be given back from any thread and at any time, also by the garbage collector while a region is being
-    taken: they are queued, and the next `take` finds them.
+    taken: they are queued, and the next `take_all` finds them.
 
     Args:
         memory: uint8 [nbytes] on the CPU.
@@ -52,11 +80,6 @@ class PinnedHostPool:
         self.memory = memory
         self._gaps = [_Gap(0, self.nbytes, ())] if self.nbytes else []
         self._returned: deque[tuple[Region, CopyHandle | None]] = deque()
-
-    def take(self, nbytes: int) -> Region | None:
-        """A region of so many bytes; None if no gap is as large."""
-        self._collect()
-        return self._taken(_aligned(nbytes))
 
     def _taken(self, reserved_bytes: int) -> Region | None:
         for index, gap in enumerate(self._gaps):
@@ -106,7 +129,7 @@ class PinnedHostPool:
         """Return a region.
 
         Args:
-            region: from `take`.
+            region: from `take_all`.
             after: the copy that uses it last, if it may still be under way; it follows those that the region names.
         """
         self._returned.append((region, after))

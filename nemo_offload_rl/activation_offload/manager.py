@@ -28,22 +28,20 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine
-from nemo_offload_rl.activation_offload.excluded_storages import ExcludedStorages
 from nemo_offload_rl.activation_offload.graphs import Captures
-from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads, PendingOffload, Profile
-from nemo_offload_rl.activation_offload.host_pool import PinnedHostPool
-from nemo_offload_rl.activation_offload.options import ActivationOptions
-from nemo_offload_rl.activation_offload.path import OffloadPath
+from nemo_offload_rl.activation_offload.groups import Chunk, Group, InflightOffloads, PendingOffload, SavedTensor
+from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.report import StepReport, Tally
-from nemo_offload_rl.activation_offload.saved_tensors import (
-    Group,
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile
+from nemo_offload_rl.activation_offload.storage import (
+    ExcludedStorages,
     ResidentTensor,
-    SavedTensor,
+    SavedStorage,
     keep,
     may_move,
+    prefetch,
     resident_tensor,
 )
-from nemo_offload_rl.activation_offload.storage import SavedStorage, prefetch
 
 
 class ActivationOffloader:
@@ -87,15 +85,6 @@ class ActivationOffloader:
         self._delayed: list[Callable[[], None]] = []
         self._saves_aliases = False
         self._in_replay = False  # megatron-core sets it
-
-    @contextmanager
-    def suspended(self) -> Iterator[None]:
-        """Passes that begin and end inside run as if nothing were offloaded."""
-        was, self._enabled = self._enabled, False
-        try:
-            yield
-        finally:
-            self._enabled = was
 
     def modules_that_leave(self) -> set[str]:
         """Those of which something leaves in the next pass, as the passes before say."""

@@ -1,7 +1,13 @@
-"""What activation offloading did in a step, for each module."""
+"""Counts what activation offloading moved in a step, module by module, and says what it means for the recipe."""
 
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
+
+from nemo_offload_rl.memory.units import MIB
+from nemo_offload_rl.memory.wait_clock import Waits
+
+_FRACTION_STEP = 0.05
 
 
 @dataclass
@@ -78,3 +84,120 @@ class Tally:
         """Count what was counted elsewhere."""
         for name, report in modules.items():
             self.modules[name] = self.of(name) + report
+
+
+def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: bool) -> str | None:
+    """Why a module's activations all stay on the GPU; None if some leave, or belong to another module's.
+
+    Args:
+        module: its name.
+        report: of the first step; None if it took no part.
+        leaves_later: whether later passes offload some of it; in the first the last layer is not known.
+    """
+    if report is None:
+        if module.endswith("_norm"):
+            return "Transformer Engine computes this norm inside the linear behind it, so it saves nothing of its own"
+        return "no layer of this pipeline stage offloads it"
+    if report.moved_bytes and not report.freed_bytes:
+        return (
+            f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none: something else keeps all of it on the GPU"
+            f"{_hint(module)}, or its backward pass comes before its memory can go"
+        )
+    if (report.moved_bytes and leaves_later) or (report.duplicate_bytes and not report.moved_bytes):
+        return None
+    if report.refused_bytes and not report.moved_bytes:
+        return (
+            f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
+            "policy.activation_offload.host_memory_limit_gib"
+        )
+    if report.kept_bytes or report.moved_bytes:
+        first = ", but in the first micro-batch," if report.moved_bytes else ""
+        return (
+            f"all of its {report.distinct_bytes / MIB:.0f} MiB{first} stay by "
+            "policy.megatron_cfg.activation_offload_fraction, delta_offload_bytes_across_pp_ranks, or since they are "
+            "the last layer's"
+        )
+    if report.small_bytes:
+        return (
+            f"all of its {report.small_bytes / MIB:.1f} MiB are in storages below "
+            "policy.megatron_cfg.min_offloaded_tensor_size elements"
+        )
+    return "it saved nothing for the backward pass"
+
+
+def table(report: StepReport) -> str:
+    """Makes a table of what each module moved, in MiB, a line each."""
+    lines = [f"{'module':16s} {'moved':>10s} {'freed':>10s} {'duplicate':>10s} {'kept':>10s} {'no room':>10s}"]
+    for name, m in report.modules.items():
+        values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.kept_bytes, m.refused_bytes)
+        lines.append(f"{name:16s} " + " ".join(f"{value / MIB:10.1f}" for value in values))
+    return "\n".join(lines)
+
+
+def stays_alive(module: str, report: ModuleReport) -> str:
+    """Says that not all bytes that a module moved came free."""
+    return (
+        f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
+        f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{_hint(module)}."
+    )
+
+
+def _hint(module: str) -> str:
+    return " (the attention's output is attn_proj's input: offload attn_proj as well)" if module == "core_attn" else ""
+
+
+def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float | None:
+    """Returns the `activation_offload_fraction` that the link would keep up with.
+
+    In the time in which nothing waited it moved `link_s - waited_s` seconds' worth of bytes. To the nearest multiple of
+    0.05 that is little enough: a GPU at its power limit makes up for a part of each wait, 24 of 76 ms on an H200.
+
+    Args:
+        fraction: what was moved.
+        link_s: what the link takes to move it, alone.
+        waited_s: what of that the GPU waited.
+
+    Returns:
+        None if the GPU waited as long as the link takes, or nearly: then it is not the link's speed.
+    """
+    if waited_s >= link_s:
+        return None
+    asked = fraction / _FRACTION_STEP
+    num_steps = min(round(asked * (link_s - waited_s) / link_s), math.ceil(asked - 1e-9) - 1)  # less than it was
+    return round(num_steps * _FRACTION_STEP, 2) if num_steps else None
+
+
+def gpu_waited(
+    waits: Waits, moved_bytes: int, *, link_speed: float | None, fraction: float, max_inflight: int | None
+) -> str:
+    """The GPU waited for copies, for how long, and what would change that.
+
+    Args:
+        waits: of a training step.
+        moved_bytes: to the host in it.
+        link_speed: to the host, bytes a second; None if it is not known.
+        fraction: `activation_offload_fraction` of the step.
+        max_inflight: `fine_grained_offloading_max_inflight_offloads`. A number may make the GPU wait on any link, so
+            that no fraction follows from the wait.
+    """
+    found = f"the GPU waited {_ms(waits.seconds_waited)} of a training step of {_ms(waits.seconds)} for copies of"
+    moved = f"{moved_bytes / MIB:,.0f} MiB"
+    remedies = (
+        "lower policy.megatron_cfg.activation_offload_fraction, raise "
+        "policy.megatron_cfg.fine_grained_offloading_max_inflight_offloads, or see what else uses the link"
+    )
+    if link_speed is None:
+        return f"{found} {moved} of activations; {remedies}."
+    link_s = moved_bytes / link_speed
+    taken = f"{_ms(link_s)} at {link_speed / 1e9:.0f} GB/s"
+    fits = suggested_fraction(fraction, link_s, waits.seconds_waited) if max_inflight is None else None
+    if fits is None:
+        return f"{found} activations, while {moved} take a free link {taken}; {remedies}."
+    return (
+        f"{found} activations: {moved} take the link {taken}, longer than the passes beside them; with "
+        f"policy.megatron_cfg.activation_offload_fraction {fits:.2f} what moves would fit."
+    )
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:,.{0 if seconds >= 0.01 else 1}f} ms"

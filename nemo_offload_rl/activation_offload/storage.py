@@ -1,12 +1,12 @@
-"""A storage that autograd saved, on its way to the host and back."""
+"""Moves storages that autograd saved to the host and back, and tells which tensors stay on the GPU."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import CopyHandle, Span
-from nemo_offload_rl.activation_offload.host_pool import Region
-from nemo_offload_rl.activation_offload.path import OffloadPath
+from nemo_offload_rl.activation_offload.host_pool import OffloadPath, Region
 from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.memory.errors import preserve_first_error
 
@@ -145,3 +145,79 @@ def prefetch(storages: Sequence[SavedStorage]) -> None:
         raise
     for stored, span in zip(storages, spans, strict=True):
         stored.come_back(span.gpu, returning)
+
+
+class ExcludedStorages:
+    """Those that never leave.
+
+    Args:
+        storages: of parameters and buffers, for as long as they live.
+    """
+
+    def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
+        self.addresses = {storage._cdata for storage in storages}
+        self._recomputed: list[StorageWeakRef] = []
+
+    def add_recomputed(self, storage: torch.UntypedStorage) -> None:
+        """Keep what selective recomputation is going to empty, and to fill again in the backward pass.
+
+        Its bytes go before a copy could be through, and those that come back do so in this storage.
+        """
+        self.addresses.add(storage._cdata)
+        self._recomputed.append(StorageWeakRef(storage))  # until it is forgotten no other one has this address
+
+    def forget_recomputed(self) -> None:
+        """Their passes have ended."""
+        self.addresses.difference_update(ref.cdata for ref in self._recomputed)
+        self._recomputed.clear()
+
+
+class InPlaceError(RuntimeError):
+    """Something changed a tensor between its saving and its use, or its copy."""
+
+
+ResidentTensor = tuple[torch.Tensor, int, str]
+"""A tensor that stays on the GPU, its version when it was saved, and the module that saved it."""
+
+
+def keep(tensor: torch.Tensor, module: str) -> ResidentTensor:
+    """What autograd keeps of a tensor that stays."""
+    return without_history(tensor), tensor._version, module
+
+
+def resident_tensor(kept: ResidentTensor) -> torch.Tensor:
+    """The tensor, as it was saved: autograd asks for versions only where there are no hooks.
+
+    Raises:
+        InPlaceError: it has changed.
+    """
+    tensor, version, module = kept
+    if tensor._version != version:
+        raise InPlaceError(
+            f"{changed_in_place(tensor, version, module)}, and gradients would be wrong, as they would without "
+            "offloading; let what changes it make a new tensor"
+        )
+    return tensor
+
+
+def may_move(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is not marked to stay, and its bytes are its values (neither conjugated nor negated)."""
+    return not (
+        tensor.is_conj()
+        or tensor.is_neg()
+        or getattr(tensor, "_TE_do_not_offload", False)
+        or getattr(tensor, "_do_not_offload", False)
+    )
+
+
+def without_history(tensor: torch.Tensor) -> torch.Tensor:
+    """An output with its history, kept by the node that made it, would keep that node alive."""
+    return tensor if tensor.is_leaf else tensor.detach()
+
+
+def changed_in_place(tensor: torch.Tensor, version: int, module: str) -> str:
+    """Begin a message about a tensor that was changed after `module` had saved it at `version`."""
+    return (
+        f"a tensor of shape {list(tensor.shape)} that {module} saved for the backward pass was changed in place "
+        f"(version {tensor._version}, saved at {version})"
+    )

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_offload_rl.activation_offload.schedule import which_leave, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, which_leave, which_leave_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
@@ -25,26 +25,7 @@ _NAMELESS_ELEMENTS = SLAB_ALIGNMENT_BYTES // 4
 _KEPT_BY: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
 
 
-@dataclass(frozen=True)
-class ActivationSettings:
-    """The settings of activation offloading in a recipe.
-
-    Attributes:
-        modules: names of `SAVED_BY`.
-        fraction: share of the bytes that leave, at most; what stays is spread over the layers.
-        min_elements: smaller tensors stay.
-        host_memory_limit_bytes: host memory of one rank for activations; None for what they need.
-        strict: a module that does nothing is an error.
-    """
-
-    modules: tuple[str, ...]
-    fraction: float
-    min_elements: int
-    host_memory_limit_bytes: int | None
-    strict: bool = False
-
-
-def limit_where_unknown(settings: ActivationSettings, error: UnknownArchitectureError) -> int:
+def limit_where_unknown(settings: ActivationOptions, error: UnknownArchitectureError) -> int:
     """The recipe's limit, where what activations need cannot be computed.
 
     Raises:
@@ -100,7 +81,7 @@ def chunks_in_flight(
     return min(num_microbatches * num_model_chunks, warm_up + 1)
 
 
-def module_bytes(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, ModuleBytes]:
+def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, ModuleBytes]:
     """Returns the bytes of each offloaded module, in the order of a forward pass; experts at average load."""
     leaving = _leaving(facts, settings)
     in_chunk = _groups_that_leave(facts, settings)
@@ -117,7 +98,7 @@ def module_bytes(facts: ActivationFacts, settings: ActivationSettings) -> dict[s
     return out
 
 
-def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
+def needed_slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
     """Host memory for all groups of all micro-batches in flight, experts at `EXPERT_LOAD_FACTOR` times average load."""
     busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
     sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _leaving(busy, settings).items()}
@@ -128,7 +109,7 @@ def needed_slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> i
     return max(in_first, later) * facts.num_chunks_in_flight
 
 
-def slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
+def slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
     """Host memory that one rank pins for activations: what the recipe says, or what they need.
 
     What does not fit stays on the GPU, group by group.
@@ -137,15 +118,15 @@ def slab_bytes(facts: ActivationFacts, settings: ActivationSettings) -> int:
     return needed_slab_bytes(facts, settings) if given is None else given
 
 
-def _moved(facts: ActivationFacts, settings: ActivationSettings, module: str) -> list[SavedTensor]:
+def _moved(facts: ActivationFacts, settings: ActivationOptions, module: str) -> list[SavedTensor]:
     return [tensor for tensor in SAVED_BY[module](facts) if tensor.num_elements >= max(1, settings.min_elements)]
 
 
-def _is_held(tensor: SavedTensor, settings: ActivationSettings) -> bool:
+def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
     return tensor.name in _KEPT_BY and not _KEPT_BY[tensor.name] <= set(settings.modules)
 
 
-def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, list[SavedTensor]]:
+def _leaving(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
     """The storages of a layer that each module moves first."""
     seen: set[str] = set()
     out = {}
@@ -156,7 +137,7 @@ def _leaving(facts: ActivationFacts, settings: ActivationSettings) -> dict[str, 
     return out
 
 
-def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationSettings) -> int:
+def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationOptions) -> int:
     """Returns the bytes of the host pool that one group takes."""
     has_nameless = module == "core_attn" and settings.min_elements <= _NAMELESS_ELEMENTS
     named = sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
@@ -165,7 +146,7 @@ def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: Activati
 
 def _groups_that_leave(
     facts: ActivationFacts,
-    settings: ActivationSettings,
+    settings: ActivationOptions,
     which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = which_leave,
 ) -> dict[str, int]:
     """Counts for each module the layers of a model chunk that are offloaded with the recipe's fraction."""

@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.activations import ActivationSettings, ModuleBytes
+from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
@@ -119,7 +120,7 @@ class OffloadPlan:
     host_memory_limit_bytes: int | None
     numa: str | int
     link_bytes_per_s: float
-    activations: ActivationSettings | None = None
+    activations: ActivationOptions | None = None
     ranks: tuple[RankPlan, ...] = ()
 
     def bytes_per_s(self, target: Target) -> float:
@@ -154,14 +155,14 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
     )
 
 
-def _activation_settings(policy: Mapping[str, Any]) -> ActivationSettings | None:
+def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
     cfg = policy["megatron_cfg"] if "megatron_cfg" in policy else {}
     if "fine_grained_activation_offloading" not in cfg or not cfg["fine_grained_activation_offloading"]:
         return None
     section = policy["activation_offload"] if "activation_offload" in policy else {}
     limit = section["host_memory_limit_gib"] if "host_memory_limit_gib" in section else None
     fraction, smallest = "activation_offload_fraction", "min_offloaded_tensor_size"
-    return ActivationSettings(
+    return ActivationOptions(
         modules=tuple(cfg["offload_modules"]),
         fraction=cfg[fraction] if fraction in cfg else _ALL_GROUPS,
         min_elements=cfg[smallest] if smallest in cfg else _MIN_OFFLOADED_ELEMENTS,

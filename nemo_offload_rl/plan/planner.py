@@ -4,9 +4,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan.activation_facts import activation_facts
-from nemo_offload_rl.plan.activations import ActivationSettings, module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
@@ -43,7 +44,7 @@ def make_plan(
     return dataclasses.replace(plan, ranks=ranks)
 
 
-def rank_activations(facts: ActivationFacts, settings: ActivationSettings) -> RankActivations:
+def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> RankActivations:
     """The activations that leave one rank, and their host memory."""
     return RankActivations(
         facts=facts,

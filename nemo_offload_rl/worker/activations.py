@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.report import StepReport
+from nemo_offload_rl.activation_offload.report import StepReport, gpu_waited, stays_alive, table, why_no_effect
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.parallel import mpu
 from nemo_offload_rl.mcore.patches import activation_offload
@@ -20,7 +20,6 @@ from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Engine
-from nemo_offload_rl.worker.activation_messages import gpu_waited, stays_alive, table, why_no_effect
 
 logger = logging.getLogger(__name__)
 
@@ -86,7 +85,7 @@ class Activations:
                 "the %.2f GiB of host memory for activations could not be page-locked; every copy makes the GPU wait",
                 nbytes / GIB,
             )
-        options = activation_offload.activation_options(state.config)
+        options = activation_offload.options_of_rank(plan.activations, state.config)
         memory = torch.empty(0, dtype=torch.uint8) if self._segment is None else self._segment.tensor
         graphs = state.config.cuda_graph_impl != "none"
         try:

@@ -1,12 +1,15 @@
 """Layers that mark what may be offloaded, as megatron-core's do."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import (
     FineGrainedActivationOffloadingInterface as Interface,
 )
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
+
+from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 
 WIDTH = 16
 MODULES = ("qkv_linear", "core_attn", "attn_proj", "mlp")
@@ -67,3 +70,11 @@ def batches(lengths: Sequence[int], seed: int) -> list[torch.Tensor]:
 def lack_of_memory(_: torch.Tensor) -> None:
     """A hook that fails."""
     raise MemoryError
+
+
+@contextmanager
+def suspended(offloader: ActivationOffloader) -> Iterator[None]:
+    """Run the passes inside as if nothing were offloaded."""
+    offloader.disable_offload()
+    yield
+    offloader.enable_offload()

@@ -1,5 +1,6 @@
 """Puts our activation offloading in the place of megatron-core's."""
 
+import dataclasses
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -16,18 +17,16 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from nemo_offload_rl.activation_offload.copies import CudaCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.libraries import untested_megatron_core
 
 
-def activation_options(config: Any) -> ActivationOptions:
-    """Reads the options of this rank from a model's TransformerConfig."""
+def options_of_rank(options: ActivationOptions, config: Any) -> ActivationOptions:
+    """Complete a recipe's options by what depends on this rank and on the model's TransformerConfig."""
     rank, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() or 1
-    return ActivationOptions(
-        modules=tuple(config.offload_modules),
-        fraction=config.activation_offload_fraction,
-        min_elements=config.min_offloaded_tensor_size,
+    return dataclasses.replace(
+        options,
         resident_bytes=rank * config.delta_offload_bytes_across_pp_ranks,
         max_inflight=config.fine_grained_offloading_max_inflight_offloads,
         margin_stage=virtual - 1 if rank == stages - 1 else None,

@@ -7,13 +7,13 @@ import pytest
 import torch
 from megatron.core.pipeline_parallel.fine_grained_activation_offload import PipelineOffloadManager
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, Layer, Model, batches, lack_of_memory
+from support.marked_layers import LAYERS, MODULES, Layer, Model, batches, lack_of_memory, suspended
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import Span
 from nemo_offload_rl.activation_offload.graphs import CapturedCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.mcore.patches import activation_offload
 
 NBYTES = 1 << 20
@@ -120,7 +120,7 @@ def eager_step(model: Model, lengths: list[int]) -> None:
 @pytest.mark.parametrize("seed", range(6))
 def test_numbers_are_those_of_a_plain_capture(model, made, seed):
     (x,) = batches([12], seed)
-    with made.suspended():
+    with suspended(made):
         want = capture(made, model, x)
     assert made.captures.regions.nbytes == 0
     made = offloader(model, seed)
@@ -234,7 +234,7 @@ def test_what_was_asked_back_and_not_used_is_collected_beside_a_capture(model, m
     broken.remove()
     made.reset()
     model.zero_grad(set_to_none=True)
-    with made.suspended():
+    with suspended(made):
         want = capture(made, model, *batches([12], 0))
     dropping = model.layers[1].register_forward_pre_hook(lambda *_: failed.clear())
     found = capture(made, model, *batches([12], 0))
@@ -257,7 +257,7 @@ def test_what_a_capture_has_asked_back_and_not_used_is_waited_for_in_it(model, m
 
 def test_host_memory_that_comes_back_late_from_an_eager_pass_is_captured_over(model, made):
     """As from a failed step that the garbage collector finds when captures have begun."""
-    with made.suspended():
+    with suspended(made):
         want = capture(made, model, *batches([12], 0))
     eager_step(model, [12])
     failed = [model(*batches([12], 1))]

@@ -6,7 +6,7 @@ import random
 import pytest
 import torch
 
-from nemo_offload_rl.activation_offload.host_pool import ALIGNMENT_BYTES, PinnedHostPool
+from nemo_offload_rl.activation_offload.host_pool import ALIGNMENT_BYTES, PinnedHostPool, Region
 
 PAGE = ALIGNMENT_BYTES
 
@@ -28,6 +28,11 @@ def host_pool(pages: int) -> PinnedHostPool:
     return PinnedHostPool(torch.zeros(pages * PAGE, dtype=torch.uint8))
 
 
+def take(made: PinnedHostPool, nbytes: int) -> Region | None:
+    regions = made.take_all([nbytes])
+    return None if regions is None else regions[0]
+
+
 def test_regions_never_overlap_and_gaps_grow_together():
     made = host_pool(64)
     chance = random.Random(0)
@@ -42,46 +47,46 @@ def test_regions_never_overlap_and_gaps_grow_together():
         assert all(one[1] <= other[0] for one, other in itertools.pairwise(spans))
     for region in held:
         made.give_back(region, None)
-    whole = made.take(64 * PAGE)
+    whole = take(made, 64 * PAGE)
     assert whole is not None and whole.offset == 0
     assert made.used_bytes == made.peak_bytes == 64 * PAGE
-    assert made.take(1) is None
+    assert take(made, 1) is None
 
 
 def test_memory_that_a_copy_still_reads_says_so_to_its_next_owner():
     made = host_pool(4)
-    regions = [made.take(PAGE) for _ in range(4)]
+    regions = [take(made, PAGE) for _ in range(4)]
     back = [Copy("back", number) for number in range(3)]
     out = Copy("out", 9)
     for region, copy in zip(regions, (back[1], back[0], out, back[2]), strict=True):
         made.give_back(region, copy)
     # The last of each copy stream: those before it are done when it is. All four pages are one gap again.
-    first = made.take(PAGE)
+    first = take(made, PAGE)
     assert set(first.after) == {back[2], out}
-    assert set(made.take(3 * PAGE).after) == {back[2], out}
+    assert set(take(made, 3 * PAGE).after) == {back[2], out}
 
 
 def test_a_copy_stands_for_those_that_it_follows():
     made = host_pool(1)
     out, back = Copy("out", 0), Copy("back", 1)
-    made.give_back(made.take(PAGE), out)
-    made.give_back(made.take(PAGE), back)  # of what a copy behind `out` has brought here
-    region = made.take(PAGE)
+    made.give_back(take(made, PAGE), out)
+    made.give_back(take(made, PAGE), back)  # of what a copy behind `out` has brought here
+    region = take(made, PAGE)
     assert region.after == (back,)
     made.give_back(region, None)  # nothing was copied
-    assert made.take(PAGE).after == (back,)
+    assert take(made, PAGE).after == (back,)
 
 
 def test_free_memory_forgets_copies_that_are_done():
     made = host_pool(4)
     copies = [Copy("back", 0, done=True), Copy("out", 1)]
-    for region, copy in zip([made.take(2 * PAGE), made.take(2 * PAGE)], copies, strict=True):
+    for region, copy in zip([take(made, 2 * PAGE), take(made, 2 * PAGE)], copies, strict=True):
         made.give_back(region, copy)
     made.forget_reached()
-    assert made.take(PAGE).after == (copies[1],)
+    assert take(made, PAGE).after == (copies[1],)
     copies[1].done = True
     made.forget_reached()
-    assert made.take(PAGE).after == ()
+    assert take(made, PAGE).after == ()
 
 
 def test_all_regions_or_none():
@@ -92,7 +97,7 @@ def test_all_regions_or_none():
 
 def test_regions_of_one_call_are_side_by_side_if_there_is_such_a_gap():
     made = host_pool(8)
-    held = [made.take(2 * PAGE) for _ in range(4)]
+    held = [take(made, 2 * PAGE) for _ in range(4)]
     made.give_back(held[0], None)
     made.give_back(held[2], None)
     assert [region.offset for region in made.take_all([2 * PAGE, PAGE])] == [0, 4 * PAGE]
@@ -108,9 +113,9 @@ def test_regions_of_one_call_come_back_in_any_order(order):
     back = [Copy("back", 0), Copy("back", 0), Copy("back", 1)]
     for index in order:
         made.give_back(regions[index], back[index])
-    whole = made.take(4 * PAGE)
+    whole = take(made, 4 * PAGE)
     assert whole is not None and set(whole.after) == {back[2]}  # which stands for the two before it
 
 
 def test_no_memory_is_no_error():
-    assert host_pool(0).take(1) is None
+    assert take(host_pool(0), 1) is None

@@ -13,7 +13,7 @@ from support.marked_layers import Layer, Model, batches
 
 from nemo_offload_rl.activation_offload.copies import CopyHandle, Span
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.options import ActivationOptions
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.mcore.patches import activation_offload
 
 MODULES = ("qkv_linear", "core_attn", "attn_proj")

@@ -15,16 +15,14 @@ from megatron.core.pipeline_parallel.fine_grained_activation_offload import Pipe
 from megatron.core.tensor_parallel import random as checkpoints
 from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
 from support.late_copies import LateCopies
-from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_of_memory
+from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_of_memory, suspended
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.activation_offload.groups import Chunk, GroupListener, Profile
-from nemo_offload_rl.activation_offload.host_pool import PinnedHostPool
+from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, SavedTensor
+from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.options import ActivationOptions
-from nemo_offload_rl.activation_offload.path import OffloadPath
-from nemo_offload_rl.activation_offload.saved_tensors import Group, InPlaceError, SavedTensor
-from nemo_offload_rl.activation_offload.schedule import which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile, which_leave_unknown
+from nemo_offload_rl.activation_offload.storage import InPlaceError
 from nemo_offload_rl.mcore.patches import activation_offload
 
 
@@ -37,7 +35,7 @@ def _restore() -> Iterator[None]:
 def offloader(
     model: torch.nn.Module | None = None, nbytes: int = 1 << 22, copies=None, **options
 ) -> ActivationOffloader:
-    settings = {"modules": MODULES, "min_elements": 0} | options
+    settings = {"modules": MODULES, "fraction": 1.0, "min_elements": 0} | options
     made = ActivationOffloader(
         ActivationOptions(**settings),
         torch.zeros(nbytes, dtype=torch.uint8),
@@ -83,7 +81,7 @@ def gathered(model: Model, losses, inputs) -> list[torch.Tensor]:
 
 
 def plain(model: Model, inputs: Sequence[torch.Tensor], schedule=one_by_one) -> list[torch.Tensor]:
-    with offloader().suspended():
+    with suspended(offloader()):
         return schedule(model, inputs)
 
 
@@ -128,7 +126,7 @@ def test_numbers_are_those_of_a_plain_run_whatever_the_lengths(schedule, options
         for step, numbers in zip(steps, want, strict=True):
             assert_equal(schedule(model, step), numbers)
             assert made.report.num_micro_batches == len(step)
-        made.host_pool.take(0)
+        made.host_pool.take_all([])
         assert made.host_pool.used_bytes == 0
 
 
@@ -594,7 +592,7 @@ def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
             assert not copies.has_pending()
         made.reset()
         gc.collect()
-        made.host_pool.take(0)
+        made.host_pool.take_all([])
         assert made.host_pool.used_bytes == 0
         assert not any(type(one) is SavedTensor for one in gc.get_objects())
         assert_equal(one_by_one(model, batches([12, 7], 0)), want)
@@ -723,7 +721,7 @@ def test_what_has_left_comes_back_as_it_was_saved():
     assert torch.equal(weight.grad, was + 100)
     y.sum().backward()
     assert torch.equal(x.grad, was)
-    made.host_pool.take(0)
+    made.host_pool.take_all([])
     assert made.host_pool.used_bytes == 0
 
 
@@ -735,7 +733,7 @@ def test_a_failed_pass_leaves_nothing_behind(model):
     assert made.host_pool.used_bytes > 0
     Interface.reset()  # what the worker does in its `finally`
     del loss
-    made.host_pool.take(0)
+    made.host_pool.take_all([])
     assert made.host_pool.used_bytes == 0
     assert_equal(one_by_one(model, batches([8], 0)), want)
 
@@ -785,7 +783,7 @@ def test_a_pass_that_a_change_in_place_has_ended_is_gone_with_its_output(fails_a
         forward()
     made.reset()  # what the worker does in its `finally`; mlp's has changed, too
     assert alive[0].expired()
-    made.host_pool.take(0)
+    made.host_pool.take_all([])
     assert made.host_pool.used_bytes == 0
 
 
@@ -806,7 +804,7 @@ def test_what_stays_has_the_gradients_of_a_plain_run():
 def test_a_graph_may_be_walked_twice(model):
     inputs = batches([8], 0)
     model.zero_grad(set_to_none=True)
-    with offloader().suspended():
+    with suspended(offloader()):
         want = torch.autograd.grad(model(inputs[0]), list(model.parameters()))
     offloader(model)
     loss = model(inputs[0])

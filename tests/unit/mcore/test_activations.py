@@ -161,7 +161,7 @@ def test_a_failed_step_leaves_nothing_in_the_host_memory(make_worker, late):
     with pytest.raises(ZeroDivisionError):
         worker.train(random_batch(4), broken, gbs=4, mbs=MBS)
     gc.collect()
-    host_pool.take(0)
+    host_pool.take_all([])
     assert host_pool.used_bytes == 0
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)["loss"] == want["loss"]
 
@@ -180,7 +180,7 @@ def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, re
     with pytest.raises(ZeroDivisionError):
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)
     gc.collect()
-    host_pool.take(0)
+    host_pool.take_all([])
     assert host_pool.used_bytes == 0
 
 

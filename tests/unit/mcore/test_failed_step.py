@@ -89,7 +89,7 @@ def test_a_failed_step_leaves_no_activation_alive(make_worker, monkeypatch, conf
     assert not [storage for storage in seen if not storage.expired()]
     if offloads:
         host_pool = worker.activations.offloader.host_pool
-        host_pool.take(0)
+        host_pool.take_all([])
         assert host_pool.used_bytes == 0
     assert worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2) == reports[1]
 

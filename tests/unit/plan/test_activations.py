@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 from support.tiny import TINY_QWEN3_MOE
 
-from nemo_offload_rl.activation_offload.groups import Profile
+from nemo_offload_rl.activation_offload.groups import Group
 from nemo_offload_rl.activation_offload.report import ModuleReport
-from nemo_offload_rl.activation_offload.saved_tensors import Group
-from nemo_offload_rl.activation_offload.schedule import which_leave, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import Profile, which_leave, which_leave_unknown
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
@@ -19,7 +18,7 @@ from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import (
     EXPERT_LOAD_FACTOR,
     SLAB_ALIGNMENT_BYTES,
-    ActivationSettings,
+    ActivationOptions,
     chunks_in_flight,
     module_bytes,
     needed_slab_bytes,
@@ -58,7 +57,7 @@ MOE = dataclasses.replace(DENSE, num_expert_tokens=2 * DENSE.num_tokens, expert_
 
 
 def asked(*modules: str, fraction: float = 1.0, smallest: int = 1 << 20, limit: int | None = None):
-    return ActivationSettings(modules, fraction, smallest, limit)
+    return ActivationOptions(modules, fraction, smallest, limit)
 
 
 def layer_mib(facts: ActivationFacts, *modules: str, **arguments: Any) -> dict[str, float]:

@@ -4,10 +4,16 @@ import re
 
 import pytest
 
-from nemo_offload_rl.activation_offload.report import ModuleReport, StepReport
+from nemo_offload_rl.activation_offload.report import (
+    ModuleReport,
+    StepReport,
+    gpu_waited,
+    suggested_fraction,
+    table,
+    why_no_effect,
+)
 from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.memory.wait_clock import Waits
-from nemo_offload_rl.worker.activation_messages import gpu_waited, suggested_fraction, table, why_no_effect
 
 
 @pytest.mark.parametrize(
