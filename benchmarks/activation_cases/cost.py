@@ -203,9 +203,9 @@ class _Measurement:
         assert link is not None, "there is a GPU, and memory can be page-locked"
         of_micro_batch = moved.moved / moved.num_micro_batches
         bound = figures.link_bound_percent(
-            of_micro_batch, link.out, forward_s, num_micro_batches=self._number, plain_step_s=plain_step_s
+            of_micro_batch, link.d2h_bytes_per_s, forward_s, num_micro_batches=self._number, plain_step_s=plain_step_s
         )
-        link_ms, forward_ms = of_micro_batch / link.out * 1e3, forward_s * 1e3
+        link_ms, forward_ms = of_micro_batch / link.d2h_bytes_per_s * 1e3, forward_s * 1e3
         bar = forward_bar = None
         if self._has_bar:
             is_moe, size = self._case.is_moe, self._size
@@ -217,7 +217,7 @@ class _Measurement:
             "link_ms": round(link_ms, 3),
             "forward_ms": round(forward_ms, 3),
             "forward_bar_ms": None if forward_bar is None else round(forward_bar, 3),
-            "link_gb_per_s": round(link.out / 1e9, 2),
+            "link_gb_per_s": round(link.d2h_bytes_per_s / 1e9, 2),
             "bound_percent": round(bound, 3),
             "bar_percent": None if bar is None else round(bar, 3),
         }

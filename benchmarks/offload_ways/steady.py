@@ -7,7 +7,7 @@ from collections.abc import Callable
 import psutil
 import torch
 
-from nemo_offload_rl.memory.page_lock import CudaPageLocker, PageLocker
+from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLocker
 from nemo_offload_rl.memory.pinned import PinnedArena
 from offload_ways import bars
 from offload_ways.cases import NO_GPU, Setting, moments_sizes

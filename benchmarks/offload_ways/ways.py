@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.memory.page_lock import PageLocker
+from nemo_offload_rl.memory.host_pages import PageLocker
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer
 from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget

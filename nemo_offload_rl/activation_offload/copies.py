@@ -8,8 +8,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from nemo_offload_rl.memory.pinned import cut_at_locks
-from nemo_offload_rl.memory.streams import record_current_stream
-from nemo_offload_rl.memory.wait_clock import WaitClock, Waits
+from nemo_offload_rl.memory.streams import WaitClock, Waits, record_current_stream
 
 
 class CopyHandle(Protocol):

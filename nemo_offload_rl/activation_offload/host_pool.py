@@ -11,6 +11,7 @@ import torch
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle
 from nemo_offload_rl.activation_offload.report import Tally
+from nemo_offload_rl.memory.units import round_up
 
 ALIGNMENT_BYTES = 4096
 """Regions start on pages, for copies at full speed."""
@@ -102,7 +103,7 @@ class PinnedHostPool:
             None, and nothing is taken, if there is no room for all of them.
         """
         self._collect()
-        reserved = [_aligned(nbytes) for nbytes in sizes]
+        reserved = [round_up(nbytes, ALIGNMENT_BYTES) for nbytes in sizes]
         whole = self._taken(sum(reserved))
         if whole is not None:  # one search for all
             offsets = accumulate(reserved, initial=whole.offset)
@@ -182,7 +183,3 @@ def _last(some: tuple[CopyHandle, ...], others: tuple[CopyHandle, ...]) -> tuple
         if not any(known.covers(handle) for known in last):
             last = [known for known in last if not handle.covers(known)] + [handle]
     return tuple(last)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
 from nemo_offload_rl.memory.units import MIB
-from nemo_offload_rl.memory.wait_clock import Waits
+from nemo_offload_rl.memory.streams import Waits
 
 _FRACTION_STEP = 0.05
 

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.memory.units import round_up
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,6 @@ class MicroBatch:
     positions: Tensor
     cu_seqlens: Tensor | None
     max_seqlen: int
-
-
-def round_up(value: int, multiple: int) -> int:
-    """The least multiple of `multiple` that is at least `value`."""
-    return -(-value // multiple) * multiple
 
 
 def padded_length(longest: int, divisible_by: int, limit: int) -> int:

@@ -1,4 +1,4 @@
-"""What the link between host and GPU can do, measured once with copies of the engine's own size."""
+"""Measures the speed of copies between page-locked host memory and a GPU, in pieces of the size the engine copies."""
 
 import statistics
 from dataclasses import dataclass
@@ -7,21 +7,22 @@ import torch
 
 from nemo_offload_rl.memory.gpu_range import CHUNK_BYTES
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.memory.streams import CopyStream, record_current_stream
 
-_NUM_COPIES = 8
+Copy = tuple[torch.Tensor, torch.Tensor]
+"""Destination and source."""
 
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Of pinned copies between host and GPU, bytes a second."""
+    """Speed of copies between page-locked host memory and a GPU, each direction alone, in bytes a second."""
 
-    out: float
-    back: float
+    d2h_bytes_per_s: float
+    h2d_bytes_per_s: float
 
 
 def measure_link(device: torch.device, arena: PinnedArena) -> LinkSpeed | None:
-    """Medians of a few runs of pinned copies each way, alone on the link; None without a GPU or page-locked memory.
+    """Measure a GPU's link; returns None without a GPU or page-locked memory.
 
     Args:
         device: the GPU.
@@ -33,21 +34,38 @@ def measure_link(device: torch.device, arena: PinnedArena) -> LinkSpeed | None:
     try:
         if not segment.pinned:
             return None
-        there = torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
-        return LinkSpeed(out=_speed(segment.tensor, there, device), back=_speed(there, segment.tensor, device))
+        host, gpu = segment.tensor, torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
+        return LinkSpeed(
+            d2h_bytes_per_s=copy_bytes_per_s((host, gpu), repeats=3, num_copies=8),
+            h2d_bytes_per_s=copy_bytes_per_s((gpu, host), repeats=3, num_copies=8),
+        )
     finally:
         arena.release(segment)
 
 
-def _speed(destination: torch.Tensor, source: torch.Tensor, device: torch.device) -> float:
-    copy_stream = CopyStream(device)
-    copy_stream.follow_current_stream()
-    speeds = []
-    for _ in range(3):
-        begin = copy_stream.mark()
-        for _ in range(_NUM_COPIES):
-            copy_stream.copy(destination, source)
-        end = copy_stream.mark()
-        end.wait()
-        speeds.append(_NUM_COPIES * source.nbytes / end.seconds_since(begin))
-    return statistics.median(speeds)
+def copy_bytes_per_s(*copies: Copy, repeats: int, num_copies: int = 1) -> float:
+    """Time copies that start together, each on a stream of its own, and return the median of their speeds, added up.
+
+    Args:
+        copies: each between a GPU and page-locked memory.
+        repeats: how many times all of it is timed, after one time that is not.
+        num_copies: how many times in a row each copy is made at a time.
+    """
+    device = next(tensor.device for tensor in copies[0] if tensor.is_cuda)
+    streams = [CopyStream(device) for _ in copies]
+
+    def seconds() -> float:
+        start = record_current_stream(device)
+        ends = []
+        for stream, copy in zip(streams, copies, strict=True):
+            stream.follow(start)
+            for _ in range(num_copies):
+                stream.copy(*copy)
+            ends.append(stream.mark())
+        for end in ends:
+            end.wait()
+        return max(end.seconds_since(start) for end in ends)
+
+    seconds()
+    nbytes = num_copies * sum(source.nbytes for _, source in copies)
+    return nbytes / statistics.median(seconds() for _ in range(repeats))

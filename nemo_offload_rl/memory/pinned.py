@@ -18,13 +18,20 @@ from typing import ClassVar, Self
 import psutil
 import torch
 
-from nemo_offload_rl.memory.first_touch import Touch, best_touch, default_num_threads, touching
+from nemo_offload_rl.memory.host_pages import (
+    CudaPageLocker,
+    LockedRanges,
+    PageLocker,
+    Touch,
+    best_touch,
+    default_num_threads,
+    touching,
+)
 from nemo_offload_rl.memory.numa import prefer_node
-from nemo_offload_rl.memory.page_lock import CudaPageLocker, LockedRanges, PageLocker
+from nemo_offload_rl.memory.units import GIB, round_up
 
 logger = logging.getLogger(__name__)
 
-GIB = 1024**3
 LOCK_CHUNK_BYTES = GIB
 """What is page-locked at a time, while the next is touched; drivers from R580 on refuse 512 GiB in one piece.
 
@@ -169,7 +176,7 @@ class PinnedArena:
             raise ValueError(
                 f"{owner} asked for a host segment of {nbytes} bytes; ask for at least one, or for none at all."
             )
-        size = -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE
+        size = round_up(nbytes, mmap.PAGESIZE)
         try:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 import torch
 
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.units import MIB
 
 NUM_BUFFERS = 4
-BUFFER_BYTES = 32 * 1024**2  # the link reaches 97% of its rate with 16 MiB, 99% with 64 MiB
+BUFFER_BYTES = 32 * MIB  # the link reaches 97% of its rate with 16 MiB, 99% with 64 MiB
 
 
 class StagingRing:

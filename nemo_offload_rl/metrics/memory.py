@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import psutil
 
-GIB = 1024**3
+from nemo_offload_rl.memory.units import GIB
 
 
 def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: int = 0) -> dict[str, float]:

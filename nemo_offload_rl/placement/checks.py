@@ -5,8 +5,9 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from nemo_offload_rl.memory.numa import format_cpu_list
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.gpus import GpuFacts
-from nemo_offload_rl.placement.link import GIB, pcie_gb_per_s
+from nemo_offload_rl.placement.link import pcie_gb_per_s
 from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
 
 # Copies from page-locked memory reach 80% to 90% of a PCI Express link (an H200 on Gen5 x16: 55.4 of 63 GB/s).

@@ -23,12 +23,12 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.reaper import Reaper
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ending_signals_blocked
 
 logger = logging.getLogger(__name__)
 
-GIB = 1 << 30
 
 # The shares of a rank's bundle that its policy worker and an actor of the colocated generation engine take.
 WORKER_SHARE = ENGINE_SHARE = 0.5

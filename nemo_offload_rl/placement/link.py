@@ -5,12 +5,12 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from nemo_offload_rl.memory.units import GIB
+
 if TYPE_CHECKING:
     import torch
 
     from nemo_offload_rl.memory.pinned import PinnedArena
-
-GIB = 1024**3
 
 # PCI Express: GB/s of a lane in one direction after line coding (8b/10b, 128b/130b, flits from 6 on), before headers.
 _LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
@@ -24,7 +24,7 @@ class LinkNotMeasuredError(RuntimeError):
 
 
 @dataclass(frozen=True)
-class LinkSpeed:
+class LinkBenchmark:
     """Measured speeds, GB/s (1e9 bytes): medians of copies of one block between page-locked memory and a GPU.
 
     Attributes:
@@ -47,9 +47,9 @@ def pcie_gb_per_s(generation: int | None, width: int | None) -> float | None:
     return _LANE_GB_PER_S[generation] * width
 
 
-def measure_link(
+def benchmark_link(
     device: int, *, numa_node: int | None = None, block_bytes: int = GIB, repeats: int = 5, huge_pages: bool = False
-) -> LinkSpeed:
+) -> LinkBenchmark:
     """Measure a GPU's link. Takes twice the block of host and of GPU memory, and gives both back.
 
     Args:
@@ -58,6 +58,9 @@ def measure_link(
         block_bytes: How much is copied at a time.
         repeats: Copies that each figure is the median of; one more goes before them, untimed.
         huge_pages: Whether the host memory is asked for as huge pages.
+
+    Returns:
+        More than `memory.link.LinkSpeed`: both directions at once, and what page-locking takes.
 
     Raises:
         LinkNotMeasuredError: If host memory could not be page-locked.
@@ -82,7 +85,7 @@ def measure_link(
         arena.release(back)
         arena.release(outward)
         torch.cuda.empty_cache()
-    return LinkSpeed(*speeds, page_lock_gb_per_s=block_bytes / page_lock_s / 1e9)
+    return LinkBenchmark(*speeds, page_lock_gb_per_s=block_bytes / page_lock_s / 1e9)
 
 
 def _page_lock_seconds(arena: "PinnedArena", nbytes: int) -> float:
@@ -97,26 +100,9 @@ def _copy_speeds(host_out: "torch.Tensor", host_back: "torch.Tensor", repeats: i
     """GB/s out, back and both at once, between host blocks (uint8 [n], page-locked) and blocks of the current GPU."""
     import torch
 
-    gpu_out, gpu_back = torch.empty_like(host_out, device="cuda"), torch.empty_like(host_back, device="cuda")
-    streams = torch.cuda.Stream(), torch.cuda.Stream()
+    from nemo_offload_rl.memory.link import copy_bytes_per_s
 
-    def seconds(*copies: tuple["torch.Tensor", "torch.Tensor"]) -> float:
-        """Time of copies (destination, source), each on a stream of its own, that start together."""
-        start = torch.cuda.Event(enable_timing=True)
-        ends = [torch.cuda.Event(enable_timing=True) for _ in copies]
-        start.record()
-        for stream, end, (destination, source) in zip(streams, ends, copies, strict=False):
-            stream.wait_event(start)
-            with torch.cuda.stream(stream):
-                destination.copy_(source, non_blocking=True)
-            end.record(stream)
-        torch.cuda.synchronize()
-        return max(start.elapsed_time(end) for end in ends) / 1e3
-
-    def gb_per_s(*copies: tuple["torch.Tensor", "torch.Tensor"]) -> float:
-        seconds(*copies)
-        total = sum(source.nbytes for _, source in copies)
-        return total / statistics.median(seconds(*copies) for _ in range(repeats)) / 1e9
-
-    out, back = (host_out, gpu_out), (gpu_back, host_back)
-    return gb_per_s(out), gb_per_s(back), gb_per_s(out, back)
+    out = host_out, torch.empty_like(host_out, device="cuda")
+    back = torch.empty_like(host_back, device="cuda"), host_back
+    d2h, h2d, both = (copy_bytes_per_s(*copies, repeats=repeats) / 1e9 for copies in ([out], [back], [out, back]))
+    return d2h, h2d, both

@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 
 from nemo_offload_rl.memory.numa import NumaNode, gpu_numa_node, numa_nodes, prefer_node, read_text
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
-from nemo_offload_rl.placement.link import GIB, LinkSpeed, measure_link
+from nemo_offload_rl.placement.link import LinkBenchmark, benchmark_link
 
 PACKAGES = (
     "nemo-offload-rl",
@@ -77,7 +78,7 @@ class MachineFacts:
     host: HostFacts
     gpus: tuple[GpuFacts, ...]
     visible_gpus: tuple[str, ...]
-    links: Mapping[str, LinkSpeed]
+    links: Mapping[str, LinkBenchmark]
     not_measured: Mapping[str, str]
     numa_nodes: Mapping[int, NumaNode]
     allowed_cpus: frozenset[int]
@@ -93,7 +94,7 @@ def machine_facts() -> MachineFacts:
     host, nodes = host_facts(), numa_nodes()
     num_visible = torch.cuda.device_count() if torch.cuda.is_available() else 0
     visible = tuple(torch_pci_bus_id(index) for index in range(num_visible))
-    links: dict[str, LinkSpeed] = {}
+    links: dict[str, LinkBenchmark] = {}
     not_measured: dict[str, str] = {}
     for index, address in enumerate(visible):
         try:
@@ -114,11 +115,11 @@ def machine_facts() -> MachineFacts:
     )
 
 
-def _measure(index: int, address: str, host: HostFacts) -> LinkSpeed:
+def _measure(index: int, address: str, host: HostFacts) -> LinkBenchmark:
     free = host.available_bytes if host.cgroup_free_bytes is None else min(host.available_bytes, host.cgroup_free_bytes)
     if free < 4 * GIB:  # twice what it takes
         raise MemoryError(f"only {free / GIB:.1f} GiB of host memory are free, and 4 are asked for")
-    return measure_link(index, numa_node=gpu_numa_node(address))
+    return benchmark_link(index, numa_node=gpu_numa_node(address))
 
 
 def _may_choose_node(node: int) -> bool:

@@ -4,6 +4,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import chunks_in_flight
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.model_facts import num_layers_of_stage
@@ -76,11 +77,11 @@ def activation_facts(
 def _num_tokens(policy: Mapping[str, Any]) -> int:
     """Returns the tokens of the longest micro-batch, as the worker pads it."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
-    length = _round_up(policy["max_total_sequence_length"], divisible_by)
+    length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
         return int(length * policy["train_micro_batch_size"])
     # A sequence longer than a row gets a row of its own.
-    return _round_up(max(packing["train_mb_tokens"], length), packing["sequence_length_round"])
+    return round_up(max(packing["train_mb_tokens"], length), packing["sequence_length_round"])
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:
@@ -99,7 +100,3 @@ def _padding(cfg: Mapping[str, Any]) -> float:
 def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:
     """A field that megatron-core sets itself where a recipe does not."""
     return cfg[name] if name in cfg and cfg[name] is not None else otherwise
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, which_leave, which_leave_unknown
+from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
 
@@ -140,7 +141,7 @@ def _leaving(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, l
 def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationOptions) -> int:
     """Returns the bytes of the host pool that one group takes."""
     has_nameless = module == "core_attn" and settings.min_elements <= _NAMELESS_ELEMENTS
-    named = sum(_round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
+    named = sum(round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
     return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
 
 
@@ -154,7 +155,3 @@ def _groups_that_leave(
     num_layers = -(-facts.num_layers // facts.num_model_chunks)
     leaves = which([list(sizes.values())] * num_layers, settings.fraction)
     return {name: sum(leaves[index :: len(sizes)]) for index, name in enumerate(sizes)}
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

@@ -15,6 +15,7 @@ from nemo_offload_rl.config.rules.parallel import (
     pipeline_stages_share_layers_evenly,
     tensor_parallel_size_divides_heads,
 )
+from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.residency.table import ShardFacts
 
@@ -261,7 +262,7 @@ def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, An
 def _largest_shard(weights: list[_Weight], ranks: int, ddp: Mapping[str, Any], data: int, *, bucketed: bool) -> int:
     if ranks == 1:
         return _count(weights)
-    padded = sum(_round_up(weight.num_elements, _PARAM_ALIGNMENT) * weight.count for weight in weights)
+    padded = sum(round_up(weight.num_elements, _PARAM_ALIGNMENT) * weight.count for weight in weights)
     num_buckets = 3  # an embedding that two stages share has a bucket of its own
     if bucketed and ddp["overlap_grad_reduce"]:  # megatron-core's buckets, on the first stage alone
         given = ddp["bucket_size"] if "bucket_size" in ddp else None
@@ -269,7 +270,3 @@ def _largest_shard(weights: list[_Weight], ranks: int, ddp: Mapping[str, Any], d
     busbw = "pad_buckets_for_high_nccl_busbw" in ddp and ddp["pad_buckets_for_high_nccl_busbw"]
     alignment = math.lcm(ranks, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT if busbw else 1)
     return min(_count(weights), -(-(padded + num_buckets * (alignment - 1)) // ranks))
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple

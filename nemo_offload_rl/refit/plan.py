@@ -8,6 +8,8 @@ from typing import Self
 
 import torch
 
+from nemo_offload_rl.memory.units import round_up
+
 NamedTensor = tuple[str, torch.Tensor]
 
 # Tensors start at multiples of this in a bucket, so that every dtype's view of it is aligned.
@@ -54,7 +56,7 @@ class BucketLayout:
     def of(cls, tensors: Iterable[TensorSpec]) -> Self:
         """Lay tensors out one after the other."""
         tensors = tuple(tensors)
-        sizes = (-(-spec.num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for spec in tensors)
+        sizes = (round_up(spec.num_bytes, _ALIGNMENT_BYTES) for spec in tensors)
         *offsets, num_bytes = itertools.accumulate(sizes, initial=0)
         return cls(tensors, tuple(offsets), num_bytes)
 

@@ -13,8 +13,9 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
 from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, OffloadSubject, Options, TargetContext
-from nemo_offload_rl.residency.metrics import GIB, Meter
+from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_optimizers
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.reference_weights import ReferenceWeights

@@ -13,6 +13,7 @@ import torch
 
 from nemo_offload_rl.memory.gpu_range import CHUNK_BYTES, OutOfGpuMemoryError, RangeMaker, make_range
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, map_chunk
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns, so that kernels make the same choices
@@ -216,7 +217,7 @@ def flat_buffer_bytes(entries: Iterable[BufferEntry]) -> int:
 
 
 def _aligned_bytes(entry: BufferEntry) -> int:
-    return -(-entry.storage.nbytes() // ALIGNMENT) * ALIGNMENT
+    return round_up(entry.storage.nbytes(), ALIGNMENT)
 
 
 @torch.no_grad()

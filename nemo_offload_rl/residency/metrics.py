@@ -11,12 +11,12 @@ import psutil
 import torch
 
 from nemo_offload_rl.memory.link import LinkSpeed
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 if TYPE_CHECKING:
     from nemo_offload_rl.residency.residency import Move
 
-GIB = 2**30
 _MOST_RECORDS = 512
 """Older ones are dropped unless they are taken."""
 
@@ -110,7 +110,9 @@ class MoveRecord:
                 "gb_per_s": speed / 1e9,
             }
             if self.link is not None:
-                values["share_of_link"] = speed / (self.link.back if self.goal is Placement.GPU else self.link.out)
+                to_gpu = self.goal is Placement.GPU
+                limit = self.link.h2d_bytes_per_s if to_gpu else self.link.d2h_bytes_per_s
+                values["share_of_link"] = speed / limit
         return values
 
 

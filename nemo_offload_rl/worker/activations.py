@@ -13,8 +13,8 @@ from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.parallel import mpu
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.errors import preserve_first_error
+from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.memory.wait_clock import Waits
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown, slab_bytes
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
@@ -180,7 +180,7 @@ class Activations:
         words = gpu_waited(
             waits,
             report.total().moved_bytes,
-            link_speed=None if self._link is None else self._link.out,
+            link_speed=None if self._link is None else self._link.d2h_bytes_per_s,
             fraction=options.fraction,
             max_inflight=options.max_inflight,
         )

@@ -13,10 +13,10 @@ from nemo_offload_rl.mcore.microbatches import (
     packed_microbatches,
     padded_length,
     padded_microbatches,
-    round_up,
     with_length,
 )
 from nemo_offload_rl.mcore.model_config import packs
+from nemo_offload_rl.memory.units import round_up
 
 
 class MicroBatcher:

@@ -19,6 +19,7 @@ from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
 from nemo_offload_rl.memory.errors import preserve_first_error
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
@@ -32,8 +33,6 @@ from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
 
 logger = logging.getLogger(__name__)
-
-GIB = 2**30
 
 
 class TooManySkippedStepsError(RuntimeError):

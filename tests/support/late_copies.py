@@ -8,7 +8,7 @@ import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
-from nemo_offload_rl.memory.wait_clock import Waits
+from nemo_offload_rl.memory.streams import Waits
 
 GARBAGE = 0xFF
 """Not a number, in bf16 and in float32."""

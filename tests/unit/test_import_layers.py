@@ -40,7 +40,7 @@ LAYERS = {
     "hub": layer(never="torch ray megatron transformer_engine transformers"),
     "hf_config": layer("hub", "config.transformers_source", never="torch ray megatron transformer_engine"),
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
-    "metrics": layer("storage", never="ray megatron transformer_engine transformers"),
+    "metrics": layer("storage", "memory.units", never="ray megatron transformer_engine transformers"),
     "memory": layer(never="ray megatron transformer_engine transformers"),
     "memory.numa": layer(never="torch ray megatron"),
     "memory.units": layer(never="torch ray megatron"),
@@ -65,7 +65,7 @@ LAYERS = {
     ),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
-    "refit": layer("data.batch", "metrics", never="megatron transformer_engine"),
+    "refit": layer("data.batch", "metrics", "memory.units", never="megatron transformer_engine"),
     "generation": layer(
         "data.batch", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
         never="megatron transformer_engine",

@@ -12,8 +12,8 @@ from nemo_offload_rl.activation_offload.report import (
     table,
     why_no_effect,
 )
+from nemo_offload_rl.memory.streams import Waits
 from nemo_offload_rl.memory.units import MIB
-from nemo_offload_rl.memory.wait_clock import Waits
 
 
 @pytest.mark.parametrize(

@@ -10,9 +10,8 @@ import psutil
 import pytest
 import torch
 
-from nemo_offload_rl.memory import first_touch, pinned
-from nemo_offload_rl.memory.first_touch import populate, slices, touching, write_each_page
-from nemo_offload_rl.memory.page_lock import CudaPageLocker, PageLockError
+from nemo_offload_rl.memory import host_pages, pinned
+from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError, populate, slices, touching, write_each_page
 from nemo_offload_rl.memory.pinned import HostMemoryError, LeakError, PinnedArena, cut_at_locks
 
 PAGE = mmap.PAGESIZE
@@ -325,7 +324,7 @@ def test_a_forked_child_inherits_plain_segments_only(ledger, status):
 @pytest.mark.parametrize("touch", [populate, write_each_page])
 @pytest.mark.parametrize("num_threads", [1, 3])
 def test_both_ways_to_touch_bring_every_page(touch, num_threads, monkeypatch):
-    monkeypatch.setattr(first_touch, "SLICE_BYTES", MIB)
+    monkeypatch.setattr(host_pages, "SLICE_BYTES", MIB)
     size = 5 * MIB + 3 * PAGE
     with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as mapping:
         start = torch.frombuffer(mapping, dtype=torch.uint8).data_ptr()

@@ -27,7 +27,7 @@ class MeterOfAGpu(Meter):
 
 
 def test_everything_that_the_engine_measures_is_on_the_page():
-    meter = MeterOfAGpu(torch.device("cpu"), link=LinkSpeed(out=25e9, back=50e9))
+    meter = MeterOfAGpu(torch.device("cpu"), link=LinkSpeed(d2h_bytes_per_s=25e9, h2d_bytes_per_s=50e9))
     meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, Placement.HOST, Placement.GPU, Ended()))
     meter.record_transition(Phase.TRAIN, 0.03, meter.memory())
     metrics = residency_metrics(meter.take_metrics())

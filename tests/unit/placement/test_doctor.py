@@ -14,7 +14,7 @@ from nemo_offload_rl.memory.numa import NumaNode
 from nemo_offload_rl.placement.checks import Verdict, judge
 from nemo_offload_rl.placement.doctor import checks_table, facts_as_json
 from nemo_offload_rl.placement.gpus import GpuFacts
-from nemo_offload_rl.placement.link import LinkSpeed
+from nemo_offload_rl.placement.link import LinkBenchmark
 from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
 
 GIB = 1 << 30
@@ -27,7 +27,7 @@ VERSIONS = {
     "nvidia driver": "580.159.04",
 }
 GPU = GpuFacts(0, "NVIDIA H200", "GPU-1e2d", ADDRESS, 140 * GIB, 5, 16, 5, 16, 1)
-SPEED = LinkSpeed(55.4, 55.5, 101.7, 14.0)
+SPEED = LinkBenchmark(55.4, 55.5, 101.7, 14.0)
 TWO_NODES = {
     0: NumaNode(0, frozenset(range(8)), {0: 10, 1: 21}),
     1: NumaNode(1, frozenset(range(8, 16)), {0: 21, 1: 10}),
@@ -149,7 +149,7 @@ def test_directions_that_share_one_s_speed():
 
 
 def test_a_link_that_is_faster_than_pci_express_is_well():
-    speed = LinkSpeed(350.0, 340.0, 600.0, 14.0)
+    speed = LinkBenchmark(350.0, 340.0, 600.0, 14.0)
     found, verdict, _ = line(replace(GOOD, links={ADDRESS: speed}), "GPU 0: copies")
     assert (found, verdict) == ("pinned D2H 350.0, H2D 340.0, both 600.0 GB/s in all", Verdict.OK)
 

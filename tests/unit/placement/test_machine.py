@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from nemo_offload_rl.placement.gpus import GpuFacts, driver_version, gpu_facts, torch_pci_bus_id
-from nemo_offload_rl.placement.link import measure_link, pcie_gb_per_s
+from nemo_offload_rl.placement.link import benchmark_link, pcie_gb_per_s
 from nemo_offload_rl.placement.machine import HostFacts, host_facts, machine_facts, stack_versions
 
 GIB = 1 << 30
@@ -310,7 +310,7 @@ def test_facts_of_this_machine_are_complete():
 def test_a_link_is_measured_and_gives_everything_back():
     torch.cuda.empty_cache()  # what earlier tests left
     before = torch.cuda.memory_reserved(0)
-    speed = measure_link(0, block_bytes=64 << 20, repeats=3)
+    speed = benchmark_link(0, block_bytes=64 << 20, repeats=3)
     assert speed.d2h_gb_per_s > 1
     assert speed.h2d_gb_per_s > 1
     assert speed.both_gb_per_s > max(speed.d2h_gb_per_s, speed.h2d_gb_per_s)

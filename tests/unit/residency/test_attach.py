@@ -188,7 +188,7 @@ class FullHost(PinnedArena):
 
     is_full = False
 
-    def allocate(self, owner, nbytes):
+    def allocate(self, owner, nbytes, *, pin=True):
         if self.is_full:
             raise HostMemoryError(f"{owner} asked for {nbytes} bytes of host memory and the host gave none")
         return super().allocate(owner, nbytes)

@@ -5,8 +5,7 @@ import torch
 from support.events import At
 
 from nemo_offload_rl.activation_offload.copies import CopyHandle, CudaCopies, Span
-from nemo_offload_rl.memory.streams import Event
-from nemo_offload_rl.memory.wait_clock import WaitClock
+from nemo_offload_rl.memory.streams import Event, WaitClock
 
 CYCLES = 15_000_000  # 8 to 15 ms of a GPU's clock
 
