@@ -199,7 +199,7 @@ class _Measurement:
         }
 
     def _link(self, moved: Moved, forward_s: float, plain_step_s: float) -> Row:
-        link = measure_link(self._worker.device, self._worker._engine.site.arena)
+        link = measure_link(self._worker.device, self._worker._engine.context.arena)
         assert link is not None, "there is a GPU, and memory can be page-locked"
         of_micro_batch = moved.moved / moved.num_micro_batches
         bound = figures.link_bound_percent(

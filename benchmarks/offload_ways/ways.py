@@ -8,8 +8,7 @@ import torch
 
 from nemo_offload_rl.memory.host_pages import PageLocker
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer
-from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, FlatBufferTarget
 from nemo_offload_rl.residency.optimizer_state import OptimizerState
 from nemo_offload_rl.residency.table import Placement
 from nemo_offload_rl.residency.transfer import Mover

@@ -159,7 +159,7 @@ class PinnedArena:
         """The page-locked part of `allocated_bytes`."""
         return sum(segment.mapped_bytes for segment in self._segments if segment.pinned)
 
-    def allocate(self, owner: str, nbytes: int) -> HostSegment:
+    def allocate(self, owner: str, nbytes: int, *, pin: bool = True) -> HostSegment:
         """Map, touch and page-lock a segment, zeroed; pair it with `release`.
 
         Where page-locking is refused the segment is plain memory, `pinned` is False, and a warning says so, once.
@@ -167,6 +167,7 @@ class PinnedArena:
         Args:
             owner: whom it is for.
             nbytes: its size; rounded up to whole pages, not further.
+            pin: False leaves this segment pageable in an arena that page-locks others.
 
         Raises:
             ValueError: if `nbytes` is not positive.
@@ -181,7 +182,7 @@ class PinnedArena:
             mapping = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE)
         except (OSError, OverflowError) as error:
             raise _no_memory(owner, nbytes) from error
-        locked = None if self._locker is None else LockedRanges(self._locker)
+        locked = LockedRanges(self._locker) if self._locker is not None and pin else None
         with ExitStack() as undo:
             undo.callback(mapping.close)
             if locked is not None:

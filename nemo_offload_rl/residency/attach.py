@@ -11,39 +11,47 @@ import torch
 
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
-from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, OffloadSubject, Options, TargetContext
+from nemo_offload_rl.residency.context import DEFAULT_OPTIONS, Options, TargetContext
 from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_optimizers
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.reference_weights import ReferenceWeights
-from nemo_offload_rl.residency.residency import OffloadTarget, Residency
+from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
+from nemo_offload_rl.residency.target import OffloadTarget
 from nemo_offload_rl.residency.targets import TARGETS
-from nemo_offload_rl.residency.transfer import Mover
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class Engine:
-    """What moves a model's and an optimizer's state between phases; made by `attach`.
+    """Moves a model's and an optimizer's state between phases; made by `attach`.
 
     Attributes:
-        residency: `residency.enter(phase)` moves.
-        targets: the mechanisms.
-        meter: what moves took.
-        site: what all of it was made of.
+        context: what all of it was made of.
         hooks: take the engine's hooks off model and optimizer.
     """
 
-    residency: Residency
-    targets: Mapping[Target, OffloadTarget]
-    meter: Meter
-    site: TargetContext
+    context: TargetContext
     hooks: Sequence[Callable[[], None]]
+
+    @property
+    def residency(self) -> Residency:
+        """Moves: `residency.enter(phase)`."""
+        return self.context.residency
+
+    @property
+    def targets(self) -> Mapping[Target, OffloadTarget]:
+        """The targets."""
+        return self.context.targets
+
+    @property
+    def meter(self) -> Meter:
+        """Has what moves took."""
+        return self.context.meter
 
     @property
     def reference(self) -> ReferenceWeights | None:
@@ -55,7 +63,7 @@ class Engine:
     @property
     def mapped_bytes(self) -> int:
         """What ranges take of the GPU now, which torch's allocator does not count."""
-        return sum(target.mapped_bytes for target in self.targets.values())
+        return self.context.mapped_bytes
 
     def nbytes(self) -> dict[Target, int]:
         """What each target takes where it is held."""
@@ -108,10 +116,10 @@ class Engine:
         for remove in self.hooks:
             remove()
         with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, whatever the others say
-            stack.callback(self.site.arena.close)
+            stack.callback(self.context.arena.close)
             for target in self.targets.values():
                 stack.callback(target.close)
-            stack.callback(self.site.mover.close)
+            stack.callback(self.context.mover.close)
 
 
 def attach(
@@ -142,32 +150,18 @@ def attach(
         torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
     """
     start = time.perf_counter()
-    subject = OffloadSubject(model, optimizer, table, options)
-    targets: dict[Target, OffloadTarget] = {}
-    meter = Meter(
-        subject.device,
-        pinned_bytes=lambda: arena.pinned_bytes,
-        mapped_bytes=lambda: sum(target.mapped_bytes for target in targets.values()),
-        link=measure_link(subject.device, arena),
-    )
-    mover = Mover(subject.device, arena)
-
-    def require(target: Target) -> None:
-        residency.require(target)
-
-    site = TargetContext(**vars(subject), arena=arena, mover=mover, meter=meter, ranges=ranges, require=require)
+    context = TargetContext(model, optimizer, arena, table, options, ranges)
     with contextlib.ExitStack() as undo:
-        undo.callback(mover.close)
+        meter = context.meter  # measures the link before anything is in the way
+        undo.callback(context.mover.close)
         for name, kind in TARGETS.items():
-            if (made := kind.make(site, targets)) is not None:
-                targets[name] = made
+            if (made := kind.make(context)) is not None:
+                context.targets[name] = made
                 undo.callback(made.close)
-        # A generator loads its weights during a refit, beside what is still leaving.
-        room = {Phase.REFIT: targets[Target.PARAMS].nbytes}
-        residency = Residency(targets, table, meter=meter, room=room, check=lambda: mover.check())
+        residency = context.residency
         undo.pop_all()
     meter.give_back_cache()  # what everything lived in before
-    engine = Engine(residency, targets, meter, site, _guard(residency, model, optimizer))
+    engine = Engine(context, _guard(residency, model, optimizer))
     sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
     logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
     return engine
@@ -176,13 +170,14 @@ def attach(
 def needed_host_bytes(
     model: Sequence[torch.nn.Module],
     optimizer: Any | None,
+    arena: PinnedArena,
     *,
     table: Table = DEFAULT_TABLE,
     options: Options = DEFAULT_OPTIONS,
 ) -> dict[Target, int]:
-    """What `attach` with the same arguments will take of the arena, in bytes; takes nothing."""
-    subject = OffloadSubject(model, optimizer, table, options)
-    return {target: kind.host_bytes(subject) for target, kind in TARGETS.items()}
+    """Return what `attach` with the same arguments will take of the arena for each target, in bytes; takes nothing."""
+    context = TargetContext(model, optimizer, arena, table, options)
+    return {target: kind.host_bytes(context) for target, kind in TARGETS.items()}
 
 
 def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Callable[[], None]]:

@@ -1,16 +1,20 @@
 """What targets are made of: a model and an optimizer, where they are, and what the engine works with."""
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
-from nemo_offload_rl.memory.gpu_range import RangeMaker
+from nemo_offload_rl.memory.gpu_range import RangeMaker, make_range
+from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.flat_buffer import FlatBuffer
 from nemo_offload_rl.residency.metrics import Meter
-from nemo_offload_rl.residency.table import Placement, Table, Target
+from nemo_offload_rl.residency.residency import Residency
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
+from nemo_offload_rl.residency.target import OffloadTarget
 from nemo_offload_rl.residency.transfer import Mover
 
 
@@ -19,8 +23,8 @@ class Options:
     """How the engine works.
 
     Attributes:
-        pinned_optimizer_state: move optimizer state as ranges through the arena; False moves tensor by tensor through
-            pageable memory, slowly.
+        pinned_optimizer_state: page-lock the host memory of optimizer state; False copies it through the staging
+            ring, slowly, and locks no more than that.
         verify: compare checksums of everything that leaves and comes back.
         with_reference: keep the weights of now for `Engine.reference`.
     """
@@ -34,49 +38,65 @@ DEFAULT_OPTIONS = Options()
 
 
 @dataclass(frozen=True)
-class OffloadSubject:
-    """What is to move, and how.
+class TargetContext:
+    """What every target is made from.
+
+    Making one takes no memory: mover, meter and residency are made when they are first asked for.
 
     Attributes:
         model: the chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: megatron-core's, or one of torch's; None if nothing is trained.
+        arena: gives the host memory.
         table: where each target lives in each phase.
         options: how the engine works.
+        ranges: makes the ranges.
+        targets: the targets that have been made, in the order of `TARGETS`.
     """
 
     model: Sequence[torch.nn.Module]
     optimizer: Any | None
-    table: Table
-    options: Options
+    arena: PinnedArena
+    table: Table = field(default_factory=lambda: DEFAULT_TABLE)
+    options: Options = DEFAULT_OPTIONS
+    ranges: RangeMaker = make_range
+    targets: dict[Target, OffloadTarget] = field(default_factory=dict)
 
     @property
     def device(self) -> torch.device:
-        """Where the model computes."""
+        """The device that the model computes on."""
         return next(self.model[0].parameters()).device
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What ranges take of the GPU now, which torch's allocator does not count."""
+        return sum(target.mapped_bytes for target in self.targets.values())
+
+    @cached_property
+    def mover(self) -> Mover:
+        """Copies between the GPU and the host."""
+        return Mover(self.device, self.arena)
+
+    @cached_property
+    def meter(self) -> Meter:
+        """Takes the measurements, and measures the link when it is made."""
+        return Meter(
+            self.device,
+            pinned_bytes=lambda: self.arena.pinned_bytes,
+            mapped_bytes=lambda: self.mapped_bytes,
+            link=measure_link(self.device, self.arena),
+        )
+
+    @cached_property
+    def residency(self) -> Residency:
+        """Moves the targets; to be asked for when all of them are made."""
+        # A generator loads its weights during a refit, beside what is still being copied to the host.
+        room = {Phase.REFIT: self.targets[Target.PARAMS].nbytes}
+        return Residency(self.targets, self.table, meter=self.meter, room=room, check=lambda: self.mover.check())
 
     def visits_host(self, target: Target) -> bool:
         """Whether the table has a target on the host in some phase."""
         return any(placements[target] is Placement.HOST for placements in self.table.values() if target in placements)
 
-
-@dataclass(frozen=True)
-class TargetContext(OffloadSubject):
-    """The same, with what a target is built from.
-
-    Attributes:
-        arena: gives the host memory.
-        mover: copies.
-        meter: takes the measurements.
-        ranges: makes the ranges.
-        require: `Residency.require`, once all targets are made.
-    """
-
-    arena: PinnedArena
-    mover: Mover
-    meter: Meter
-    ranges: RangeMaker
-    require: Callable[[Target], None]
-
-    def flat_buffer(self, target: Target, *, with_host_side: bool) -> FlatBuffer:
-        """A flat buffer for a target, empty."""
-        return FlatBuffer(target, self.device, self.arena if with_host_side else None, ranges=self.ranges)
+    def flat_buffer(self, target: Target, *, with_host_side: bool, pin: bool = True) -> FlatBuffer:
+        """Make an empty flat buffer for a target; `pin` as `PinnedArena.allocate` takes it."""
+        return FlatBuffer(target, self.device, self.arena if with_host_side else None, ranges=self.ranges, pin=pin)

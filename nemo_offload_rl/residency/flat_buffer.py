@@ -4,7 +4,6 @@ Ten thousand small tensors thus cross the link as one large one does, and their 
 """
 
 import dataclasses
-import gc
 import itertools
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -14,7 +13,9 @@ import torch
 from nemo_offload_rl.memory.gpu_range import CHUNK_BYTES, OutOfGpuMemoryError, RangeMaker, make_range
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.units import round_up
-from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, map_chunk
+from nemo_offload_rl.residency.table import Placement
+from nemo_offload_rl.residency.target import Move, ResidencyError
+from nemo_offload_rl.residency.transfer import BackedRange, ChunkError, Mover, map_chunk
 
 ALIGNMENT = 512  # bytes, as torch's allocator aligns, so that kernels make the same choices
 
@@ -70,6 +71,7 @@ class FlatBuffer:
         arena: gives the host's side; None for what is only ever dropped.
         chunk_bytes: what is mapped and unmapped as one.
         ranges: makes the ranges.
+        pin: whether the host's side is to be page-locked.
     """
 
     def __init__(
@@ -79,6 +81,8 @@ class FlatBuffer:
         arena: PinnedArena | None,
         chunk_bytes: int = CHUNK_BYTES,
         ranges: RangeMaker = make_range,
+        *,
+        pin: bool = True,
     ) -> None:
         self.owner = owner
         self.device = device
@@ -87,6 +91,7 @@ class FlatBuffer:
         self._arena = arena
         self._chunk_bytes = chunk_bytes
         self._make_range = ranges
+        self._pin = pin
 
     @property
     def has_host_side(self) -> bool:
@@ -196,10 +201,11 @@ class FlatBuffer:
     def _new_range(self, nbytes: int) -> BackedRange:
         gpu_range = self._make_range(nbytes, self.device, self._chunk_bytes)
         try:
-            return BackedRange(gpu_range, None if self._arena is None else self._arena.allocate(self.owner, nbytes))
+            host = None if self._arena is None else self._arena.allocate(self.owner, nbytes, pin=self._pin)
         except MemoryError:
             gpu_range.close()
             raise
+        return BackedRange(gpu_range, host)
 
     def _give_back(self, backed: BackedRange) -> None:
         backed.range.close()
@@ -283,24 +289,97 @@ def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tens
     return view.set_(memory.untyped_storage(), start, tensor.shape, tensor.stride())
 
 
-def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
-    """Every tensor object in this process that looks into one of some storages, by the storage's address.
+class CorruptedTransferError(ResidencyError):
+    """What came back is not what left."""
 
-    megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
-    garbage collector finds them all, and those of its next version.
+
+class FlatBufferTarget:
+    """A target whose ranges move as they are.
+
+    Args:
+        flat_buffer: where its tensors live.
+        mover: copies.
+        verify: compare checksums of every chunk before it leaves and after it is back; waits for the GPU.
     """
-    found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
-    for candidate in gc.get_objects():
-        # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
-        if issubclass(type(candidate), torch.Tensor) and (address := _address(candidate)) in found:
-            found[address].append(candidate)
-    return found
+
+    lazy_wait = False
+
+    def __init__(self, flat_buffer: FlatBuffer, mover: Mover, *, verify: bool = False) -> None:
+        self.flat_buffer = flat_buffer
+        self._mover = mover
+        self._verify = verify
+        self._checksums: list[torch.Tensor] = []
+
+    @property
+    def placements(self) -> frozenset[Placement]:
+        """Without host memory it stays."""
+        return frozenset({Placement.GPU, Placement.HOST} if self.flat_buffer.has_host_side else {Placement.GPU})
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        return self.flat_buffer.nbytes
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        return self.flat_buffer.mapped_bytes
+
+    @property
+    def needs_gpu_to_save(self) -> bool:
+        """It is read as it is."""
+        return False
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `residency.OffloadTarget`."""
+        return self.flat_buffer.host_view(tensor)
+
+    def close(self) -> None:
+        """Give all memory back."""
+        self.flat_buffer.close()
+
+    def start(self, placement: Placement) -> Move:
+        """See `residency.OffloadTarget`."""
+        return self._leave() if placement is Placement.HOST else self._come_back()
+
+    def name_for_error(self, error: Exception) -> str:
+        """The tensor that an error of a move is about."""
+        return (
+            self.flat_buffer.name_at(error)
+            if isinstance(error, ChunkError)
+            else f"new tensors of {self.flat_buffer.owner}"
+        )
+
+    def _leave(self) -> Move:
+        if self._verify:
+            self._checksums = chunk_checksums(self.flat_buffer.backed_ranges)
+        return self._mover.out(self.flat_buffer.backed_ranges)
+
+    def _come_back(self) -> Move:
+        transfer = self._mover.back(self.flat_buffer.backed_ranges)
+        if self._verify:
+            transfer.on_arrival = self._compare
+        return transfer
+
+    def _compare(self) -> None:
+        """Compare what has come back with what left.
+
+        Raises:
+            CorruptedTransferError: they differ.
+        """
+        chunks = [(backed, chunk) for backed in self.flat_buffer.backed_ranges for chunk in backed.range.chunks]
+        found = chunk_checksums(self.flat_buffer.backed_ranges)
+        for (backed, chunk), before, after in zip(chunks, self._checksums, found, strict=True):
+            if not torch.equal(before, after):
+                name = self.flat_buffer.name_at(ChunkError(backed, chunk.start, ""))
+                raise CorruptedTransferError(
+                    f"{self.flat_buffer.owner} came back from the host changed, at {name} (bytes {chunk.start} to "
+                    f"{chunk.stop} of its range): training cannot go on; restart from the last checkpoint."
+                )
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's storage; None for one that has no memory itself, such as a DTensor or a lazy module's parameter."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
-        except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
-            return None
+def chunk_checksums(backed_ranges: Sequence[BackedRange]) -> list[torch.Tensor]:
+    """0-dim int64 sums, modulo 2**64, of the 8-byte words of every chunk, on the device; ranges have to be mapped."""
+    return [
+        backed.range.tensor[chunk].view(torch.int64).sum() for backed in backed_ranges for chunk in backed.range.chunks
+    ]

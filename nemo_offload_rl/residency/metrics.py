@@ -5,7 +5,6 @@ import os
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import psutil
 import torch
@@ -13,9 +12,7 @@ import torch
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.residency.table import Phase, Placement, Target
-
-if TYPE_CHECKING:
-    from nemo_offload_rl.residency.residency import Move
+from nemo_offload_rl.residency.target import Move
 
 _MOST_RECORDS = 512
 """Older ones are dropped unless they are taken."""
@@ -59,9 +56,9 @@ class Started:
     target: Target
     source: Placement
     goal: Placement
-    move: "Move"
+    move: Move
 
-    def finished(self, link: "LinkSpeed | None") -> "MoveRecord":
+    def finished(self, link: LinkSpeed | None) -> "MoveRecord":
         """What it took; waits for its copies."""
         move = self.move
         seconds = move.copy_seconds(), move.exposed_seconds()
@@ -167,7 +164,7 @@ class Meter:
         """Note a move that has begun."""
         self._started.append(started)
 
-    def forget(self, move: "Move") -> None:
+    def forget(self, move: Move) -> None:
         """Leave a move that failed out of the records."""
         self._keep([started for started in self._started if started.move is not move])
 

@@ -1,18 +1,15 @@
 """Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
 
 import logging
-import time
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
-from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, flat_buffer_bytes
-from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
-from nemo_offload_rl.residency.residency import Move, OffloadTarget
-from nemo_offload_rl.residency.table import Placement, ShardFacts, Target
+from nemo_offload_rl.residency.context import TargetContext
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, FlatBufferTarget, flat_buffer_bytes
+from nemo_offload_rl.residency.table import ShardFacts, Target
+from nemo_offload_rl.residency.target import Move
 from nemo_offload_rl.residency.transfer import Gate, Mover
 
 logger = logging.getLogger(__name__)
@@ -114,31 +111,34 @@ def release_main_grads(optimizer: Any | None) -> None:
                     parameter.decoupled_grad = None
 
 
-def host_bytes(subject: OffloadSubject) -> int:
+def host_bytes(context: TargetContext) -> int:
     """What the optimizer state will take of the arena."""
-    if subject.optimizer is None or not _lives_in_ranges(subject):
+    if context.optimizer is None or not context.visits_host(Target.OPTIMIZER_STATE):
         return 0
-    groups = _by_storage(subject.optimizer, subject.device, _model_storages(subject))
+    groups = _by_storage(context.optimizer, context.device, _model_storages(context))
     return flat_buffer_bytes(BufferEntry(named[0][0], named[0][1].untyped_storage(), []) for named in groups)
 
 
-def make(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> "OptimizerState | PageableOptimizerState | None":
-    """House the optimizer's state, or leave it where it is, to be moved tensor by tensor."""
-    if site.optimizer is None:
+def make(context: TargetContext) -> "OptimizerState | None":
+    """Move the optimizer's state into ranges, unless the table never has it on the host; None without an optimizer."""
+    if context.optimizer is None:
         return None
-    if not _lives_in_ranges(site):
-        return PageableOptimizerState(site.optimizer, lambda: _model_storages(site), site.device)
-    flat_buffer = site.flat_buffer(Target.OPTIMIZER_STATE, with_host_side=True)
-    verify = site.options.verify
-    return OptimizerState(site.optimizer, lambda: _model_storages(site), flat_buffer, site.mover, verify=verify)
+    flat_buffer = context.flat_buffer(
+        Target.OPTIMIZER_STATE,
+        with_host_side=context.visits_host(Target.OPTIMIZER_STATE),
+        pin=context.options.pinned_optimizer_state,
+    )
+    return OptimizerState(
+        context.optimizer,
+        lambda: _model_storages(context),
+        flat_buffer,
+        context.mover,
+        verify=context.options.verify,
+    )
 
 
-def _lives_in_ranges(subject: OffloadSubject) -> bool:
-    return subject.options.pinned_optimizer_state and subject.visits_host(Target.OPTIMIZER_STATE)
-
-
-def _model_storages(subject: OffloadSubject) -> set[int]:
-    tensors = (tensor for chunk in subject.model for tensor in chunk.parameters())
+def _model_storages(context: TargetContext) -> set[int]:
+    tensors = (tensor for chunk in context.model for tensor in chunk.parameters())
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 
 
@@ -173,6 +173,14 @@ class OptimizerState(FlatBufferTarget):
         self.adopt_new_tensors()
 
     @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there; also of state that stays there, outside of ranges."""
+        if self.flat_buffer.has_host_side:
+            return super().nbytes
+        groups = _by_storage(self._optimizer, self.flat_buffer.device, self._model_storages())
+        return sum(named[0][1].untyped_storage().nbytes() for named in groups)
+
+    @property
     def needs_gpu_to_save(self) -> bool:
         """See `has_scaled_moments`."""
         return has_scaled_moments(self._optimizer)
@@ -187,6 +195,8 @@ class OptimizerState(FlatBufferTarget):
             MemoryError: the host has no room.
             torch.OutOfMemoryError: the GPU has none.
         """
+        if not self.flat_buffer.has_host_side:  # it never leaves
+            return 0
         known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
         groups = _by_storage(self._optimizer, self.flat_buffer.device, known | self._model_storages())
         entries = [entry for named in groups for entry in _entries(named)]
@@ -210,95 +220,3 @@ class OptimizerState(FlatBufferTarget):
             gate.cancel()  # does nothing to an open one
         move.wait()
         return super()._leave()
-
-
-class PageableOptimizerState:
-    """Masters and moments moved tensor by tensor through pageable memory, as upstream does: a baseline of some 2 GB/s.
-
-    Args:
-        optimizer: see `torch_optimizers`.
-        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
-        device: where the optimizer steps.
-    """
-
-    placements = frozenset({Placement.GPU, Placement.HOST})
-    lazy_wait = False
-
-    @property
-    def needs_gpu_to_save(self) -> bool:
-        """See `has_scaled_moments`."""
-        return has_scaled_moments(self._optimizer)
-
-    def __init__(self, optimizer: Any, model_storages: Callable[[], set[int]], device: torch.device) -> None:
-        self._optimizer = optimizer
-        self._model_storages = model_storages
-        self._device = device
-        self._moved: list[torch.Tensor] = []
-
-    @property
-    def nbytes(self) -> int:
-        """What it takes of the GPU while it is there."""
-        return sum(tensor.nbytes for tensor in self._moved or self._tensors())
-
-    @property
-    def mapped_bytes(self) -> int:
-        """It has no ranges."""
-        return 0
-
-    def start(self, placement: Placement) -> Move:
-        """See `residency.OffloadTarget`; returns when the move has ended."""
-        begin = time.perf_counter()
-        tensors = self._tensors() if placement is Placement.HOST else self._moved
-        source = self._device if placement is Placement.HOST else torch.device("cpu")
-        goal = torch.device("cpu") if placement is Placement.HOST else self._device
-        for number, tensor in enumerate(tensors):
-            try:
-                tensor.data = tensor.data.to(goal, copy=True)
-            except torch.OutOfMemoryError:
-                for moved in tensors[:number]:
-                    moved.data = moved.data.to(source)
-                raise
-        self._moved = tensors if placement is Placement.HOST else []
-        if placement is Placement.HOST and self._device.type == "cuda":
-            torch.cuda.empty_cache()
-        return _Done(sum(tensor.nbytes for tensor in tensors), time.perf_counter() - begin)
-
-    def name_for_error(self, error: Exception) -> str:
-        """Torch's own message says how much could not be had."""
-        return "a tensor of it"
-
-    def host_view(self, tensor: torch.Tensor) -> None:
-        """Its tensors are on the host themselves."""
-
-    def close(self) -> None:
-        """Its memory is the optimizer's."""
-
-    def _tensors(self) -> list[torch.Tensor]:
-        shared = self._model_storages()
-        return [
-            tensor
-            for _, tensor in state_tensors(self._optimizer, self._device)
-            if tensor.numel() and tensor.untyped_storage().data_ptr() not in shared
-        ]
-
-
-@dataclass
-class _Done:
-    """A move that ended before `start` returned."""
-
-    nbytes: int
-    seconds: float
-    is_queued = True
-    has_failed = False
-
-    def wait(self) -> None:
-        pass
-
-    def wait_on_current_stream(self) -> None:
-        pass
-
-    def copy_seconds(self) -> float:
-        return self.seconds
-
-    def exposed_seconds(self) -> float:
-        return self.seconds

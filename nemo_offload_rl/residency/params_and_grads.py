@@ -4,18 +4,18 @@ DistributedDataParallel of megatron-core keeps both in flat buffers; frozen para
 and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
 """
 
+import gc
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
-from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, flat_buffer_bytes, tensors_by_storage
-from nemo_offload_rl.residency.flat_buffer_target import FlatBufferTarget
+from nemo_offload_rl.residency.context import TargetContext
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer, FlatBufferTarget, flat_buffer_bytes
 from nemo_offload_rl.residency.optimizer_state import release_main_grads
-from nemo_offload_rl.residency.residency import Move, OffloadTarget, ResidencyError
 from nemo_offload_rl.residency.table import Placement, ShardFacts, Target
+from nemo_offload_rl.residency.target import Move, ResidencyError
 from nemo_offload_rl.residency.transfer import ChunkError, Mover
 
 logger = logging.getLogger(__name__)
@@ -78,6 +78,29 @@ def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
     ]
 
 
+def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
+    """Every tensor object in this process that looks into one of some storages, by the storage's address.
+
+    megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
+    garbage collector finds them all, and those of its next version.
+    """
+    found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
+    for candidate in gc.get_objects():
+        # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
+        if issubclass(type(candidate), torch.Tensor) and (address := _address(candidate)) in found:
+            found[address].append(candidate)
+    return found
+
+
+def _address(tensor: torch.Tensor) -> int | None:
+    """Of a tensor's storage; None for one that has no memory itself, such as a DTensor or a lazy module's parameter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
+        except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
+            return None
+
+
 class Params(FlatBufferTarget):
     """The parameters and module buffers: on the GPU, or in the arena.
 
@@ -133,25 +156,25 @@ class Params(FlatBufferTarget):
         self.flat_buffer.add_or_replace(entries)
 
 
-def param_host_bytes(subject: OffloadSubject) -> int:
+def param_host_bytes(context: TargetContext) -> int:
     """What the params will take of the arena."""
-    if not _params_visit_host(subject):
+    if not _params_visit_host(context):
         return 0
     return flat_buffer_bytes(
-        BufferEntry(name, storage, []) for name, storage in param_storages(subject.model, subject.device)
+        BufferEntry(name, storage, []) for name, storage in param_storages(context.model, context.device)
     )
 
 
-def make_params(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> Params:
+def make_params(context: TargetContext) -> Params:
     """House the params."""
-    flat_buffer = site.flat_buffer(Target.PARAMS, with_host_side=_params_visit_host(site))
-    flat_buffer.add(param_entries(site.model, site.device))
-    return Params(site.model, flat_buffer, site.mover, verify=site.options.verify)
+    flat_buffer = context.flat_buffer(Target.PARAMS, with_host_side=_params_visit_host(context))
+    flat_buffer.add(param_entries(context.model, context.device))
+    return Params(context.model, flat_buffer, context.mover, verify=context.options.verify)
 
 
-def _params_visit_host(subject: OffloadSubject) -> bool:
+def _params_visit_host(context: TargetContext) -> bool:
     # The policy's weights wait in their host memory while the reference policy's compute.
-    return subject.visits_host(Target.PARAMS) or subject.options.with_reference
+    return context.visits_host(Target.PARAMS) or context.options.with_reference
 
 
 class Grads:
@@ -208,16 +231,16 @@ class Grads:
         self.flat_buffer.close()
 
 
-def grad_host_bytes(subject: OffloadSubject) -> int:
+def grad_host_bytes(context: TargetContext) -> int:
     """Gradients take nothing of the arena."""
     return 0
 
 
-def make_grads(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> Grads | None:
+def make_grads(context: TargetContext) -> Grads | None:
     """House the gradient buffers; None for a model without, such as one that is not in DistributedDataParallel."""
-    entries = grad_entries(site.model)
+    entries = grad_entries(context.model)
     if not entries:
         return None
-    flat_buffer = site.flat_buffer(Target.GRADS, with_host_side=False)
+    flat_buffer = context.flat_buffer(Target.GRADS, with_host_side=False)
     flat_buffer.add(entries)
-    return Grads(flat_buffer, site.mover, site.optimizer)
+    return Grads(flat_buffer, context.mover, context.optimizer)

@@ -1,17 +1,17 @@
 """The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NoReturn
 
 import torch
 
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
+from nemo_offload_rl.residency.context import TargetContext
 from nemo_offload_rl.residency.metrics import Meter, Started
 from nemo_offload_rl.residency.params_and_grads import Params, estimate_param_bytes, param_host_bytes
-from nemo_offload_rl.residency.residency import OffloadTarget, ResidencyError
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Target
+from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import BackedRange, Chunk, Mover
 
 _LOST = (
@@ -25,18 +25,22 @@ def estimate_bytes(facts: ShardFacts) -> int:
     return estimate_param_bytes(facts) if facts.has_reference else 0
 
 
-def host_bytes(subject: OffloadSubject) -> int:
+def host_bytes(context: TargetContext) -> int:
     """What the reference weights will take of the arena."""
-    return param_host_bytes(subject) if subject.options.with_reference else 0
+    return param_host_bytes(context) if context.options.with_reference else 0
 
 
-def make(site: TargetContext, made: Mapping[Target, OffloadTarget]) -> "ReferenceWeights | None":
+def make(context: TargetContext) -> "ReferenceWeights | None":
     """Keep the weights of now, if they are wanted."""
-    if not site.options.with_reference:
+    if not context.options.with_reference:
         return None
-    params = made[Target.PARAMS]
+    params = context.targets[Target.PARAMS]
     assert isinstance(params, Params)
-    return ReferenceWeights(site.model, params, site.mover, site.arena, site.meter, lambda: site.require(Target.PARAMS))
+
+    def require_params() -> None:
+        context.residency.require(Target.PARAMS)
+
+    return ReferenceWeights(context.model, params, context.mover, context.arena, context.meter, require_params)
 
 
 class ReferenceWeights:

@@ -4,9 +4,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from nemo_offload_rl.residency import optimizer_state, params_and_grads, reference_weights
-from nemo_offload_rl.residency.context import OffloadSubject, TargetContext
-from nemo_offload_rl.residency.residency import OffloadTarget
+from nemo_offload_rl.residency.context import TargetContext
 from nemo_offload_rl.residency.table import ShardFacts, Target
+from nemo_offload_rl.residency.target import OffloadTarget
 
 
 @dataclass(frozen=True)
@@ -21,8 +21,8 @@ class TargetKind:
     """
 
     estimate_bytes: Callable[[ShardFacts], int]
-    host_bytes: Callable[[OffloadSubject], int]
-    make: Callable[[TargetContext, Mapping[Target, OffloadTarget]], OffloadTarget | None]
+    host_bytes: Callable[[TargetContext], int]
+    make: Callable[[TargetContext], OffloadTarget | None]
 
 
 TARGETS: Mapping[Target, TargetKind] = {

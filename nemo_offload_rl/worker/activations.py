@@ -77,7 +77,7 @@ class Activations:
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
         device = next(state.model[0].parameters()).device
-        self._arena = engine.site.arena
+        self._arena = engine.context.arena
         self._link = engine.meter.link
         self._segment = self._arena.allocate("activations", nbytes) if nbytes else None
         if self._segment is not None and not self._segment.pinned:

@@ -1,6 +1,5 @@
 """Puts the residency engine on one rank: its NUMA node, then the host's budget, then pinned memory, then the engine."""
 
-import dataclasses
 import logging
 from collections.abc import Sequence
 
@@ -54,11 +53,9 @@ def make_engine(
         ValueError: see `attach`.
     """
     options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, with_reference=with_reference)
-    # Tensor by tensor it is pageable memory, of the same size.
-    counted = dataclasses.replace(options, pinned_optimizer_state=True)
-    need = needed_host_bytes(state.model, state.optimizer, table=plan.table, options=counted)
-    _require_host_memory(need, activation_bytes, plan.host_memory_limit_bytes)
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
+    need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)
+    _require_host_memory(need, activation_bytes, plan.host_memory_limit_bytes)
     return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
 
 

@@ -20,7 +20,7 @@ from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.memory.streams import Waits
-from nemo_offload_rl.residency import attach
+from nemo_offload_rl.residency import context
 from nemo_offload_rl.worker.activations import NoEffectError
 
 ATTENTION = ["qkv_linear", "core_attn", "attn_proj"]
@@ -229,7 +229,7 @@ def said_of_waits(worker: Any, caplog: Any, num_steps: int) -> list[list[str]]:
 
 def test_the_second_step_says_that_the_link_is_the_limit(make_worker, late, caplog, monkeypatch):
     slow = LinkSpeed(d2h_bytes_per_s=1e4, h2d_bytes_per_s=1e4)  # what moves takes it some seconds
-    monkeypatch.setattr(attach, "measure_link", lambda device, arena: slow)
+    monkeypatch.setattr(context, "measure_link", lambda device, arena: slow)
     worker = offloading_worker(make_worker, Waits(0.026, 0.5))
     first, second, third = said_of_waits(worker, caplog, 3)
     assert (first, third) == ([], [])

@@ -13,8 +13,8 @@ from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.gpu_range import VirtualRange
 from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.residency import ResidencyError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
 
 pytestmark = [
     pytest.mark.gpu,

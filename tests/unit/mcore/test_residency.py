@@ -17,8 +17,8 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.build import _settle_dtypes
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.residency.residency import ResidencyError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
 
 
 def offloading(policy, *, pinned=True, verify=True, **residency):
@@ -144,7 +144,7 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
 
 def failing_copies(worker, monkeypatch, *, number, lasts):
     """Have a copy to the GPU fail, `number` copies from now, or it and all that follow."""
-    mover, done = worker._engine.site.mover, []
+    mover, done = worker._engine.context.mover, []
     copy_back = mover._copy_back
 
     def copy_or_fail(backed, chunk):
@@ -199,7 +199,7 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
 
 def test_a_worker_that_used_staging_buffers_may_be_shut_down_twice(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
-    with worker._engine.site.mover._ring(worker._engine.site.mover._out):
+    with worker._engine.context.mover._ring(worker._engine.context.mover._out):
         pass
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0

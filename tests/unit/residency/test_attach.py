@@ -25,12 +25,12 @@ from nemo_offload_rl.memory.gpu_range import make_range
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.residency.attach import Engine, attach
 from nemo_offload_rl.residency.context import Options
-from nemo_offload_rl.residency.flat_buffer import BufferEntry, FlatBuffer
-from nemo_offload_rl.residency.flat_buffer_target import CorruptedTransferError, FlatBufferTarget
+from nemo_offload_rl.residency.flat_buffer import BufferEntry, CorruptedTransferError, FlatBuffer, FlatBufferTarget
 from nemo_offload_rl.residency.metrics import MemoryNow, Meter
 from nemo_offload_rl.residency.optimizer_state import state_tensors
-from nemo_offload_rl.residency.residency import Residency, ResidencyError
+from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import Mover
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -191,7 +191,7 @@ class FullHost(PinnedArena):
     def allocate(self, owner, nbytes, *, pin=True):
         if self.is_full:
             raise HostMemoryError(f"{owner} asked for {nbytes} bytes of host memory and the host gave none")
-        return super().allocate(owner, nbytes)
+        return super().allocate(owner, nbytes, pin=pin)
 
 
 def test_state_that_finds_no_host_memory_stays_on_the_gpu_unharmed():

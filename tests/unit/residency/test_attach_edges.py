@@ -15,8 +15,8 @@ from torch import nn
 from nemo_offload_rl.memory.gpu_range import TorchRange
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
-from nemo_offload_rl.residency.residency import ResidencyError
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import ChunkError
 
 pytestmark = pytest.mark.usefixtures("no_leak")

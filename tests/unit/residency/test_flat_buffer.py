@@ -4,7 +4,8 @@ from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.residency.flat_buffer import ALIGNMENT, BufferEntry, FlatBuffer, tensors_by_storage
+from nemo_offload_rl.residency.flat_buffer import ALIGNMENT, BufferEntry, FlatBuffer
+from nemo_offload_rl.residency.params_and_grads import tensors_by_storage
 from nemo_offload_rl.residency.transfer import ChunkError, Mover
 
 CPU = torch.device("cpu")

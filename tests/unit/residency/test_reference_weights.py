@@ -11,8 +11,8 @@ from support.ranges import CHUNK_BYTES, small_chunks
 
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency import reference_weights
-from nemo_offload_rl.residency.residency import ResidencyError
 from nemo_offload_rl.residency.table import Phase, Target
+from nemo_offload_rl.residency.target import ResidencyError
 from nemo_offload_rl.residency.transfer import BackedRange, Mover
 
 pytestmark = pytest.mark.usefixtures("no_leak")
@@ -118,7 +118,7 @@ def fail_at_the_end(engine, copies, number, *, is_late, body_fails):
 def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(engines, monkeypatch, error, is_late):
     engine, job, first = trained(engines)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    copies = FailingCopies(monkeypatch, engine.context.mover, error)
     for number in SWAP_IN:
         copies.arm(number, lasts=False, is_late=is_late)
         with pytest.raises(error, match="as the test has it"), engine.reference.swapped_in():
@@ -134,7 +134,7 @@ def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refu
 ):
     engine, job, first = trained(engines)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    copies = FailingCopies(monkeypatch, engine.context.mover, error)
     copies.arm(number, lasts=True, is_late=is_late)
     with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
         raise AssertionError("the swap did not fail")
@@ -151,7 +151,7 @@ def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refu
 def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, error, is_late, body_fails):
     engine, job, first = trained(engines)
     own = weights(job)
-    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    copies = FailingCopies(monkeypatch, engine.context.mover, error)
     for number in SWAP_BACK:
         with pytest.raises(error, match="as the test has it"):
             fail_at_the_end(engine, copies, number, is_late=is_late, body_fails=body_fails)
@@ -163,7 +163,7 @@ def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, error, 
 @pytest.mark.parametrize("number", SWAP_BACK)
 def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, monkeypatch, error, is_late, number):
     engine, job, _ = trained(engines)
-    copies = FailingCopies(monkeypatch, engine.site.mover, error)
+    copies = FailingCopies(monkeypatch, engine.context.mover, error)
     with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():
         copies.arm(number, lasts=True, is_late=is_late)
     copies.disarm()
@@ -204,7 +204,7 @@ def test_a_ctrl_c_at_any_line_leaves_the_policy_as_it_was(engines):
 
 def test_what_was_lost_says_what_it_failed_for(engines, monkeypatch):
     engine, _, _ = trained(engines)
-    FailingCopies(monkeypatch, engine.site.mover, MemoryError).arm(3, lasts=True)
+    FailingCopies(monkeypatch, engine.context.mover, MemoryError).arm(3, lasts=True)
     with pytest.raises(ResidencyError, match="weights are lost") as raised, engine.reference.swapped_in():
         pass
     assert isinstance(raised.value.__cause__, MemoryError)
@@ -214,7 +214,7 @@ def test_training_goes_on_after_a_swap_that_failed(engines, monkeypatch):
     plain = make_job(num_layers=7)
     wanted = run_steps(plain, 3)
     engine, job, _ = trained(engines)
-    copies = FailingCopies(monkeypatch, engine.site.mover, MemoryError)
+    copies = FailingCopies(monkeypatch, engine.context.mover, MemoryError)
     copies.arm(5, lasts=False)
     with contextlib.suppress(MemoryError), engine.reference.swapped_in():
         pass
@@ -237,7 +237,7 @@ def test_weights_that_have_never_moved_are_refused_too(engines, monkeypatch):
     """No move of theirs is there to be waited for."""
     job = make_job(num_layers=7)
     engine = engines(job, with_reference=True)
-    FailingCopies(monkeypatch, engine.site.mover, MemoryError).arm(3, lasts=True)
+    FailingCopies(monkeypatch, engine.context.mover, MemoryError).arm(3, lasts=True)
     with pytest.raises(ResidencyError), engine.reference.swapped_in():
         pass
     assert_every_use_is_refused(engine, job)

@@ -2,8 +2,9 @@
 
 import pytest
 
-from nemo_offload_rl.residency.residency import Residency, ResidencyError
+from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
 
 
 class Arrived:

@@ -1,0 +1,98 @@
+"""What the engine asks of a target: the protocols of a target's mechanism and of its moves, and their errors."""
+
+from typing import Protocol
+
+import torch
+
+from nemo_offload_rl.residency.table import Placement
+
+
+class ResidencyError(RuntimeError):
+    """A target could not move, or is not where it is needed; the message says which, why, and what to do."""
+
+
+class NoRoomError(ResidencyError):
+    """There was no memory for a target; everything is where it was."""
+
+
+class Move(Protocol):
+    """A target's move under way."""
+
+    nbytes: int
+    """Bytes that cross the link; dropping and zeroing cross nothing."""
+
+    def wait(self) -> None:
+        """Waits until the freed memory is the driver's, or until a target that comes back has its memory."""
+        ...
+
+    def wait_on_current_stream(self) -> None:
+        """What the current stream is given from now on finds the target in place."""
+        ...
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last."""
+        ...
+
+    def exposed_seconds(self) -> float:
+        """Seconds for which the caller, or its stream, waited."""
+        ...
+
+    @property
+    def is_queued(self) -> bool:
+        """Whether `wait` would return at once."""
+        ...
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether `wait` would raise at once."""
+        ...
+
+
+class OffloadTarget(Protocol):
+    """A target's mechanism."""
+
+    @property
+    def placements(self) -> frozenset[Placement]:
+        """Where this target can live."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """What it takes of the GPU while it is there."""
+        ...
+
+    @property
+    def mapped_bytes(self) -> int:
+        """What its ranges take of the GPU now."""
+        ...
+
+    @property
+    def lazy_wait(self) -> bool:
+        """Whether the target waits for its move before its first use, so that `enter` need not."""
+        ...
+
+    def start(self, placement: Placement) -> Move:
+        """Begin the move to a placement that it is not in; its last move has ended.
+
+        Raises:
+            MemoryError: the host has no room; the target is where it was.
+            torch.OutOfMemoryError: the GPU has none; likewise.
+        """
+        ...
+
+    def name_for_error(self, error: Exception) -> str:
+        """The tensor that an error of a move is about."""
+        ...
+
+    @property
+    def needs_gpu_to_save(self) -> bool:
+        """Whether saving a checkpoint computes with its tensors and so needs them on the GPU."""
+        ...
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """While it is on the host: a CPU tensor with the data of one of its tensors; None for another target's."""
+        ...
+
+    def close(self) -> None:
+        """Give all memory back."""
+        ...
