@@ -4,8 +4,8 @@ import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 
-from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.memory.streams import Waits
+from nemo_offload_rl.memory.units import MIB
 
 _FRACTION_STEP = 0.05
 
