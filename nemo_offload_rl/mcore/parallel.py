@@ -14,6 +14,7 @@ from megatron.core.num_microbatches_calculator import (
 )
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
+from nemo_offload_rl.config.parallel_sizes import data_parallel_size
 from nemo_offload_rl.mcore.patches.process_groups import clear_globals
 from nemo_offload_rl.memory.errors import preserve_first_error
 
@@ -36,13 +37,14 @@ class ParallelSizes:
             ValueError: if the world size is no multiple of tensor * pipeline * context.
         """
         model = self.tensor * self.pipeline * self.context
-        if world_size % model:
+        size = data_parallel_size(world_size, model)
+        if size is None:
             raise ValueError(
                 f"{world_size} ranks cannot be divided by tensor_model_parallel_size {self.tensor} x "
                 f"pipeline_model_parallel_size {self.pipeline} x context_parallel_size {self.context} = {model}; "
                 f"set cluster.gpus_per_node * cluster.num_nodes to a multiple of {model}."
             )
-        return world_size // model
+        return size
 
 
 def initialize(

@@ -1,11 +1,13 @@
 """Dealing a global batch out to data-parallel ranks, and putting their results back in order."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from nemo_offload_rl.config.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
 from nemo_offload_rl.data.batch import BatchedData
 
 
@@ -109,15 +111,11 @@ def require_parallel_sizes_fit(megatron_cfg: Mapping[str, Any], world_size: int)
     Raises:
         ValueError: If they cannot.
     """
-    for names in (
-        ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size"),
-        ("expert_model_parallel_size", "expert_tensor_parallel_size", "pipeline_model_parallel_size"),
-    ):
+    for names in (REPLICA_SIZES, EXPERT_REPLICA_SIZES):
         sizes = [megatron_cfg[name] for name in names]
-        ranks_needed = sizes[0] * sizes[1] * sizes[2]
-        if world_size % ranks_needed:
+        if data_parallel_size(world_size, *sizes) is None:
             listed = " x ".join(f"{name} {size}" for name, size in zip(names, sizes, strict=True))
             raise ValueError(
                 f"The world size {world_size} (cluster.num_nodes x cluster.gpus_per_node) is not a multiple of "
-                f"{ranks_needed} ({listed} in policy.megatron_cfg); change the one or the other."
+                f"{math.prod(sizes)} ({listed} in policy.megatron_cfg); change the one or the other."
             )

@@ -60,7 +60,7 @@ LAYERS = {
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
         "memory", "residency", "activation_offload", "data.batch", "data.loss_contract",
-        "config.activation_modules", "config.graph_modules",
+        "config.activation_modules", "config.graph_modules", "config.parallel_sizes",
         "config.model_kind", "config.unsupported_models", "config.libraries", "hf_config", *LEAVES, never="ray",
     ),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),

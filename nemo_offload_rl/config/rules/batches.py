@@ -5,6 +5,7 @@ from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.rules.base import (
     CP,
     DIVISOR,
@@ -44,10 +45,8 @@ def micro_batches_fill_validation_batch(
 
 
 def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) -> Verdict:
-    if world % model_parallel:
-        return None  # reported at the parallel sizes
-    dp = world // model_parallel
-    if gbs % (dp * mbs) == 0:
+    dp = data_parallel_size(world, model_parallel)  # None is reported at the parallel sizes
+    if dp is None or gbs % (dp * mbs) == 0:
         return None
     return f"is {gbs}, which is no multiple of data-parallel size {dp} x {mbs_key} {mbs} = {dp * mbs}; change either"
 

@@ -10,6 +10,7 @@ from nemo_offload_rl.config.model_kind import (
     model_fields,
     model_kind,
 )
+from nemo_offload_rl.config.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.rules.base import (
     CP,
     DIVISOR,
@@ -32,7 +33,7 @@ from nemo_offload_rl.config.rules.base import (
 @rule(TP, PP, CP, GPUS, NODES)
 def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int, nodes: int) -> Verdict:
     """Every rank has its place in a model replica."""
-    if (gpus * nodes) % (tp * pp * cp) == 0:
+    if data_parallel_size(gpus * nodes, tp, pp, cp) is not None:
         return None
     return (
         f"tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} ranks a replica do not divide the {gpus * nodes} "
@@ -43,7 +44,7 @@ def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int,
 @rule(EP, ETP, PP, GPUS, NODES)
 def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: int, nodes: int) -> Verdict:
     """The ranks of the experts fill the cluster too."""
-    if (gpus * nodes) % (ep * etp * pp) == 0:
+    if data_parallel_size(gpus * nodes, ep, etp, pp) is not None:
         return None
     return (
         f"expert {ep} x expert tensor {etp} x pipeline {pp} = {ep * etp * pp} ranks do not divide the {gpus * nodes} "
