@@ -109,7 +109,7 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
 
     policy: Any = policy_of(layout)
     join(policy, rank, world_size, port)
-    state = build(policy, seed=3, init_optimizer=True)
+    state = build(policy, hf_config(policy), seed=3, init_optimizer=True)
     parameters = [parameter for _, parameter in state.parameters()]
     optimizer = state.optimizer
     assert optimizer is not None
