@@ -47,15 +47,15 @@ class CopyEngine(Protocol):
         ...
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        """To the host: after what the caller's stream has been given, and after `after`."""
+        """Copies to the host, after the work queued on the caller's stream, and after `after`."""
         ...
 
     def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        """To the GPU: after what the caller's stream has been given, since the GPU's memory was free only there."""
+        """Copies to the GPU, after the work queued on the caller's stream, where the GPU's memory became free."""
         ...
 
     def wait(self, handle: CopyHandle) -> None:
-        """What the caller's stream is given from now on runs after these copies."""
+        """Makes later work of the caller's stream wait for these copies."""
         ...
 
     def wait_to_free(self, handle: CopyHandle) -> None:

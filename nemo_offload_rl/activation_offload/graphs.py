@@ -45,7 +45,7 @@ class CapturedRegions(HostMemory):
         return regions
 
     def give_back(self, region: Region, after: CopyHandle | None) -> None:
-        """Nothing: the next replay copies there again."""
+        """Does nothing: the next replay copies there again."""
 
     def release(self) -> None:
         """The graphs are gone."""
@@ -64,7 +64,7 @@ class _CapturedCopyHandle(CopyHandle):
         return True
 
     def covers(self, other: CopyHandle) -> bool:
-        """Only itself."""
+        """Returns whether the other handle is this one."""
         return other is self
 
 
@@ -128,7 +128,7 @@ class CapturedCopies(CopyEngine):
 
 
 class Captures:
-    """What the captured graphs of a model do with its activations.
+    """Offloads the activations inside of a model's captured graphs.
 
     Args:
         host_pool: gives the host memory.
@@ -154,7 +154,7 @@ class Captures:
         self._num_forward += forward
 
     def abandon(self) -> None:
-        """There are no graphs, or no more: what autograd keeps of a capture that has failed must not keep it alive."""
+        """Drops all captures: tensors that autograd keeps of a failed one must not keep it alive."""
         self._copies.forget_capture()
         self.inflight.abandon()
         if self.chunk is not None:
@@ -166,7 +166,7 @@ class Captures:
         self._num_replays += 1
 
     def take_report(self) -> dict[str, ModuleReport]:
-        """What the replays since the last report have moved."""
+        """Returns what the replays since the last report have moved."""
         replays, self._num_replays = self._num_replays, 0
         if not replays:
             return {}

@@ -24,7 +24,7 @@ from nemo_offload_rl.activation_offload.storage import (
 
 
 class Group:
-    """One module's forward pass in one layer.
+    """The storages of one module's forward pass in one layer.
 
     Args:
         name: the module.
@@ -78,7 +78,7 @@ class Group:
 
 
 class SavedTensor:
-    """What autograd keeps of a tensor that may leave: first itself, and then how to see it in its storage again.
+    """Stands for a tensor that may be offloaded: first itself, then how to view it in its storage again.
 
     Args:
         tensor: that a module saved.
@@ -98,7 +98,7 @@ class SavedTensor:
         self._seen_as = _view_of(tensor) if is_alias else None  # the first one that leaves empties it
 
     def stay(self) -> None:
-        """It is on the GPU until the backward pass."""
+        """Keeps it on the GPU until the backward pass."""
         if self._tensor is not None:
             self._tensor = without_history(self._tensor)
 
@@ -138,7 +138,7 @@ class SavedTensor:
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
-    """Where and how it is seen in its storage."""
+    """Returns offset, shape and strides of a tensor in its storage."""
     return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
 
 
@@ -197,7 +197,7 @@ class Chunk:
         return len(self._num_of)
 
     def start_group(self, name: str) -> None:
-        """What is saved from now on is part of this group."""
+        """Starts a group: tensors saved from now on are part of it."""
         self.open.append(Group(name, self._ref, self.path.tally.of(name)))
 
     def end_group(self, name: str) -> None:
@@ -214,7 +214,7 @@ class Chunk:
         group.saved = []
 
     def abandon(self) -> None:
-        """Its pass has failed: what autograd keeps must not be kept alive by what only a whole pass would let go of."""
+        """Drops all storages of a failed pass, which otherwise only a whole pass would let go of."""
         of_groups = [group.saved for group in (*self.groups, *self.open)]
         for saved in chain(*of_groups, *(one.saved for one in self.pending)):
             saved.leave()
@@ -261,7 +261,7 @@ class PendingOffload(NamedTuple):
     saved: list[SavedTensor]
 
     def let_go(self) -> None:
-        """Its bytes are on the host, as far as the compute stream can see."""
+        """Drops its GPU memory: its bytes are on the host, as far as the compute stream can see."""
         for saved in self.saved:
             saved.leave()
         for stored in self.storages:

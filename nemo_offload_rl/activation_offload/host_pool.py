@@ -36,7 +36,7 @@ class HostMemory(Protocol):
 
     @property
     def memory(self) -> torch.Tensor:
-        """All of it: uint8 [nbytes]."""
+        """Returns all of its memory: uint8 [nbytes]."""
         ...
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
@@ -50,7 +50,7 @@ class HostMemory(Protocol):
 
 @dataclass
 class OffloadPath:
-    """Of the passes that run eagerly, or of those that are captured in CUDA graphs."""
+    """The copies and host memory of eager passes, or of passes captured in CUDA graphs."""
 
     host: HostMemory
     copies: CopyEngine

@@ -87,7 +87,7 @@ class ActivationOffloader:
         self._in_replay = False  # megatron-core sets it
 
     def modules_that_leave(self) -> set[str]:
-        """Those of which something leaves in the next pass, as the passes before say."""
+        """Returns the modules that the next pass offloads, as the passes before say."""
         return set().union(*(profile.modules_that_leave() for profile in self._profiles.values()))
 
     # What megatron-core calls, by its names.
@@ -140,7 +140,7 @@ class ActivationOffloader:
         self._enabled = False
 
     def enable_offload(self) -> None:
-        """As before."""
+        """Switches offloading on again."""
         self._enabled = True
 
     @contextmanager
@@ -278,7 +278,7 @@ class ActivationOffloader:
         return False
 
     def drain(self) -> None:
-        """What has left is gone from the GPU, as far as the caller's stream can see.
+        """Waits until all offloaded memory is free, as far as the caller's stream can see.
 
         Called before the logits are made: with the loss they are where most memory is in use.
         """

@@ -41,7 +41,7 @@ class ModuleReport:
             self.returned_bytes += nbytes
 
     def scaled(self, times: int, by: int) -> "ModuleReport":
-        """All of it `times` / `by`."""
+        """Returns the report scaled by `times` / `by`."""
         return ModuleReport(**{name: value * times // by for name, value in asdict(self).items()})
 
     def __add__(self, other: "ModuleReport") -> "ModuleReport":
@@ -50,7 +50,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """One training step on one rank."""
+    """The report of one training step on one rank."""
 
     modules: Mapping[str, ModuleReport]
     num_micro_batches: int
@@ -63,7 +63,7 @@ class StepReport:
     """Of it kept by CUDA graphs until they are deleted."""
 
     def total(self) -> ModuleReport:
-        """All modules together."""
+        """Returns the sums over all modules."""
         return sum(self.modules.values(), ModuleReport())
 
 

@@ -80,7 +80,7 @@ def which_leave(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
 
 
 def which_leave_unknown(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
-    """As `which_leave`, in the first pass, where each group is decided on by those before it."""
+    """Decides as `which_leave`, in the first pass, where each group depends on those before it."""
     pace = Pace(fraction)
     return [pace.leaves(nbytes) for nbytes in chain(*layers)]
 
@@ -97,7 +97,7 @@ class ScheduledGroup(Protocol):
 
 
 class Profile:
-    """What the last whole forward pass of a model chunk looked like, and which of its groups leave therefore.
+    """Records the last whole forward pass of a model chunk, and which of its groups are offloaded.
 
     Args:
         groups: of that pass, in order.
@@ -136,7 +136,7 @@ class Profile:
         return sizes != self._sizes and not is_short
 
     def modules_that_leave(self) -> set[str]:
-        """Those of which some group does."""
+        """Returns the modules of which some group is offloaded."""
         return {name for (name, _), leaves in self.leaves.items() if leaves}
 
 

@@ -64,16 +64,16 @@ class SavedStorage:
         return Span(storage, self.path.host.memory, region.offset, self.nbytes)
 
     def leave(self, region: Region, handle: CopyHandle) -> None:
-        """Its copy to the host was asked for."""
+        """Notes that its copy to the host was requested."""
         self._region, self._left = region, handle
 
     def on_host(self) -> tuple[Region, CopyHandle]:
-        """Where it is there, and the copy that has taken it there."""
+        """Returns its place on the host, and the copy that has taken it there."""
         assert self._region is not None and self._left is not None
         return self._region, self._left
 
     def come_back(self, storage: torch.UntypedStorage, handle: CopyHandle) -> None:
-        """Its copy to the GPU was asked for."""
+        """Notes that its copy to the GPU was requested."""
         region, _ = self.on_host()
         self.storage, self._returning = storage, handle
         self._region = None
@@ -82,7 +82,7 @@ class SavedStorage:
         self.path.host.give_back(region, handle)
 
     def fetch(self) -> torch.UntypedStorage:
-        """Its storage on the GPU; the caller's stream has waited for it."""
+        """Returns its storage on the GPU; the caller's stream has waited for it."""
         if self.storage is None:
             prefetch([self])
         if self._returning is not None:
@@ -121,7 +121,7 @@ def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) ->
 
 
 def _end_copies(path: OffloadPath) -> None:
-    """Of a request that was refused some copies may be under way, in memory that is about to be used again."""
+    """Waits for copies of a refused request that may be under way, in memory about to be used again."""
     if not path.copies.is_capturing():  # what a capture has asked for never runs where it fails
         path.copies.synchronize()
 
@@ -148,7 +148,7 @@ def prefetch(storages: Sequence[SavedStorage]) -> None:
 
 
 class ExcludedStorages:
-    """Those that never leave.
+    """Storages that are never offloaded.
 
     Args:
         storages: of parameters and buffers, for as long as they live.
@@ -181,7 +181,7 @@ ResidentTensor = tuple[torch.Tensor, int, str]
 
 
 def keep(tensor: torch.Tensor, module: str) -> ResidentTensor:
-    """What autograd keeps of a tensor that stays."""
+    """Returns what autograd keeps of a tensor that stays."""
     return without_history(tensor), tensor._version, module
 
 

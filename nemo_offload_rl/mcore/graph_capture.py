@@ -132,5 +132,5 @@ def num_microbatches_told(num_microbatches: int) -> Iterator[None]:
 
 
 def reserved_bytes() -> int:
-    """Of torch's allocator, the graphs' pool included."""
+    """Returns the bytes that torch's allocator reserves, the graphs' pool included."""
     return torch.cuda.memory_reserved() if torch.cuda.is_available() else 0

@@ -122,7 +122,7 @@ def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group
 def packed_microbatches(
     data: BatchedData, bins: Sequence[Sequence[int]], *, divisible_by: int, row_divisible_by: int
 ) -> list[MicroBatch]:
-    """One packed row a bin.
+    """Makes one packed row of each bin.
 
     Args:
         data: the samples.

@@ -234,7 +234,7 @@ def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
 
 
 def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
-    """Where the recipe names a model of a hub, its layers are known only here."""
+    """Checks that the named layers exist, which for a model of a hub are known only here."""
     freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
     is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
     if cfg.get("fine_grained_activation_offloading"):

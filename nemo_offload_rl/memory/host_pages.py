@@ -57,7 +57,7 @@ def best_touch() -> Touch:
 
 
 def default_num_threads() -> int:
-    """As many as this process may use at once, up to 16: beyond, memory is the limit."""
+    """Returns the CPUs that this process may use, up to 16: beyond, memory is the limit."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 

@@ -32,7 +32,7 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Binding:
-    """What `bind_process` did.
+    """The result of `bind_process`.
 
     Attributes:
         node: The node that the process was put on; None where nothing was bound.
@@ -148,7 +148,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def read_text(path: Path) -> str | None:
-    """What the kernel says in a file of sysfs or procfs; None where it has none, as older ones and containers do."""
+    """Reads a file of sysfs or procfs; None where it is missing, as in older kernels and containers."""
     try:
         return path.read_text().strip()
     except OSError:

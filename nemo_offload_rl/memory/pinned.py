@@ -73,7 +73,7 @@ class HostSegment:
 
     @property
     def tensor(self) -> torch.Tensor:
-        """All of it: uint8 [nbytes] on the CPU, its start on a page boundary.
+        """Returns all of its memory: uint8 [nbytes] on the CPU, its start on a page boundary.
 
         Between it and a GPU, cut copies at multiples of `LOCK_CHUNK_BYTES`.
         """
@@ -151,7 +151,7 @@ class PinnedArena:
 
     @property
     def allocated_bytes(self) -> int:
-        """What this arena's segments hold, in whole pages."""
+        """Returns the bytes of this arena's segments, in whole pages."""
         return sum(segment.mapped_bytes for segment in self._segments)
 
     @property
@@ -288,7 +288,7 @@ class PinnedArena:
 
 
 def cut_at_locks(start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Where the parts of a segment's range begin and end, of which each is page-locked in one piece."""
+    """Yields begin and end of the parts of a segment's range that are page-locked in one piece each."""
     stop, cuts = start + nbytes, []
     while start < stop:
         end = min(stop, (start // LOCK_CHUNK_BYTES + 1) * LOCK_CHUNK_BYTES)

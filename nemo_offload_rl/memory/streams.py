@@ -17,11 +17,11 @@ class Event(Protocol):
         ...
 
     def wait_on_current_stream(self) -> None:
-        """What the caller's stream is given from now on runs after it."""
+        """Makes later work of the caller's stream wait for it."""
         ...
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """What a stream is given from now on runs after it."""
+        """Makes later work of a stream wait for it."""
         ...
 
     def seconds_since(self, earlier: Self) -> float:
@@ -56,10 +56,10 @@ class _HostEvent:
         """Copies on a CPU have been made when they are marked."""
 
     def wait_on_current_stream(self) -> None:
-        """There are no streams on a CPU."""
+        """Does nothing: there are no streams on a CPU."""
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """There are no streams on a CPU."""
+        """Does nothing: there are no streams on a CPU."""
 
     def seconds_since(self, earlier: Self) -> float:
         return self._time - earlier._time
@@ -73,12 +73,12 @@ class CopyStream:
         self._device = None if self.stream is None else self.stream.device_index
 
     def follow_current_stream(self) -> None:
-        """What is queued from now on runs after everything that the caller's stream has been given."""
+        """Makes later copies wait for all work queued on the caller's stream."""
         if self.stream is not None:
             self.stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def follow(self, mark: Event) -> None:
-        """What is queued from now on runs after an event of another copy stream."""
+        """Makes later copies wait for an event of another copy stream."""
         if self.stream is not None:
             mark.hold(self.stream)
 
@@ -102,7 +102,7 @@ class CopyStream:
             torch.cuda.set_stream(current)
 
     def mark(self, *, spins: bool = False) -> Event:
-        """What has been queued so far.
+        """Records the copies queued so far.
 
         Args:
             spins: a thread that waits for it learns of it some 0.5 ms sooner, and keeps a core busy.
@@ -111,13 +111,13 @@ class CopyStream:
 
 
 def record_current_stream(device: torch.device) -> Event:
-    """What the caller's stream has been given so far."""
+    """Records the work queued on the caller's stream so far."""
     return _CudaEvent(torch.cuda.current_stream(), spins=False) if device.type == "cuda" else _HostEvent()
 
 
 @dataclass
 class Waits:
-    """What a clock has read; 0 until it has been stopped."""
+    """The readings of a clock; 0 until it has been stopped."""
 
     seconds_waited: float = 0.0
     """All waits together; some microseconds are counted for one that held nothing up."""

@@ -1,1 +1,1 @@
-"""Where training state lives between phases; usable with any megatron-core model, without Ray or recipes."""
+"""Moves training state between phases; usable with any megatron-core model, without Ray or recipes."""

@@ -62,11 +62,11 @@ class Engine:
 
     @property
     def mapped_bytes(self) -> int:
-        """What ranges take of the GPU now, which torch's allocator does not count."""
+        """Returns the GPU memory of all ranges now, which torch's allocator does not count."""
         return self.context.mapped_bytes
 
     def nbytes(self) -> dict[Target, int]:
-        """What each target takes where it is held."""
+        """Returns the bytes of each target, by target."""
         return {name: target.nbytes for name, target in self.targets.items()}
 
     def checkpoint_reader(self) -> Callable[[torch.Tensor], torch.Tensor]:

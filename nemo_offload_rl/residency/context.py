@@ -1,4 +1,4 @@
-"""What targets are made of: a model and an optimizer, where they are, and what the engine works with."""
+"""Describes what targets are made of: a model, an optimizer, devices, and the engine's tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -20,7 +20,7 @@ from nemo_offload_rl.residency.transfer import Mover
 
 @dataclass(frozen=True)
 class Options:
-    """How the engine works.
+    """Options of the engine.
 
     Attributes:
         pinned_optimizer_state: page-lock the host memory of optimizer state; False copies it through the staging
@@ -68,7 +68,7 @@ class TargetContext:
 
     @property
     def mapped_bytes(self) -> int:
-        """What ranges take of the GPU now, which torch's allocator does not count."""
+        """Returns the GPU memory of all ranges now, which torch's allocator does not count."""
         return sum(target.mapped_bytes for target in self.targets.values())
 
     @cached_property

@@ -35,13 +35,13 @@ class BufferEntry:
     tensors: Sequence[torch.Tensor]
 
     def num_unknown_views(self) -> int:
-        """How many more tensors or graphs use the storage, which would go on doing so."""
+        """Counts the other tensors or graphs that use the storage, and would go on doing so."""
         return torch._C._storage_Use_Count(self.storage._cdata) - len(self.tensors) - 1  # one count is ours
 
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Where an entry lives.
+    """The place of an entry.
 
     Attributes:
         name: of the entry.
@@ -100,12 +100,12 @@ class FlatBuffer:
 
     @property
     def nbytes(self) -> int:
-        """Of all backed ranges, mapped or not."""
+        """Returns the bytes of all backed ranges, mapped or not."""
         return sum(backed.range.nbytes for backed in self.backed_ranges)
 
     @property
     def mapped_bytes(self) -> int:
-        """What the backed ranges take from the device now."""
+        """Returns the device memory of the backed ranges now."""
         return sum(backed.range.mapped_bytes for backed in self.backed_ranges)
 
     def add(self, entries: Sequence[BufferEntry]) -> None:
@@ -218,7 +218,7 @@ class FlatBuffer:
 
 
 def flat_buffer_bytes(entries: Iterable[BufferEntry]) -> int:
-    """What entries will take in a range, and of the arena."""
+    """Returns the bytes that entries will take in a range, and of the arena."""
     return sum(map(_aligned_bytes, entries))
 
 
@@ -282,7 +282,7 @@ def _point(tensors: Iterable[torch.Tensor], memory: torch.Tensor, shift: int) ->
 
 
 def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """With the dtype, shape and strides of a tensor, what begins at a byte of `memory`, the whole of a storage."""
+    """Views `memory`, the whole of a storage, from a byte on, with the dtype, shape and strides of a tensor."""
     start, rest = divmod(offset, tensor.element_size())
     assert rest == 0
     view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
@@ -290,7 +290,7 @@ def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tens
 
 
 class CorruptedTransferError(ResidencyError):
-    """What came back is not what left."""
+    """The bytes that came back differ from those that were copied out."""
 
 
 class FlatBufferTarget:
@@ -317,17 +317,17 @@ class FlatBufferTarget:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the GPU while it is there."""
+        """Returns the GPU memory that it takes while it is there."""
         return self.flat_buffer.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """What its ranges take of the GPU now."""
+        """Returns the GPU memory of its ranges now."""
         return self.flat_buffer.mapped_bytes
 
     @property
     def needs_gpu_to_save(self) -> bool:
-        """It is read as it is."""
+        """Returns False: saving reads it as it is."""
         return False
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:

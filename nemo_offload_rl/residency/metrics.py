@@ -1,4 +1,4 @@
-"""What every move took: bytes, seconds, share of the link, what was waited for and what was hidden, and memory."""
+"""Measures every move: bytes, seconds, share of the link, exposed and hidden time, and memory."""
 
 import dataclasses
 import os
@@ -35,7 +35,7 @@ class MemoryNow:
     gpu_total: int | None = None
 
     def describe(self) -> str:
-        """For an error message."""
+        """Describes it for an error message."""
         if self.gpu_free is None or self.gpu_total is None or self.gpu_reserved is None or self.gpu_ranges is None:
             return f"this process holds {self.host_rss / GIB:.2f} GiB of host memory"
         return (
@@ -59,7 +59,7 @@ class Started:
     move: Move
 
     def finished(self, link: LinkSpeed | None) -> "MoveRecord":
-        """What it took; waits for its copies."""
+        """Returns its measurements; waits for its copies."""
         move = self.move
         seconds = move.copy_seconds(), move.exposed_seconds()
         return MoveRecord(self.phase, self.target, self.source, self.goal, move.nbytes, *seconds, link)
@@ -67,7 +67,7 @@ class Started:
 
 @dataclass(frozen=True)
 class MoveRecord:
-    """What a move took."""
+    """The measurements of a move."""
 
     phase: Phase
     target: Target
@@ -87,7 +87,7 @@ class MoveRecord:
         return max(0.0, self.copy_s - self.exposed_s)
 
     def plus(self, later: "MoveRecord") -> "MoveRecord":
-        """Both as one."""
+        """Returns both as one."""
         return dataclasses.replace(
             later,
             nbytes=self.nbytes + later.nbytes,
@@ -96,7 +96,7 @@ class MoveRecord:
         )
 
     def metrics(self) -> dict[str, float]:
-        """By name: seconds, and where something was copied GB, GB/s and the share of the link."""
+        """Returns by name: seconds, and for copies GB, GB/s and the share of the link."""
         values = {"exposed_s": self.exposed_s}
         if self.nbytes and self.copy_s > 0:
             speed = self.nbytes / self.copy_s
@@ -181,13 +181,13 @@ class Meter:
         self._started.extend(started)
 
     def take_records(self) -> list[MoveRecord]:
-        """What has ended since the last call; moves under way come with a later one. Waits for queued copies."""
+        """Returns the moves that have ended since the last call. Waits for queued copies."""
         ended = [started for started in self._started if started.move.is_queued and not started.move.has_failed]
         self._keep([started for started in self._started if not started.move.is_queued])
         return [started.finished(self.link) for started in ended]
 
     def take_metrics(self) -> dict[str, float]:
-        """All of it as plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
+        """Returns plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
 
         Several moves of a target in one phase, such as the params' before and after a swap with the reference weights,
         are added up, and so are the seconds of several entries of a phase.

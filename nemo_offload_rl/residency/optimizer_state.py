@@ -33,7 +33,7 @@ def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Those of them that hold state: HybridDeviceOptimizer has optimizers of its own, one for each device."""
+    """Returns the optimizers that hold state: HybridDeviceOptimizer has one of its own for each device."""
     for inner in stepped_optimizers(optimizer):
         yield from getattr(inner, "sub_optimizers", [inner])
 
@@ -112,7 +112,7 @@ def release_main_grads(optimizer: Any | None) -> None:
 
 
 def host_bytes(context: TargetContext) -> int:
-    """What the optimizer state will take of the arena."""
+    """Returns the bytes that optimizer state will take of the arena."""
     if context.optimizer is None or not context.visits_host(Target.OPTIMIZER_STATE):
         return 0
     groups = _by_storage(context.optimizer, context.device, _model_storages(context))

@@ -93,7 +93,7 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
 
 
 def _address(tensor: torch.Tensor) -> int | None:
-    """Of a tensor's storage; None for one that has no memory itself, such as a DTensor or a lazy module's parameter."""
+    """Returns a storage's address; None for a tensor without memory, such as a DTensor or a lazy parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
@@ -157,7 +157,7 @@ class Params(FlatBufferTarget):
 
 
 def param_host_bytes(context: TargetContext) -> int:
-    """What the params will take of the arena."""
+    """Returns the bytes that the params will take of the arena."""
     if not _params_visit_host(context):
         return 0
     return flat_buffer_bytes(
@@ -197,12 +197,12 @@ class Grads:
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the GPU while it is there."""
+        """Returns the GPU memory that it takes while it is there."""
         return self.flat_buffer.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """What its ranges take of the GPU now."""
+        """Returns the GPU memory of its ranges now."""
         return self.flat_buffer.mapped_bytes
 
     def start(self, placement: Placement) -> Move:

@@ -26,7 +26,7 @@ def estimate_bytes(facts: ShardFacts) -> int:
 
 
 def host_bytes(context: TargetContext) -> int:
-    """What the reference weights will take of the arena."""
+    """Returns the bytes that the reference weights will take of the arena."""
     return param_host_bytes(context) if context.options.with_reference else 0
 
 
@@ -92,7 +92,7 @@ class ReferenceWeights:
 
     @property
     def nbytes(self) -> int:
-        """Of host memory."""
+        """Returns the bytes of host memory."""
         return sum(backed.range.nbytes for backed in self._backed_ranges)
 
     @contextlib.contextmanager
@@ -151,11 +151,11 @@ class ReferenceWeights:
             raise ResidencyError(_LOST)
 
     def start(self, placement: Placement) -> NoReturn:
-        """It is where it always is."""
+        """Moves nothing: the reference weights stay in host memory; only their swap moves data."""
         raise AssertionError(f"reference weights do not move to {placement}")
 
     def name_for_error(self, error: Exception) -> str:
-        """It has no moves of its own that could fail for memory."""
+        """Raises: it has no moves of its own that could fail for memory."""
         raise AssertionError(f"reference weights do not move: {error}")
 
     def host_view(self, tensor: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""One verb for every phase change: `residency.enter(phase)` moves what differs from the table, and nothing else."""
+"""Changes phases by one verb: `residency.enter(phase)` moves what differs from the table, and nothing else."""
 
 import contextlib
 import time
@@ -62,7 +62,7 @@ class Residency:
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Placement:
-        """Where a target is now, or is on its way to."""
+        """Returns where a target is now, or is on its way to."""
         return self._where[target]
 
     def enter(self, phase: Phase) -> None:
@@ -112,7 +112,7 @@ class Residency:
                     self._prefetched.add(target)
 
     def require(self, target: Target) -> None:
-        """What the current stream is given from now on finds a target in place.
+        """Makes later work of the current stream wait until a target is in place.
 
         Raises:
             ResidencyError: the target is not on the GPU in this phase.

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """What a colocated worker is about to do."""
+    """The phases of a colocated worker."""
 
     TRAIN = "train"
     LOGPROB = "logprob"
@@ -26,7 +26,7 @@ class Target(StrEnum):
 
 
 class Placement(StrEnum):
-    """Where a target lives in a phase."""
+    """The place of a target in a phase."""
 
     GPU = "gpu"
     HOST = "host"
@@ -68,7 +68,7 @@ DEFAULT_TABLE: Table = {
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """What one rank holds; counts are in elements, sizes in bytes an element."""
+    """The sizes of one rank's model shard; counts are in elements, sizes in bytes an element."""
 
     num_params: int
     """Trainable parameters of this rank."""

@@ -26,7 +26,7 @@ class Move(Protocol):
         ...
 
     def wait_on_current_stream(self) -> None:
-        """What the current stream is given from now on finds the target in place."""
+        """Makes later work of the current stream wait until the target is in place."""
         ...
 
     def copy_seconds(self) -> float:
@@ -53,17 +53,17 @@ class OffloadTarget(Protocol):
 
     @property
     def placements(self) -> frozenset[Placement]:
-        """Where this target can live."""
+        """Returns the placements that this target can have."""
         ...
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the GPU while it is there."""
+        """Returns the GPU memory that it takes while it is there."""
         ...
 
     @property
     def mapped_bytes(self) -> int:
-        """What its ranges take of the GPU now."""
+        """Returns the GPU memory of its ranges now."""
         ...
 
     @property

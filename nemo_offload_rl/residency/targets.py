@@ -11,7 +11,7 @@ from nemo_offload_rl.residency.target import OffloadTarget
 
 @dataclass(frozen=True)
 class TargetKind:
-    """What a target's file offers.
+    """The functions that a target's file offers.
 
     Attributes:
         estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of buffers.

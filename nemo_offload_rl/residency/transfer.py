@@ -135,7 +135,7 @@ class Transfer:
             self._waited += time.perf_counter() - start
 
     def wait_on_current_stream(self) -> None:
-        """What the caller's stream is given from now on finds the data in place.
+        """Makes later work of the caller's stream wait until the data is in place.
 
         Raises:
             ChunkError: the device had no memory for it.

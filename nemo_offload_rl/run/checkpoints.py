@@ -86,7 +86,7 @@ def was_written_with_manifest(folder: Path) -> bool:
 
 
 def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
-    """What is taken from the content of a folder's state.
+    """Returns the values taken from a folder's state.
 
     Raises:
         DamagedError: it is not what was written.
@@ -161,7 +161,7 @@ class CheckpointFolder:
             write_manifest(folder, known)
 
     def newest_first(self) -> list[Path]:
-        """All checkpoints."""
+        """Returns all checkpoints, the newest first."""
         return sorted(self._finished(), key=_step_of, reverse=True)
 
     def set_aside(self, checkpoint: Path) -> Path:

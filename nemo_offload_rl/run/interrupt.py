@@ -147,7 +147,7 @@ class Interrupt:
 
     @property
     def exit_status(self) -> int:
-        """Of a run that a signal has ended: 128 + its number; 1 after a Ctrl-C with which steps are lost."""
+        """Returns the status of a run that a signal has ended: 128 + its number; 1 after a Ctrl-C that loses steps."""
         number = self.signal or signal.SIGINT
         return 1 if number == signal.SIGINT and self.progress.num_lost else 128 + number
 

@@ -136,7 +136,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
 
 
 def _starts_ray_here() -> bool:
-    """As `placement.cluster.starts_ray_here`, but without importing Ray, which takes seconds, where nothing has yet."""
+    """Answers as `placement.cluster.starts_ray_here`, without importing Ray, which takes seconds."""
     if "ray" not in sys.modules:
         return "RAY_ADDRESS" not in os.environ
     from nemo_offload_rl.placement.cluster import starts_ray_here

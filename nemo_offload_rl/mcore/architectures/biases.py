@@ -29,7 +29,7 @@ class Biases:
 
 
 def biases_of(config: Any) -> Biases:
-    """Those of a Hugging Face config of a family that `bridges` corrects."""
+    """Reads the biases from a Hugging Face config of a family that `bridges` corrects."""
     family = config.model_type
     attention = bool(family in ("llama", "qwen3", "qwen3_moe") and config.attention_bias)
     return Biases(qkv=attention or family == "qwen2", output=attention, mlp=family == "llama" and config.mlp_bias)
@@ -69,7 +69,7 @@ def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callab
 
 
 def _call(spec: Callable[..., Any] | ModuleSpec, config: Any, vp_stage: int | None) -> Any:
-    """As `GPTModelProvider.provide` does."""
+    """Calls a function as `GPTModelProvider.provide` does."""
     assert not isinstance(spec, ModuleSpec), "a spec that is shared between models cannot be changed"
     return spec(config, vp_stage=vp_stage) if "vp_stage" in inspect.signature(spec).parameters else spec(config)
 

@@ -47,7 +47,7 @@ def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
 
 
 def _by_layer(freq: int | list[int], num_layers: int) -> list[int]:
-    """As `get_gpt_decoder_layer_specs` reads the field."""
+    """Reads the field as `get_gpt_decoder_layer_specs` does."""
     return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers)]
 
 
