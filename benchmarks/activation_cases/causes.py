@@ -144,8 +144,8 @@ def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int |
 class _Forgetful(InflightOffloads):
     """Waits for nothing, and leaves on the GPU what is there."""
 
-    def release(self, keep: int) -> None:
-        while len(self._held) > keep:
+    def release(self, max_held: int) -> None:
+        while len(self._held) > max_held:
             self._held.popleft()
 
 

@@ -197,7 +197,7 @@ def moved_by(worker: MegatronPolicyWorker) -> Moved:
     total = report.total()
     return Moved(
         distinct=total.distinct_bytes,
-        kept=total.kept_bytes,
+        kept=total.resident_bytes,
         refused=total.refused_bytes,
         moved=total.moved_bytes,
         duplicate=total.duplicate_bytes,

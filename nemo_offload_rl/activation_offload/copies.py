@@ -95,10 +95,10 @@ class _Event(CopyHandle):
     """The copies that a copy stream has been given so far; it makes them in order."""
 
     def __init__(
-        self, copy_stream: "SpanCopyStream", number: int, event: torch.cuda.Event, asker: torch.cuda.Stream
+        self, copy_stream: "SpanCopyStream", number: int, event: torch.cuda.Event, caller: torch.cuda.Stream
     ) -> None:
         self._copy_stream, self._number, self.event = copy_stream, number, event
-        self.asker = asker
+        self.caller = caller
         """The stream that was current where the copies were asked for, and memory for them allocated."""
         self.waiter: torch.cuda.Stream | None = None
         """The stream that was told last to wait for it; a layer's storages share a handle, and need one wait."""
@@ -131,14 +131,14 @@ class SpanCopyStream:
         self.unused_events: list[torch.cuda.Event] = []
         self._current_stream = _CurrentStream(self.stream.device_index)
         self._to_host = to_host
-        self._num_asked = 0
+        self._num_requests = 0
         self._memcpy = driver.cuMemcpyAsync
         self._stream_of_driver = driver.CUstream(self.stream.cuda_stream)
 
-    def ask(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
+    def enqueue(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         """Queue copies behind what the caller's stream has been given, and behind `after`."""
-        begin, asker = self._event(), self._current_stream()
-        begin.record(asker)
+        begin, caller = self._event(), self._current_stream()
+        begin.record(caller)
         begin.wait(self.stream)
         self.unused_events.append(begin)
         for handle in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
@@ -147,8 +147,8 @@ class SpanCopyStream:
         self.copy_all(spans)
         end = self._event()
         end.record(self.stream)
-        self._num_asked += 1
-        return _Event(self, self._num_asked, end, asker)
+        self._num_requests += 1
+        return _Event(self, self._num_requests, end, caller)
 
     def copy_all(self, spans: Iterable[Span]) -> None:
         """Queue copies; torch has been called in this thread, so that the driver knows its context there.
@@ -189,11 +189,11 @@ class CudaCopies(CopyEngine):
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         """See `CopyEngine`."""
-        return self.copy_streams["out"].ask(spans, after)
+        return self.copy_streams["out"].enqueue(spans, after)
 
     def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         """See `CopyEngine`."""
-        return self.copy_streams["back"].ask(spans, after)
+        return self.copy_streams["back"].enqueue(spans, after)
 
     def wait(self, handle: CopyHandle) -> None:
         """See `CopyEngine`."""
@@ -209,9 +209,9 @@ class CudaCopies(CopyEngine):
             handle.event.wait(stream)
 
     def wait_to_free(self, handle: CopyHandle) -> None:
-        """See `CopyEngine`; the asker's stream uses the memory again, in whichever thread garbage is collected."""
+        """See `CopyEngine`; the caller's stream uses the memory again, in whichever thread garbage is collected."""
         assert isinstance(handle, _Event)
-        with torch.cuda.stream(handle.asker):
+        with torch.cuda.stream(handle.caller):
             super().wait_to_free(handle)
 
     def synchronize(self) -> None:

@@ -142,14 +142,14 @@ class Captures:
         self.inflight = InflightOffloads(self._copies)
         self.chunk: Chunk | None = None
         """Under capture."""
-        self.keep: set[int] = set()
+        self.graph_inputs: set[int] = set()
         """Storages of the graphs' own inputs: they live as long as the graphs do."""
         self._num_forward = 0
         self._num_replays = 0
 
     def end(self, *, forward: bool) -> None:
         """A graph's last calls: its copies are waited for, and what they read is free for the graphs behind it."""
-        self.inflight.release(keep=0)
+        self.inflight.release(max_held=0)
         self._copies.end_capture()
         self._num_forward += forward
 

@@ -18,7 +18,7 @@ from nemo_offload_rl.activation_offload.storage import (
     SavedStorage,
     changed_in_place,
     offload,
-    resident_tensor,
+    unpack_resident,
     without_history,
 )
 
@@ -63,7 +63,7 @@ class Group:
             one.check()
         storages = list(dict.fromkeys([one.stored for one in reversed(self.saved)]))
         self.storages = [weakref.ref(stored) for stored in storages]
-        fresh = [stored for stored in reversed(storages) if stored.stays is None]
+        fresh = [stored for stored in reversed(storages) if stored.is_resident is None]
         self.nbytes = sum([stored.nbytes for stored in fresh])
         return self.saved, fresh
 
@@ -72,9 +72,9 @@ class Group:
         storages = [ref() for ref in self.storages]
         return [stored for stored in storages if stored is not None and stored.storage is None]
 
-    def has_left(self) -> bool:
+    def was_offloaded(self) -> bool:
         """Whether something that it saved was copied to the host, perhaps for another group."""
-        return any(stored is not None and stored.has_left for stored in (ref() for ref in self.storages))
+        return any(stored is not None and stored.was_offloaded for stored in (ref() for ref in self.storages))
 
 
 class SavedTensor:
@@ -97,12 +97,12 @@ class SavedTensor:
         self._version = tensor._version
         self._seen_as = _view_of(tensor) if is_alias else None  # the first one that leaves empties it
 
-    def stay(self) -> None:
+    def make_resident(self) -> None:
         """Keeps it on the GPU until the backward pass."""
         if self._tensor is not None:
             self._tensor = without_history(self._tensor)
 
-    def leave(self) -> None:
+    def release(self) -> None:
         """Let go of the tensor; `stored` has its bytes."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
@@ -130,7 +130,7 @@ class SavedTensor:
             InPlaceError: it has never left, and has changed.
         """
         if self._tensor is not None:
-            return resident_tensor((self._tensor, self._version, self.group.name))
+            return unpack_resident((self._tensor, self._version, self.group.name))
         assert self._seen_as is not None
         offset, size, stride, dtype = self._seen_as
         storage = self.stored.fetch()
@@ -171,7 +171,7 @@ class Chunk:
         """Committed, in order: the backward pass takes them in the reverse order."""
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
         """By the address of a storage, which is another one's once the saved storage is gone."""
-        self.num_not_back: int | None = None
+        self.num_not_prefetched: int | None = None
         """Number of groups, from the first, that are not requested back; None while the forward pass is under way."""
         self.pending: list[PendingOffload] = []
         """Offloads that the next request starts."""
@@ -187,7 +187,7 @@ class Chunk:
         Those that it takes before have nothing to ask for yet, as nothing of theirs is on the host; or they are of the
         last layer, while which most memory is in use.
         """
-        resident_from = next((group.index for group in reversed(self.groups) if group.has_left()), -1) + 1
+        resident_from = next((group.index for group in reversed(self.groups) if group.was_offloaded()), -1) + 1
         last_layer = len(self.groups) - self.num_modules
         return max(resident_from, min(resident_from + (self.lead - 1) * self.num_modules, last_layer))
 
@@ -217,7 +217,7 @@ class Chunk:
         """Drops all storages of a failed pass, which otherwise only a whole pass would let go of."""
         of_groups = [group.saved for group in (*self.groups, *self.open)]
         for saved in chain(*of_groups, *(one.saved for one in self.pending)):
-            saved.leave()
+            saved.release()
 
     def offload(self, inflight: "InflightOffloads") -> None:
         """Request the copies of all pending offloads at once; a group stays if the host memory is full.
@@ -233,9 +233,9 @@ class Chunk:
             if regions is None:
                 report.refused_bytes += one.group.nbytes
                 for stored in one.storages:
-                    stored.stays = True
+                    stored.is_resident = True
                 for saved in one.saved:
-                    saved.stay()
+                    saved.make_resident()
                 continue
             report.moved_bytes += one.group.nbytes
             placed += zip(one.storages, regions, strict=True)
@@ -260,10 +260,10 @@ class PendingOffload(NamedTuple):
     storages: list[SavedStorage]
     saved: list[SavedTensor]
 
-    def let_go(self) -> None:
+    def release(self) -> None:
         """Drops its GPU memory: its bytes are on the host, as far as the compute stream can see."""
         for saved in self.saved:
-            saved.leave()
+            saved.release()
         for stored in self.storages:
             stored.storage = None
 
@@ -282,25 +282,25 @@ class InflightOffloads:
         """Keep what a group saved until the copies of `handle` have been waited for."""
         self._held.append((pending, handle))
 
-    def release(self, keep: int) -> None:
+    def release(self, max_held: int) -> None:
         """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held.
 
         Raises:
             InPlaceError: some of it has changed since it was saved.
         """
-        while len(self._held) > keep:
+        while len(self._held) > max_held:
             pending, handle = self._held.popleft()
             self._copies.wait(handle)
             try:
                 for saved in pending.saved:
                     saved.check()
             finally:
-                pending.let_go()
+                pending.release()
 
     def abandon(self) -> None:
         """Drop all of it; storages that were not used will not be used, so that they may have changed."""
         with ExitStack() as stack:  # each of them, though a GPU that has failed says so at every wait
             while self._held:
                 pending, handle = self._held.pop()
-                stack.callback(pending.let_go)
+                stack.callback(pending.release)
                 stack.callback(self._copies.wait, handle)

@@ -37,10 +37,10 @@ from nemo_offload_rl.activation_offload.storage import (
     ExcludedStorages,
     ResidentTensor,
     SavedStorage,
-    keep,
+    as_resident,
     may_move,
     prefetch,
-    resident_tensor,
+    unpack_resident,
 )
 
 
@@ -51,7 +51,7 @@ class ActivationOffloader:
         options: what to offload.
         memory: uint8 [nbytes] of the host, for the activations of all micro-batches in flight.
         copies: makes them.
-        keep: storages that are never offloaded: those of parameters and buffers.
+        excluded: storages that are never offloaded: those of parameters and buffers.
     """
 
     cuda_graph_stream: Any = None
@@ -64,7 +64,7 @@ class ActivationOffloader:
         options: ActivationOptions,
         memory: torch.Tensor,
         copies: CopyEngine,
-        keep: Iterable[torch.UntypedStorage] = (),
+        excluded: Iterable[torch.UntypedStorage] = (),
     ) -> None:
         self.options = options
         self.host_pool = PinnedHostPool(memory)
@@ -72,7 +72,7 @@ class ActivationOffloader:
         self.captures = Captures(self.host_pool, copies)
         self.report = StepReport({}, 0, 0, 0)
         """Of the last step."""
-        self._excluded = ExcludedStorages(keep)
+        self._excluded = ExcludedStorages(excluded)
         self._enabled = True
         self._path = OffloadPath(self.host_pool, copies)
         self._chunk: Chunk | None = None
@@ -86,9 +86,9 @@ class ActivationOffloader:
         self._saves_aliases = False
         self._in_replay = False  # megatron-core sets it
 
-    def modules_that_leave(self) -> set[str]:
+    def offloaded_modules(self) -> set[str]:
         """Returns the modules that the next pass offloads, as the passes before say."""
-        return set().union(*(profile.modules_that_leave() for profile in self._profiles.values()))
+        return set().union(*(profile.offloaded_modules() for profile in self._profiles.values()))
 
     # What megatron-core calls, by its names.
 
@@ -213,7 +213,7 @@ class ActivationOffloader:
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
         """A graph will read its input there in each replay: it can neither be freed nor, therefore, be moved."""
-        self.captures.keep.add(storage._cdata)
+        self.captures.graph_inputs.add(storage._cdata)
 
     def end_capture(self, *, forward: bool) -> None:
         """The last thing in a captured pass of a layer."""
@@ -242,16 +242,16 @@ class ActivationOffloader:
         is_captured = chunk.path is self.captures.path
         group.report.distinct_bytes += group.nbytes
         profile = self._profiles.get(chunk.stage)
-        stays = bool(fresh) and self._stays(profile, chunk, group, fresh)
+        is_resident = bool(fresh) and self._is_resident(profile, chunk, group, fresh)
         for stored in fresh:
-            stored.stays = stays
+            stored.is_resident = is_resident
         for one in saved:
-            if one.stored.stays:
-                one.stay()
+            if one.stored.is_resident:
+                one.make_resident()
             elif one.stored not in fresh:  # it leaves with the group that saved it first
-                one.leave()
-        if stays:
-            group.report.kept_bytes += group.nbytes
+                one.release()
+        if is_resident:
+            group.report.resident_bytes += group.nbytes
         elif fresh:
             if any(one.group.name == group.name for one in chunk.pending):  # a new layer, and the last one did not ask:
                 chunk.offload(self._inflight)  # in the pass before it was too short to have anything that leaves
@@ -263,13 +263,13 @@ class ActivationOffloader:
         if profile is None or max_inflight is not None or group.key in profile.asks:
             chunk.offload(self._inflight)
         in_flight = len(self.options.modules) if profile is None else profile.per_layer * profile.lead
-        self._inflight.release(keep=in_flight if max_inflight is None else max_inflight)
+        self._inflight.release(max_held=in_flight if max_inflight is None else max_inflight)
 
-    def _stays(self, profile: Profile | None, chunk: Chunk, group: Group, fresh: Sequence[SavedStorage]) -> bool:
-        leaves = None if profile is None else profile.leaves.get(group.key)
-        if leaves is None:  # its size was not known before
-            leaves = chunk.pace.leaves(group.nbytes)
-        if not leaves:
+    def _is_resident(self, profile: Profile | None, chunk: Chunk, group: Group, fresh: Sequence[SavedStorage]) -> bool:
+        offloads = None if profile is None else profile.offloads.get(group.key)
+        if offloads is None:  # its size was not known before
+            offloads = chunk.pace.offloads(group.nbytes)
+        if not offloads:
             return True
         limit = self.options.resident_bytes
         if limit and sum(stored.nbytes for stored in self._resident) + group.nbytes <= limit:
@@ -285,7 +285,7 @@ class ActivationOffloader:
         self.flush_delayed_groups()  # the last layer's: no replay follows that would
         if self._chunk is not None:
             self._chunk.offload(self._inflight)
-        self._inflight.release(keep=0)
+        self._inflight.release(max_held=0)
 
     def _end_forward(self) -> None:
         chunk, self._chunk = self._chunk, None
@@ -294,7 +294,7 @@ class ActivationOffloader:
         if chunk is None or not chunk.groups:
             return
         chunk.offload(self._inflight)
-        chunk.num_not_back = len(chunk.groups)
+        chunk.num_not_prefetched = len(chunk.groups)
         profile = self._profiles.get(chunk.stage)
         is_whole = not self.captures.regions.nbytes  # a pass with replays has eager groups only
         if profile is None or (is_whole and profile.is_outdated_by(chunk.groups)):
@@ -310,17 +310,17 @@ class ActivationOffloader:
         assert active is not None
         chunk, group = active
         if type(tensor) is not torch.Tensor or tensor.layout is not torch.strided:
-            return keep(tensor, group.name)
+            return as_resident(tensor, group.name)
         storage = tensor.untyped_storage()
         number = storage._cdata
-        if number in self._excluded.addresses or number in self.captures.keep:
-            return keep(tensor, group.name)
+        if number in self._excluded.addresses or number in self.captures.graph_inputs:
+            return as_resident(tensor, group.name)
         nbytes = storage.nbytes()
         if nbytes < self.options.min_elements * tensor.element_size():
             group.report.small_bytes += nbytes
-            return keep(tensor, group.name)
+            return as_resident(tensor, group.name)
         if not may_move(tensor):
-            return keep(tensor, group.name)
+            return as_resident(tensor, group.name)
         known = chunk.storages.get(number)
         stored = known() if known is not None else None
         if stored is None or stored.version != tensor._version:  # a new storage, or new bytes
@@ -339,28 +339,30 @@ class ActivationOffloader:
         if group.index < 0:  # its commit is delayed
             return
         self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of one that is to follow it
-        if chunk.num_not_back is None:
-            chunk.num_not_back = len(chunk.groups)
+        if chunk.num_not_prefetched is None:
+            chunk.num_not_prefetched = len(chunk.groups)
         if group.index > chunk.prefetch_from:
             return
         first = group.index - chunk.lead * chunk.num_modules
-        if first < chunk.num_not_back:
-            self._start_back(chunk, first, group)
+        if first < chunk.num_not_prefetched:
+            self._prefetch_groups(chunk, first, group)
         if first < 0:
             follower = self._next_backward(chunk)
             if follower is not None:
-                self._start_back(follower, len(follower.groups) + first, group)
+                self._prefetch_groups(follower, len(follower.groups) + first, group)
         if group.index == 0 and chunk in self._chunks:
             self._chunks.remove(chunk)
 
     def _next_backward(self, chunk: Chunk) -> Chunk | None:
         """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
-        return next((c for c in self._chunks if c is not chunk and c.num_not_back and c.stage == chunk.stage), None)
+        return next(
+            (c for c in self._chunks if c is not chunk and c.num_not_prefetched and c.stage == chunk.stage), None
+        )
 
-    def _start_back(self, chunk: Chunk, first: int, begun: Group) -> None:
+    def _prefetch_groups(self, chunk: Chunk, first: int, begun: Group) -> None:
         """Request the copies of all groups from `first` on that are not requested yet; late where one has `begun`."""
-        assert chunk.num_not_back is not None
-        due = chunk.groups[max(0, first) : chunk.num_not_back]
+        assert chunk.num_not_prefetched is not None
+        due = chunk.groups[max(0, first) : chunk.num_not_prefetched]
         if not due:
             return
         requests = [[group] for group in reversed(due)]  # each is waited for by itself
@@ -368,7 +370,7 @@ class ActivationOffloader:
             # In step with the backward pass, `lead` ahead of it: then a layer's groups are one request. The host pays
             # for each, and would pay as often as a layer has modules.
             start = max(0, due[0].index - chunk.num_modules + 1)
-            requests = [chunk.groups[start : chunk.num_not_back][::-1]]
+            requests = [chunk.groups[start : chunk.num_not_prefetched][::-1]]
         for groups in requests:
             on_host_only: dict[SavedStorage, bool] = {}
             for group in groups:
@@ -376,12 +378,12 @@ class ActivationOffloader:
                     on_host_only.setdefault(stored, group is begun)
             prefetch(list(on_host_only))
             for stored, is_late in on_host_only.items():
-                stored.report.count_back(stored.nbytes, is_late=is_late)
-        chunk.num_not_back = requests[-1][-1].index
+                stored.report.count_prefetch(stored.nbytes, is_late=is_late)
+        chunk.num_not_prefetched = requests[-1][-1].index
 
     def _unpack(self, packed: ResidentTensor | SavedTensor) -> torch.Tensor:
         if not isinstance(packed, SavedTensor):
-            return resident_tensor(packed)
+            return unpack_resident(packed)
         group = packed.group
         if not group.in_backward:
             group.in_backward = True
@@ -390,5 +392,5 @@ class ActivationOffloader:
                 self.begin_backward(chunk, group)
         if packed.stored.storage is None:
             prefetch([packed.stored])
-            packed.stored.report.count_back(packed.stored.nbytes, is_late=True)
+            packed.stored.report.count_prefetch(packed.stored.nbytes, is_late=True)
         return packed.unpacked()

@@ -18,7 +18,7 @@ class ModuleReport:
     """Storages that were large enough, each counted once for a micro-batch."""
     moved_bytes: int = 0
     """Of these, copied to the host."""
-    returned_bytes: int = 0
+    prefetched_bytes: int = 0
     """Copied back ahead of need."""
     late_bytes: int = 0
     """Copied back when they were needed: the backward pass of their own group had begun."""
@@ -26,19 +26,19 @@ class ModuleReport:
     """Freed on the GPU between their copy out and their copy back; other references keep the memory of the rest."""
     duplicate_bytes: int = 0
     """Saved here, too, after another module had saved the same storage; not copied again."""
-    kept_bytes: int = 0
+    resident_bytes: int = 0
     """Left on the GPU by choice: the last group of its name, the fraction, the pipeline's share."""
     refused_bytes: int = 0
     """Left on the GPU since the host memory was full."""
     small_bytes: int = 0
     """In storages below the minimum."""
 
-    def count_back(self, nbytes: int, *, is_late: bool) -> None:
+    def count_prefetch(self, nbytes: int, *, is_late: bool) -> None:
         """A storage of `nbytes` has been asked back."""
         if is_late:
             self.late_bytes += nbytes
         else:
-            self.returned_bytes += nbytes
+            self.prefetched_bytes += nbytes
 
     def scaled(self, times: int, by: int) -> "ModuleReport":
         """Returns the report scaled by `times` / `by`."""
@@ -86,13 +86,13 @@ class Tally:
             self.modules[name] = self.of(name) + report
 
 
-def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: bool) -> str | None:
+def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: bool) -> str | None:
     """Why a module's activations all stay on the GPU; None if some leave, or belong to another module's.
 
     Args:
         module: its name.
         report: of the first step; None if it took no part.
-        leaves_later: whether later passes offload some of it; in the first the last layer is not known.
+        offloads_later: whether later passes offload some of it; in the first the last layer is not known.
     """
     if report is None:
         if module.endswith("_norm"):
@@ -103,14 +103,14 @@ def why_no_effect(module: str, report: ModuleReport | None, *, leaves_later: boo
             f"it moved {report.moved_bytes / MIB:.0f} MiB and freed none: something else keeps all of it on the GPU"
             f"{_hint(module)}, or its backward pass comes before its memory can go"
         )
-    if (report.moved_bytes and leaves_later) or (report.duplicate_bytes and not report.moved_bytes):
+    if (report.moved_bytes and offloads_later) or (report.duplicate_bytes and not report.moved_bytes):
         return None
     if report.refused_bytes and not report.moved_bytes:
         return (
             f"{report.refused_bytes / MIB:.0f} MiB did not fit the host memory; raise "
             "policy.activation_offload.host_memory_limit_gib"
         )
-    if report.kept_bytes or report.moved_bytes:
+    if report.resident_bytes or report.moved_bytes:
         first = ", but in the first micro-batch," if report.moved_bytes else ""
         return (
             f"all of its {report.distinct_bytes / MIB:.0f} MiB{first} stay by "
@@ -129,7 +129,7 @@ def table(report: StepReport) -> str:
     """Makes a table of what each module moved, in MiB, a line each."""
     lines = [f"{'module':16s} {'moved':>10s} {'freed':>10s} {'duplicate':>10s} {'kept':>10s} {'no room':>10s}"]
     for name, m in report.modules.items():
-        values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.kept_bytes, m.refused_bytes)
+        values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.resident_bytes, m.refused_bytes)
         lines.append(f"{name:16s} " + " ".join(f"{value / MIB:10.1f}" for value in values))
     return "\n".join(lines)
 

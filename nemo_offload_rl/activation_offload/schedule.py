@@ -49,18 +49,18 @@ class Pace:
         self._fraction = fraction
         self._total = total
         self._due = ahead
-        self._left = 0
+        self._offloaded_bytes = 0
 
-    def leaves(self, nbytes: int) -> bool:
+    def offloads(self, nbytes: int) -> bool:
         """Whether the next group does, if nothing else makes it stay."""
         self._due += nbytes
         due = self._due if self._total is None else min(self._due, self._total)
-        leaves = self._left + nbytes <= self._fraction * due
-        self._left += nbytes if leaves else 0
-        return leaves
+        offloads = self._offloaded_bytes + nbytes <= self._fraction * due
+        self._offloaded_bytes += nbytes if offloads else 0
+        return offloads
 
 
-def which_leave(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
+def choose_offloaded(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
     """Spread the offloaded groups over the layers, so that the link is used evenly.
 
     With the first groups pending and the last ones staying, a link that is fast enough on average makes the GPU wait in
@@ -76,13 +76,13 @@ def which_leave(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
     """
     of_layers = [sum(layer) for layer in layers]
     pace = Pace(fraction, ahead=max(of_layers, default=0), total=sum(of_layers))
-    return [pace.leaves(nbytes) for nbytes in chain(*layers)]
+    return [pace.offloads(nbytes) for nbytes in chain(*layers)]
 
 
-def which_leave_unknown(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
-    """Decides as `which_leave`, in the first pass, where each group depends on those before it."""
+def choose_in_first_pass(layers: Sequence[Sequence[int]], fraction: float) -> list[bool]:
+    """Decides as `choose_offloaded`, in the first pass, where each group depends on those before it."""
     pace = Pace(fraction)
-    return [pace.leaves(nbytes) for nbytes in chain(*layers)]
+    return [pace.offloads(nbytes) for nbytes in chain(*layers)]
 
 
 class ScheduledGroup(Protocol):
@@ -109,15 +109,15 @@ class Profile:
         margin = {group.name: group.key for group in groups}.values() if has_margin else ()
         self.per_layer = len({group.name for group in groups if group.nbytes})
         """Modules that have storages of their own to move."""
-        self.leaves: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
+        self.offloads: dict[tuple[str, int], bool] = dict.fromkeys(margin, False)
         """By group key, whether it is offloaded; a group without bytes to move has no entry."""
         self.asks: set[tuple[str, int]] = set()
         """Keys of groups at whose end copies are asked for: the host pays for each request, so a layer makes one."""
         layers = [[group for group in layer if group.key not in margin] for layer in _layers(groups)]
-        chosen = which_leave([[group.nbytes for group in layer] for layer in layers], fraction)
+        chosen = choose_offloaded([[group.nbytes for group in layer] for layer in layers], fraction)
         of_groups = zip(chain(*layers), chosen, strict=True)
-        self.leaves.update((group.key, leaves) for group, leaves in of_groups if group.nbytes)
-        pending = [[group.key for group in layer if self.leaves.get(group.key)] for layer in layers]
+        self.offloads.update((group.key, chosen) for group, chosen in of_groups if group.nbytes)
+        pending = [[group.key for group in layer if self.offloads.get(group.key)] for layer in layers]
         self.asks.update(*pending[:1])  # the link is idle until then, so that the first layer asks at once
         self.asks.update(*(keys[-1:] for keys in pending[1:]))
         kinds = {tuple(name for name, _ in keys) for layer, keys in zip(layers, pending, strict=True) if layer}
@@ -135,9 +135,9 @@ class Profile:
         is_short = any(nbytes == 0 and key in self._sizes and self._sizes[key] > 0 for key, nbytes in sizes.items())
         return sizes != self._sizes and not is_short
 
-    def modules_that_leave(self) -> set[str]:
+    def offloaded_modules(self) -> set[str]:
         """Returns the modules of which some group is offloaded."""
-        return {name for (name, _), leaves in self.leaves.items() if leaves}
+        return {name for (name, _), offloads in self.offloads.items() if offloads}
 
 
 def _sizes(groups: Sequence[ScheduledGroup]) -> dict[tuple[str, int], int]:

@@ -21,20 +21,20 @@ class SavedStorage:
         nbytes: of the storage.
         device: the GPU.
         storage: on the GPU; None while it is on the host alone.
-        stays: on the GPU; None until a group has committed it.
+        is_resident: whether it stays on the GPU; None until a group has committed it.
     """
 
     __slots__ = (
         "__weakref__",
-        "_left",
+        "_offloaded",
+        "_prefetched",
         "_region",
-        "_returning",
         "_weak",
         "device",
+        "is_resident",
         "nbytes",
         "path",
         "report",
-        "stays",
         "storage",
         "version",
     )
@@ -47,35 +47,35 @@ class SavedStorage:
         self.path = path
         self.nbytes = storage.nbytes()
         self.storage: torch.UntypedStorage | None = storage
-        self.stays: bool | None = None
+        self.is_resident: bool | None = None
         self.device = storage.device
         self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; given back in `__del__`
         self._region: Region | None = None
-        self._left: CopyHandle | None = None
-        self._returning: CopyHandle | None = None
+        self._offloaded: CopyHandle | None = None
+        self._prefetched: CopyHandle | None = None
 
     @property
-    def has_left(self) -> bool:
+    def was_offloaded(self) -> bool:
         """Whether a copy out of it was asked for."""
-        return self._left is not None
+        return self._offloaded is not None
 
     def span(self, storage: torch.UntypedStorage, region: Region) -> Span:
         """`storage` on the GPU, as large as its own, and a region of its path."""
         return Span(storage, self.path.host.memory, region.offset, self.nbytes)
 
-    def leave(self, region: Region, handle: CopyHandle) -> None:
+    def set_offloaded(self, region: Region, handle: CopyHandle) -> None:
         """Notes that its copy to the host was requested."""
-        self._region, self._left = region, handle
+        self._region, self._offloaded = region, handle
 
     def on_host(self) -> tuple[Region, CopyHandle]:
         """Returns its place on the host, and the copy that has taken it there."""
-        assert self._region is not None and self._left is not None
-        return self._region, self._left
+        assert self._region is not None and self._offloaded is not None
+        return self._region, self._offloaded
 
-    def come_back(self, storage: torch.UntypedStorage, handle: CopyHandle) -> None:
+    def set_prefetched(self, storage: torch.UntypedStorage, handle: CopyHandle) -> None:
         """Notes that its copy to the GPU was requested."""
         region, _ = self.on_host()
-        self.storage, self._returning = storage, handle
+        self.storage, self._prefetched = storage, handle
         self._region = None
         if torch.UntypedStorage._new_with_weak_ptr(self._weak) is None:
             self.report.freed_bytes += self.nbytes  # otherwise a reference has kept its memory, which may have changed
@@ -85,18 +85,18 @@ class SavedStorage:
         """Returns its storage on the GPU; the caller's stream has waited for it."""
         if self.storage is None:
             prefetch([self])
-        if self._returning is not None:
-            self.path.copies.wait(self._returning)
-            self._returning = None
+        if self._prefetched is not None:
+            self.path.copies.wait(self._prefetched)
+            self._prefetched = None
         assert self.storage is not None
         return self.storage
 
     def __del__(self) -> None:
         self._free_weak_ref(self._weak)
-        if self._returning is not None:  # prefetched and not needed
-            self.path.copies.wait_to_free(self._returning)
+        if self._prefetched is not None:  # prefetched and not needed
+            self.path.copies.wait_to_free(self._prefetched)
         if self._region is not None:
-            self.path.host.give_back(self._region, self._left)
+            self.path.host.give_back(self._region, self._offloaded)
 
 
 def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) -> CopyHandle:
@@ -116,7 +116,7 @@ def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) ->
             _end_copies(path)
         raise
     for stored, region in placed:
-        stored.leave(region, handle)
+        stored.set_offloaded(region, handle)
     return handle
 
 
@@ -133,18 +133,18 @@ def prefetch(storages: Sequence[SavedStorage]) -> None:
     spans: list[Span] = []
     after: list[CopyHandle] = []
     for stored in storages:
-        region, left = stored.on_host()
+        region, offloaded = stored.on_host()
         spans.append(stored.span(torch.UntypedStorage(stored.nbytes, device=stored.device), region))
-        after.append(left)
+        after.append(offloaded)
     path = storages[0].path
     try:
-        returning = path.copies.back(spans, after)
+        handle = path.copies.back(spans, after)
     except BaseException:
         with preserve_first_error():
             _end_copies(path)
         raise
     for stored, span in zip(storages, spans, strict=True):
-        stored.come_back(span.gpu, returning)
+        stored.set_prefetched(span.gpu, handle)
 
 
 class ExcludedStorages:
@@ -180,12 +180,12 @@ ResidentTensor = tuple[torch.Tensor, int, str]
 """A tensor that stays on the GPU, its version when it was saved, and the module that saved it."""
 
 
-def keep(tensor: torch.Tensor, module: str) -> ResidentTensor:
+def as_resident(tensor: torch.Tensor, module: str) -> ResidentTensor:
     """Returns what autograd keeps of a tensor that stays."""
     return without_history(tensor), tensor._version, module
 
 
-def resident_tensor(kept: ResidentTensor) -> torch.Tensor:
+def unpack_resident(kept: ResidentTensor) -> torch.Tensor:
     """The tensor, as it was saved: autograd asks for versions only where there are no hooks.
 
     Raises:

@@ -8,7 +8,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from nemo_offload_rl.activation_offload.schedule import ActivationOptions, which_leave, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, choose_in_first_pass, choose_offloaded
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedTensor
@@ -84,10 +84,10 @@ def chunks_in_flight(
 
 def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, ModuleBytes]:
     """Returns the bytes of each offloaded module, in the order of a forward pass; experts at average load."""
-    leaving = _leaving(facts, settings)
-    in_chunk = _groups_that_leave(facts, settings)
+    offloaded = _offloaded(facts, settings)
+    in_chunk = _num_offloaded_groups(facts, settings)
     out = {}
-    for name, tensors in leaving.items():
+    for name, tensors in offloaded.items():
         distinct = sum(tensor.nbytes for tensor in tensors)
         out[name] = ModuleBytes(
             saved=sum(tensor.nbytes for tensor in _moved(facts, settings, name)),
@@ -102,10 +102,10 @@ def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[st
 def needed_slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
     """Host memory for all groups of all micro-batches in flight, experts at `EXPERT_LOAD_FACTOR` times average load."""
     busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
-    sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _leaving(busy, settings).items()}
+    sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _offloaded(busy, settings).items()}
     in_first, later = (
-        sum(num_groups * sizes[name] for name, num_groups in _groups_that_leave(busy, settings, which).items())
-        for which in (which_leave_unknown, which_leave)  # other groups leave in the first pass, and may be more
+        sum(num_groups * sizes[name] for name, num_groups in _num_offloaded_groups(busy, settings, which).items())
+        for which in (choose_in_first_pass, choose_offloaded)  # other groups leave in the first pass, and may be more
     )
     return max(in_first, later) * facts.num_chunks_in_flight
 
@@ -127,7 +127,7 @@ def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
     return tensor.name in _KEPT_BY and not _KEPT_BY[tensor.name] <= set(settings.modules)
 
 
-def _leaving(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
+def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
     """The storages of a layer that each module moves first."""
     seen: set[str] = set()
     out = {}
@@ -145,13 +145,13 @@ def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: Activati
     return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
 
 
-def _groups_that_leave(
+def _num_offloaded_groups(
     facts: ActivationFacts,
     settings: ActivationOptions,
-    which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = which_leave,
+    which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = choose_offloaded,
 ) -> dict[str, int]:
     """Counts for each module the layers of a model chunk that are offloaded with the recipe's fraction."""
-    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _leaving(facts, settings).items()}
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _offloaded(facts, settings).items()}
     num_layers = -(-facts.num_layers // facts.num_model_chunks)
-    leaves = which([list(sizes.values())] * num_layers, settings.fraction)
-    return {name: sum(leaves[index :: len(sizes)]) for index, name in enumerate(sizes)}
+    chosen = which([list(sizes.values())] * num_layers, settings.fraction)
+    return {name: sum(chosen[index :: len(sizes)]) for index, name in enumerate(sizes)}

@@ -156,10 +156,10 @@ class Activations:
         assert self.offloader is not None
         logger.info("activations offloaded in the first step:\n%s", table(report))
         without = {}
-        leaving = self.offloader.modules_that_leave()
+        leaving = self.offloader.offloaded_modules()
         for module in self.offloader.options.modules:
             found = report.modules.get(module)
-            reason = why_no_effect(module, found, leaves_later=module in leaving)
+            reason = why_no_effect(module, found, offloads_later=module in leaving)
             if reason is not None:
                 without[module] = reason
             elif found is not None and found.freed_bytes < _FREED_SHARE * found.moved_bytes:

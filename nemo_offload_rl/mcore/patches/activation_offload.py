@@ -155,8 +155,8 @@ def install(
         device: the GPU.
         graphs: whether layers are captured in CUDA graphs.
     """
-    keep = [tensor.untyped_storage() for tensor in _held(model)]
-    offloader = ActivationOffloader(options, memory, CudaCopies(device, graphs=graphs), keep)
+    excluded = [tensor.untyped_storage() for tensor in _held(model)]
+    offloader = ActivationOffloader(options, memory, CudaCopies(device, graphs=graphs), excluded)
     if graphs:
         offloader.cuda_graph_stream = torch.cuda.Stream(device)
         offloader.cuda_graph_event = torch.cuda.Event(external=True)

@@ -98,15 +98,15 @@ def test_memory_is_used_again_by_the_stream_that_asked_for_it(copies, host):
     """The garbage collector runs in any thread, and the current stream of another one is another."""
     gpu = torch.zeros(NBYTES, dtype=torch.uint8, device="cuda")
     torch.cuda.synchronize()
-    asker, used_again = torch.cuda.Stream(), torch.cuda.Event()
+    caller, used_again = torch.cuda.Stream(), torch.cuda.Event()
     with torch.cuda.stream(copies.copy_streams["back"].stream):
         torch.cuda._sleep(CYCLES)
-    with torch.cuda.stream(asker):
+    with torch.cuda.stream(caller):
         handle = copies.back([span(gpu, host)], [])
     collector = threading.Thread(target=copies.wait_to_free, args=(handle,))
     collector.start()
     collector.join()
-    used_again.record(asker)
+    used_again.record(caller)
     assert not handle.reached()
     used_again.synchronize()
     assert handle.reached()

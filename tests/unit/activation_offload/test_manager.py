@@ -21,7 +21,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, SavedTensor
 from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
-from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile, choose_in_first_pass
 from nemo_offload_rl.activation_offload.storage import InPlaceError
 from nemo_offload_rl.mcore.patches import activation_offload
 
@@ -172,10 +172,10 @@ def test_a_storage_moves_once_and_its_memory_goes(model):
     # q, k and v are three views of one storage.
     assert report["core_attn"].moved_bytes % per_batch == 0
     total = made.report.total()
-    assert total.moved_bytes == total.distinct_bytes - total.kept_bytes
+    assert total.moved_bytes == total.distinct_bytes - total.resident_bytes
     # All but the batches themselves, which the caller holds.
     assert total.freed_bytes == total.moved_bytes - 3 * per_batch
-    assert total.returned_bytes == total.moved_bytes
+    assert total.prefetched_bytes == total.moved_bytes
     assert total.late_bytes == 0
     # The last layer's groups are needed at once; they stay.
     assert report["qkv_linear"].moved_bytes == 3 * (LAYERS - 1) * per_batch
@@ -279,12 +279,12 @@ def test_the_first_pass_keeps_to_the_fraction_as_the_plan_says(model, fraction):
     loss = model(x)
     (chunk,) = made._chunks
     sizes = [group.nbytes for group in chunk.groups]
-    planned = which_leave_unknown([sizes], fraction)
+    planned = choose_in_first_pass([sizes], fraction)
     loss.backward()
     made.reset()
     total = made.report.total()
     assert total.moved_bytes == sum(nbytes for nbytes, leaves in zip(sizes, planned, strict=True) if leaves)
-    assert total.moved_bytes + total.kept_bytes == total.distinct_bytes
+    assert total.moved_bytes + total.resident_bytes == total.distinct_bytes
 
 
 @pytest.mark.parametrize("fraction", [0.0, 0.25, 1.0])
@@ -348,7 +348,7 @@ def test_a_layer_ahead_all_of_its_groups_come_back_by_one_request(model):
     *urgent, second, first = copies.sizes["back"]
     assert len(urgent) == len(MODULES)
     assert max(urgent) < first <= second == sum(urgent)  # nothing of the first layer's input is moved
-    assert sum(copies.sizes["back"]) == total.returned_bytes
+    assert sum(copies.sizes["back"]) == total.prefetched_bytes
     assert total.late_bytes == 0
 
 
@@ -362,7 +362,7 @@ def test_on_earlier_pipeline_stages_only_the_first_pass_of_a_step_is_late(model,
     assert late == 3 * 8 * WIDTH * 4  # what the last layer's mlp saves
     one_forward_one_backward(model, batches([8] * 6, 0), warm)
     total = made.report.total()
-    assert total.late_bytes == late and total.returned_bytes == total.moved_bytes - late
+    assert total.late_bytes == late and total.prefetched_bytes == total.moved_bytes - late
 
 
 @pytest.mark.parametrize("fraction", [1.0, 0.5, 0.3])
@@ -394,7 +394,7 @@ def test_a_storage_that_another_module_keeps_is_copied_back_all_the_same(model):
     inputs = batches([8], 0)
     one_by_one(model, inputs)  # layer 0's input is alive all the time: it is the batch
     total = made.report.total()
-    assert total.moved_bytes == total.returned_bytes + total.late_bytes > 0
+    assert total.moved_bytes == total.prefetched_bytes + total.late_bytes > 0
     assert total.freed_bytes == 0
 
 
@@ -423,7 +423,7 @@ def test_a_full_slab_is_counted_and_harms_nothing(model):
     assert_equal(one_by_one(model, inputs), want)
     total = made.report.total()
     assert 0 < total.moved_bytes <= 2 * 16_384
-    assert total.refused_bytes == total.distinct_bytes - total.moved_bytes - total.kept_bytes > 0
+    assert total.refused_bytes == total.distinct_bytes - total.moved_bytes - total.resident_bytes > 0
     assert made.report.host_peak_bytes <= made.report.host_bytes == 16_384
 
 
@@ -434,7 +434,7 @@ def test_the_fraction_is_one_of_bytes(model):
         one_by_one(model, inputs)
         one_by_one(model, inputs)
         total = made.report.total()
-        margin = sum(m.kept_bytes for m in made.report.modules.values()) - (total.distinct_bytes - total.moved_bytes)
+        margin = total.resident_bytes - (total.distinct_bytes - total.moved_bytes)
         assert margin == 0
         whole = offloader(model)
         one_by_one(model, inputs)
@@ -808,7 +808,7 @@ def test_a_graph_may_be_walked_twice(model):
         want = torch.autograd.grad(model(inputs[0]), list(model.parameters()))
     offloader(model)
     loss = model(inputs[0])
-    PipelineOffloadManager.OFFLOAD_MGR._inflight.release(keep=0)
+    PipelineOffloadManager.OFFLOAD_MGR._inflight.release(max_held=0)
     first = torch.autograd.grad(loss, list(model.parameters()), retain_graph=True)
     assert_equal(first, want)
 
@@ -906,7 +906,7 @@ def test_the_last_layers_delayed_commits_are_made_where_the_pass_ends(schedule, 
         assert_equal(schedule(model, inputs), want)
         total = made.report.total()
         assert (total.distinct_bytes, total.moved_bytes) == (eager.distinct_bytes, eager.moved_bytes)
-        assert (total.kept_bytes, total.refused_bytes) == (eager.kept_bytes, 0)
+        assert (total.resident_bytes, total.refused_bytes) == (eager.resident_bytes, 0)
 
 
 def test_what_has_not_been_asked_for_when_a_pass_fails_is_not_copied(model):

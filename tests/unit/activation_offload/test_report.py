@@ -22,7 +22,7 @@ from nemo_offload_rl.memory.units import MIB
         ("attn_norm", None, "Transformer Engine computes this norm inside the linear behind it"),
         ("moe_act", None, "no layer of this pipeline stage offloads it"),
         ("core_attn", ModuleReport(distinct_bytes=3 * MIB, refused_bytes=3 * MIB), "3 MiB did not fit the host memory"),
-        ("core_attn", ModuleReport(distinct_bytes=MIB, kept_bytes=MIB), "activation_offload_fraction"),
+        ("core_attn", ModuleReport(distinct_bytes=MIB, resident_bytes=MIB), "activation_offload_fraction"),
         (
             "core_attn",
             ModuleReport(small_bytes=MIB // 2),
@@ -38,26 +38,26 @@ from nemo_offload_rl.memory.units import MIB
     ],
 )
 def test_a_module_without_effect_has_a_reason(module, report, words):
-    reason = why_no_effect(module, report, leaves_later=True)
+    reason = why_no_effect(module, report, offloads_later=True)
     assert reason is not None
     assert re.search(words, reason)
 
 
 def test_a_module_of_which_only_the_first_micro_batch_left_has_none_either():
-    report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, kept_bytes=3 * MIB)
-    assert why_no_effect("core_attn", report, leaves_later=True) is None
-    reason = why_no_effect("core_attn", report, leaves_later=False)
+    report = ModuleReport(distinct_bytes=4 * MIB, moved_bytes=MIB, freed_bytes=MIB, resident_bytes=3 * MIB)
+    assert why_no_effect("core_attn", report, offloads_later=True) is None
+    reason = why_no_effect("core_attn", report, offloads_later=False)
     assert reason is not None
     assert reason.startswith("all of its 4 MiB, but in the first micro-batch, stay by")
     report.refused_bytes = MIB  # no more room would change that
-    assert why_no_effect("core_attn", report, leaves_later=False) == reason
+    assert why_no_effect("core_attn", report, offloads_later=False) == reason
 
 
 def test_a_module_with_one_has_none():
     report = ModuleReport(distinct_bytes=2, moved_bytes=1, freed_bytes=1, refused_bytes=1)
-    assert why_no_effect("core_attn", report, leaves_later=True) is None
+    assert why_no_effect("core_attn", report, offloads_later=True) is None
     # Its input left with core_attn, as that module's output; without it here the memory would not come free.
-    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), leaves_later=False) is None
+    assert why_no_effect("attn_proj", ModuleReport(duplicate_bytes=1), offloads_later=False) is None
 
 
 def test_the_table_has_a_line_for_each_module():

@@ -9,7 +9,7 @@ from support.tiny import TINY_QWEN3_MOE
 
 from nemo_offload_rl.activation_offload.groups import Group
 from nemo_offload_rl.activation_offload.report import ModuleReport
-from nemo_offload_rl.activation_offload.schedule import Profile, which_leave, which_leave_unknown
+from nemo_offload_rl.activation_offload.schedule import Profile, choose_in_first_pass, choose_offloaded
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES
@@ -226,7 +226,7 @@ def test_host_memory_holds_what_leaves_in_the_first_pass_and_later(fraction):
     settings = asked("qkv_linear", "core_attn", fraction=fraction)
     sizes = [one.distinct for one in module_bytes(DENSE, settings).values()]
     layers = [sizes] * DENSE.num_layers
-    for which in (which_leave, which_leave_unknown):
+    for which in (choose_offloaded, choose_in_first_pass):
         needed = sum(size for size, goes in zip(sizes * DENSE.num_layers, which(layers, fraction), strict=True) if goes)
         assert slab_bytes(DENSE, settings) >= needed
 
@@ -240,7 +240,7 @@ def test_the_manager_chooses_as_many_groups(fraction):
             group = Group(name, lambda: None, ModuleReport())
             group.key, group.nbytes = (name, layer), size
             groups.append(group)
-    leaves = Profile(groups, fraction, has_margin=False).leaves
+    leaves = Profile(groups, fraction, has_margin=False).offloads
     planned = module_bytes(DENSE, asked(*modules, fraction=fraction))
     for name, size in zip(modules, (128 * MIB, 192 * MIB), strict=True):
         assert planned[name].micro_batch == size * sum(leaves[name, layer] for layer in range(16))
