@@ -29,7 +29,7 @@ from model_shapes import QWEN2_1_5B
 from result_file import Cell, print_rows, write_result
 from worker_train import compared
 
-from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.mcore import checkpoint
 from nemo_offload_rl.storage.disk import sync
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
@@ -50,8 +50,7 @@ def policy(layers: int, vocab_size: int) -> dict[str, Any]:
     if not on_gpu:
         overrides += ["policy.precision=float32", "policy.megatron_cfg.optimizer.bf16=false"]
     config = dict(load("examples/configs/grpo_math_1B_megatron.yaml", overrides).config)
-    if not on_gpu:
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(config, has_gpus=on_gpu)
     shape = QWEN2_1_5B | {"num_hidden_layers": layers, "vocab_size": vocab_size}
     return dict(config["policy"]) | {"hf_config": shape}
 

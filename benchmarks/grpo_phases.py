@@ -117,8 +117,7 @@ def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: C
     recipe: Any = config.load(arguments.config, overrides).config
     section = recipe["cluster"]
     with Cluster(num_nodes=section["num_nodes"], gpus_per_node=section["gpus_per_node"]) as cluster:
-        if not cluster.has_gpus:
-            recipe, _ = config.adapt_to_cpu(recipe)
+        recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
         preparation = grpo.prepare(recipe)
         algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
         try:

@@ -23,7 +23,7 @@ os.environ.update(ENVIRONMENT)  # before torch is imported
 import torch
 from result_file import Cell, print_rows, write_result
 
-from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.model_check.compare import check
 from nemo_offload_rl.model_check.result import GRADIENT_LIMIT, LOGPROB_LIMIT
 
@@ -118,8 +118,7 @@ def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
 def megatron_settings() -> dict[str, Any]:
     """The recipe's policy.megatron_cfg, as it is on this machine."""
     config: Any = load(RECIPE).config
-    if not torch.cuda.is_available():
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     settings: dict[str, Any] = config["policy"]["megatron_cfg"]
     return settings
 

@@ -57,7 +57,7 @@ def main() -> None:
     recipe: Any = config.load(arguments.config, ["~warm_start", LOG_PROB_PASS, *arguments.overrides]).config
     if torch.cuda.is_available():
         raise SystemExit("This benchmark compares CPU runs; hide the GPUs: CUDA_VISIBLE_DEVICES= python ...")
-    recipe, notes = config.adapt_to_cpu(recipe)
+    recipe, notes = config.for_machine(recipe, has_gpus=False)
     console = Console()
     for note in notes:
         console.print(note)

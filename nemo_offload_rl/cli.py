@@ -131,13 +131,11 @@ def _check_deeply(config: "MasterConfig") -> list[str]:
     """Notes of what takes the libraries to check."""
     import torch
 
-    from nemo_offload_rl.config import adapt_to_cpu
+    from nemo_offload_rl.config import for_machine
     from nemo_offload_rl.hf_config import UnreachableModelError, hf_config
     from nemo_offload_rl.model_check.check import ModelCheck
 
-    lines: list[str] = []
-    if not torch.cuda.is_available():
-        config, lines = adapt_to_cpu(config)
+    config, lines = for_machine(config, has_gpus=torch.cuda.is_available())
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     try:
         check = ModelCheck(config["policy"], hf_config(config["policy"]), device=device)

@@ -16,7 +16,7 @@ from activation_cases import batches
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.cpu import adapt_to_cpu
+from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.environment import library_environment
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -34,8 +34,7 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
         RecipeError: validation refuses it.
     """
     config: Any = load(RECIPES / f"{recipe}.yaml", list(overrides)).config
-    if not torch.cuda.is_available():
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     return dict(config["policy"])
 
 

@@ -38,12 +38,11 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
         ImportError: megatron-core or Megatron-Bridge is not installed.
     """
     from nemo_offload_rl.config import load
-    from nemo_offload_rl.config.cpu import adapt_to_cpu
+    from nemo_offload_rl.config.cpu import for_machine
     from nemo_offload_rl.mcore import model_config, parallel
 
     config = load(RECIPE, OVERRIDES).config
-    if not torch.cuda.is_available():
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     policy = dict(config["policy"]) | {"hf_config": model_sizes(scale)}
     parallel.initialize(
         model_config.parallel_sizes(policy["megatron_cfg"]),

@@ -1,6 +1,6 @@
 """Recipes: reading, checking and adapting them. Imports neither torch nor ray."""
 
-from nemo_offload_rl.config.cpu import adapt_to_cpu
+from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError
 from nemo_offload_rl.config.recipe import Recipe, load_recipe
@@ -12,8 +12,8 @@ __all__ = [
     "Recipe",
     "RecipeError",
     "ValidatedRecipe",
-    "adapt_to_cpu",
     "check_named_files",
+    "for_machine",
     "load",
     "load_recipe",
     "validate",

@@ -1,4 +1,4 @@
-"""Recipes on a machine without a GPU: what needs one is switched off, each said in one line."""
+"""Resolves a recipe for the machine: without a GPU what needs one is switched off, each said in one line."""
 
 import copy
 from collections.abc import Mapping
@@ -39,15 +39,18 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
 }
 
 
-def adapt_to_cpu(config: Any) -> tuple[Any, list[str]]:
-    """Switch off what needs a GPU.
+def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
+    """Resolve a recipe for a machine: without GPUs, what needs one is off.
 
     Args:
         config: a validated recipe's config, which is left as it is. Precision stays what it says.
+        has_gpus: whether the ranks have.
 
     Returns:
-        The config for a CPU, and a line for each setting that was on.
+        The config as ranks on this machine run it, and a line for each setting that was on.
     """
+    if has_gpus:
+        return config, []
     adapted = copy.deepcopy(config)
     lines = []
     for path, (off, why) in OFF_ON_CPU.items():

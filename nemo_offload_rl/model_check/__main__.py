@@ -62,11 +62,9 @@ def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:
 def _policy_of_recipe(path: Path, overrides: list[str]) -> Mapping[str, Any]:
     import torch
 
-    from nemo_offload_rl.config import adapt_to_cpu, load
+    from nemo_offload_rl.config import for_machine, load
 
-    config: Any = load(path, overrides).config
-    if not torch.cuda.is_available():
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(load(path, overrides).config, has_gpus=torch.cuda.is_available())
     policy: Mapping[str, Any] = config["policy"]
     return policy
 

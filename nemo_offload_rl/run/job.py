@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from nemo_offload_rl.config import ValidatedRecipe, adapt_to_cpu
+from nemo_offload_rl.config import ValidatedRecipe, for_machine
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.tokenizer import save_tokenizer
 from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
@@ -162,7 +162,7 @@ class Job:
         with ExitStack() as stack:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
-            config, adaptations = (self.config, []) if session.cluster.has_gpus else adapt_to_cpu(self.config)
+            config, adaptations = for_machine(self.config, has_gpus=session.cluster.has_gpus)
             for note in [*self.notes, *adaptations]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)

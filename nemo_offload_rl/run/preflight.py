@@ -7,7 +7,6 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.config import adapt_to_cpu
 from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.config.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
@@ -24,7 +23,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     """Refuse what workers on this machine would refuse once they have built the model, before Ray is started here.
 
     Args:
-        config: a validated recipe.
+        config: a validated recipe, resolved for this machine.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
 
     Raises:
@@ -32,26 +31,24 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         ValueError: as `check_sizes`; the model's config cannot be had from the hub; or the environment does not go with
             CUDA graphs.
     """
-    has_gpus = torch.cuda.device_count() > 0
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         fields = hf_config(policy).to_dict()  # of the hub, or of its cache where that cannot be reached
-        check_model(fields, policy["megatron_cfg"] if has_gpus else adapt_to_cpu(config)[0]["policy"]["megatron_cfg"])
+        check_model(fields, policy["megatron_cfg"])
     megatron = policy["megatron_cfg"]
-    if has_gpus and megatron["cuda_graph_impl"] != "none":
+    if megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
-    planned = check_sizes(config, algorithm, has_gpus=has_gpus)
-    if planned is not None and not has_gpus:
+    planned = check_sizes(config, algorithm)
+    if planned is not None and torch.cuda.device_count() == 0:
         check_state_fits_host(planned.first_host_state_bytes, host_facts())
 
 
-def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) -> PlannedRun | None:
+def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
     """Refuse what does not fit, of a model whose config is in the recipe or in a folder; others are left to workers.
 
     Args:
-        config: a validated recipe.
+        config: a validated recipe, resolved for the workers' machine.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
-        has_gpus: whether the workers have; without, what needs one is off.
 
     Returns:
         The plan; None where the model's sizes are not known here.
@@ -61,8 +58,6 @@ def check_sizes(config: Mapping[str, Any], algorithm: str, *, has_gpus: bool) ->
         ValueError: the host memory for activations is not known, or the model cannot be split as the recipe says, or
             Megatron would not compute it as transformers does.
     """
-    if not has_gpus:
-        config, _ = adapt_to_cpu(config)
     policy = config["policy"]
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         return None

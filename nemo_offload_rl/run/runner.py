@@ -153,13 +153,17 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 @contextmanager
 def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
     """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked."""
+    import torch
+
+    from nemo_offload_rl.config import for_machine
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
     from nemo_offload_rl.run.preflight import check_before_start, check_sizes
 
     starts_here = starts_ray_here()
     if starts_here:
+        has_gpus = torch.cuda.device_count() > 0
         for job in jobs:
-            check_before_start(job.config, job.algorithm)
+            check_before_start(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm)
     section = jobs[-1].config["cluster"]
     low, high = section.get("master_port_range_low"), section.get("master_port_range_high")
     with Cluster(
@@ -169,7 +173,7 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
     ) as cluster:
         if not starts_here:
             for job in jobs:
-                check_sizes(job.config, job.algorithm, has_gpus=cluster.has_gpus)
+                check_sizes(for_machine(job.config, has_gpus=cluster.has_gpus)[0], job.algorithm)
         yield cluster
 
 

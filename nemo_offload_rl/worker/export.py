@@ -5,7 +5,7 @@ from pathlib import Path
 
 import torch
 
-from nemo_offload_rl.config import adapt_to_cpu
+from nemo_offload_rl.config import for_machine
 from nemo_offload_rl.storage.disk import full_disk_in_words
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
@@ -26,9 +26,7 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
     """
     source = read_export_source(checkpoint, folder)
     require_whole(checkpoint)
-    config = source.recipe
-    if not torch.cuda.is_available():
-        config, _ = adapt_to_cpu(config)
+    config, _ = for_machine(source.recipe, has_gpus=torch.cuda.is_available())
     policy = config["policy"]
     policy["hf_config"] = source.hf_config
     policy["hf_config_overrides"] = {}

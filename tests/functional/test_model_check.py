@@ -3,7 +3,7 @@
 import pytest
 from support.examples import ROOT, run_example
 
-from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.model_check import cache
 from nemo_offload_rl.model_check.alone import alone
@@ -19,7 +19,7 @@ SHORT = ["sft.max_num_steps=1", "policy.train_global_batch_size=32", "policy.tra
 def known_as_wrong(tmp_path, monkeypatch):
     """An earlier check of the recipe's model has found a difference; no family that is built has one any more."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
-    config, _ = adapt_to_cpu(load(ROOT / "examples" / "configs" / "sft_tiny_cpu.yaml").config)
+    config, _ = for_machine(load(ROOT / "examples" / "configs" / "sft_tiny_cpu.yaml").config, has_gpus=False)
     policy = config["policy"]
     key = cache.key_of(alone(policy, twin_config(hf_config(policy)).to_dict()), device="cpu")
     cache.write(key, CheckResult((Difference("padded", 0.25, 0.5, "model.norm.weight"),), "cpu", "local", {}))

@@ -6,9 +6,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import torch
 from huggingface_hub import constants
 
-from nemo_offload_rl.config import load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement import cluster
 from nemo_offload_rl.plan.host_budget import HostBudgetError
@@ -39,7 +40,8 @@ def check(monkeypatch):
         for name, value in dict(environ).items():
             monkeypatch.setenv(name, value)
         validated = load(recipe, list(overrides))
-        check_before_start(validated.config, validated.algorithm)
+        config, _ = for_machine(validated.config, has_gpus=torch.cuda.device_count() > 0)
+        check_before_start(config, validated.algorithm)
 
     return on_a_gpu
 
@@ -114,11 +116,11 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
     checked = []
     monkeypatch.setattr(cluster, "starts_ray_here", lambda: False)
     monkeypatch.setattr(cluster, "Cluster", lambda **_: nullcontext(SimpleNamespace(has_gpus=has_gpus)))
-    monkeypatch.setattr(preflight, "check_sizes", lambda *job, **found: checked.append((*job, found)))
+    monkeypatch.setattr(preflight, "check_sizes", lambda *job: checked.append(job))
     monkeypatch.setattr(preflight, "check_before_start", lambda *_: pytest.fail("Ray is not started here"))
     jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
     with runner._start_cluster(jobs):
-        assert checked == [(job.config, job.algorithm, {"has_gpus": has_gpus}) for job in jobs]
+        assert checked == [(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm) for job in jobs]
 
 
 def test_a_value_that_the_model_cannot_have_is_said():

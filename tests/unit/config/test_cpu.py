@@ -4,7 +4,7 @@ import copy
 
 import torch
 
-from nemo_offload_rl.config import adapt_to_cpu, load
+from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.config.cpu import OFF_ON_CPU
 from nemo_offload_rl.config.keys import is_valid_key
 from nemo_offload_rl.mcore.model_config import make_optimizer_config
@@ -16,7 +16,7 @@ from tests.unit.config.test_graph_rules import BF16
 def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml").config
     before = copy.deepcopy(config)
-    adapted, lines = adapt_to_cpu(config)
+    adapted, lines = for_machine(config, has_gpus=False)
     assert config == before
     megatron = adapted["policy"]["megatron_cfg"]
     assert megatron["apply_rope_fusion"] is False
@@ -34,18 +34,18 @@ def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
 
 
 def test_an_adapted_config_needs_no_more():
-    config, _ = adapt_to_cpu(load(CONFIGS / "grpo_math_1B_megatron.yaml").config)
-    assert adapt_to_cpu(config) == (config, [])
+    config, _ = for_machine(load(CONFIGS / "grpo_math_1B_megatron.yaml").config, has_gpus=False)
+    assert for_machine(config, has_gpus=False) == (config, [])
 
 
 def test_the_tiny_recipe_is_the_same_everywhere():
     for name in ("grpo_tiny_cpu.yaml", "sft_tiny_cpu.yaml"):
-        assert adapt_to_cpu(load(CONFIGS / name).config)[1] == []
+        assert for_machine(load(CONFIGS / name).config, has_gpus=False)[1] == []
 
 
 def test_fields_of_megatron_are_switched_off_where_a_recipe_sets_them():
     overrides = ["+policy.megatron_cfg.masked_softmax_fusion=true", "+policy.megatron_cfg.moe_router_fusion=false"]
-    adapted, lines = adapt_to_cpu(load(CONFIGS / "sft_tiny_cpu.yaml", overrides).config)
+    adapted, lines = for_machine(load(CONFIGS / "sft_tiny_cpu.yaml", overrides).config, has_gpus=False)
     assert adapted["policy"]["megatron_cfg"]["masked_softmax_fusion"] is False
     assert lines == ["policy.megatron_cfg.masked_softmax_fusion is off on this machine: it needs a GPU"]
 
@@ -61,7 +61,7 @@ def test_activation_offloading_and_graphs_are_switched_off():
         *BF16,
         *EXPERTS,
     ]
-    adapted, lines = adapt_to_cpu(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config)
+    adapted, lines = for_machine(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config, has_gpus=False)
     megatron = adapted["policy"]["megatron_cfg"]
     assert megatron["fine_grained_activation_offloading"] is False
     assert megatron["delay_offload_until_cuda_graph"] is False
@@ -79,7 +79,7 @@ def test_types_of_optimizer_state_follow_the_precision_aware_optimizer():
     optimizer = "policy.megatron_cfg.optimizer"
     overrides = [f"+{optimizer}.exp_avg_dtype=bfloat16", f"+{optimizer}.main_params_dtype=float32"]
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", overrides).config
-    adapted, lines = adapt_to_cpu(config)
+    adapted, lines = for_machine(config, has_gpus=False)
     section = adapted["policy"]["megatron_cfg"]["optimizer"]
     assert section == config["policy"]["megatron_cfg"]["optimizer"] | {
         "use_precision_aware_optimizer": False,
