@@ -1,4 +1,4 @@
-"""Copies of activations between GPU and host, each direction on a stream of its own."""
+"""Copies activations between GPU and host, each direction on a stream of its own."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -12,19 +12,19 @@ from nemo_offload_rl.memory.streams import WaitClock, Waits, record_current_stre
 
 
 class CopyHandle(Protocol):
-    """Some copies that were asked for."""
+    """Stands for copies that were requested."""
 
     def reached(self) -> bool:
-        """Whether they are done."""
+        """Tell whether they are done."""
         ...
 
     def covers(self, other: "CopyHandle") -> bool:
-        """Whether the other copies are done once these are."""
+        """Tell whether the other copies are done once these are."""
         ...
 
 
 class Span(NamedTuple):
-    """Memory of the GPU and of the host, one to be copied to the other.
+    """Names memory of the GPU and of the host, one to be copied to the other.
 
     Attributes:
         gpu: from its first byte on.
@@ -40,10 +40,10 @@ class Span(NamedTuple):
 
 
 class CopyEngine(Protocol):
-    """Copies in the order that handles say, and in no other."""
+    """Makes copies in the order that handles say, and in no other."""
 
     def is_capturing(self) -> bool:
-        """Whether what the caller's stream is given becomes part of a CUDA graph."""
+        """Tell whether the caller's stream is being captured in a CUDA graph."""
         ...
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
@@ -61,7 +61,7 @@ class CopyEngine(Protocol):
     def wait_to_free(self, handle: CopyHandle) -> None:
         """Makes the stream that asked for these copies wait for them before it uses their memory again.
 
-        Captures begin on an idle GPU. So there is nothing to wait for where what an eager pass has left is collected
+        Captures begin on an idle GPU. So there is nothing to wait for where an eager pass's storages are collected
         beside one, and an event from outside of a capture would end it.
         """
         if not self.is_capturing():
@@ -92,7 +92,7 @@ class _CurrentStream:
 
 
 class _Event(CopyHandle):
-    """The copies that a copy stream has been given so far; it makes them in order."""
+    """Stands for all copies that a copy stream has been given so far; it makes them in order."""
 
     def __init__(
         self, copy_stream: "SpanCopyStream", number: int, event: torch.cuda.Event, caller: torch.cuda.Stream
@@ -116,7 +116,7 @@ class _Event(CopyHandle):
 
 
 class SpanCopyStream:
-    """A stream for copies of spans in one direction.
+    """Queues copies of spans in one direction, on a stream of its own.
 
     Where the CPU sets the pace, each call shows: a request takes three times as long between a model's kernels as in a
     loop of its own. So events are used again, and copies are asked of the driver by address: `Tensor.copy_` wants
@@ -169,7 +169,7 @@ class SpanCopyStream:
 
 
 class CudaCopies(CopyEngine):
-    """Two streams, and an event for each group of copies.
+    """Makes copies on two streams of one GPU, with an event for each request.
 
     Args:
         device: the GPU.

@@ -1,4 +1,4 @@
-"""Activations of passes that CUDA graphs capture: their copies are part of the graphs, and run again in each replay.
+"""Offloads activations of passes that CUDA graphs capture: copies are part of the graphs, and run again in replays.
 
 megatron-core captures a graph for each layer's forward pass, then one for each layer's backward pass, and replays all
 of them on one stream, where they follow each other. Rules that come with captures, and the place that keeps each:
@@ -22,7 +22,7 @@ from nemo_offload_rl.activation_offload.report import ModuleReport
 
 
 class CapturedRegions(HostMemory):
-    """Regions of a host pool that graphs have the addresses of."""
+    """Holds the regions of a host pool that graphs have the addresses of."""
 
     def __init__(self, host_pool: PinnedHostPool) -> None:
         self._host_pool = host_pool
@@ -35,7 +35,7 @@ class CapturedRegions(HostMemory):
 
     @property
     def nbytes(self) -> int:
-        """Taken from the host pool."""
+        """Returns the bytes taken from the host pool."""
         return sum(region.reserved_bytes for region in self._regions)
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
@@ -48,7 +48,7 @@ class CapturedRegions(HostMemory):
         """Does nothing: the next replay copies there again."""
 
     def release(self) -> None:
-        """The graphs are gone."""
+        """Give all regions back; the graphs have been deleted."""
         for region in self._regions:
             self._host_pool.give_back(region, None)
         self._regions = []
@@ -69,7 +69,7 @@ class _CapturedCopyHandle(CopyHandle):
 
 
 class CapturedCopies(CopyEngine):
-    """Copies that become part of the graph under capture.
+    """Makes copies that become part of the graph under capture.
 
     Args:
         copies: makes them, on streams that follow the capturing one.
@@ -106,7 +106,7 @@ class CapturedCopies(CopyEngine):
         self.wait(handle)
 
     def end_capture(self) -> None:
-        """The capturing stream waits for all copies of this capture, and for none of another."""
+        """Make the capturing stream wait for all copies of this capture, and for none of another."""
         for handle in self._unjoined:
             self._copies.wait(handle)
         self.forget_capture()
@@ -148,7 +148,7 @@ class Captures:
         self._num_replays = 0
 
     def end(self, *, forward: bool) -> None:
-        """A graph's last calls: its copies are waited for, and what they read is free for the graphs behind it."""
+        """End a graph: wait for its copies, so that graphs behind it may use the memory that they read."""
         self.inflight.release(max_held=0)
         self._copies.end_capture()
         self._num_forward += forward
@@ -162,7 +162,7 @@ class Captures:
         self.regions.release()
 
     def count_replay(self) -> None:
-        """A layer's forward graph has been replayed."""
+        """Count a replay of a layer's forward graph."""
         self._num_replays += 1
 
     def take_report(self) -> dict[str, ModuleReport]:

@@ -51,7 +51,7 @@ class Group:
         self.nbytes = 0
 
     def settle(self) -> tuple[list["SavedTensor"], list[SavedStorage]]:
-        """Its forward pass is queued.
+        """Check what it saved and list its storages; its forward pass is queued.
 
         Returns:
             What it saved, and of the storages of that those that no group before it had saved.
@@ -68,12 +68,12 @@ class Group:
         return self.saved, fresh
 
     def on_host_only(self) -> list[SavedStorage]:
-        """Storages of what it saved that are on the host alone."""
+        """Return the storages of its tensors that are on the host alone."""
         storages = [ref() for ref in self.storages]
         return [stored for stored in storages if stored is not None and stored.storage is None]
 
     def was_offloaded(self) -> bool:
-        """Whether something that it saved was copied to the host, perhaps for another group."""
+        """Tell whether a storage that it saved was copied to the host, perhaps for another group."""
         return any(stored is not None and stored.was_offloaded for stored in (ref() for ref in self.storages))
 
 
@@ -95,7 +95,7 @@ class SavedTensor:
         self._is_alias = is_alias
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
-        self._seen_as = _view_of(tensor) if is_alias else None  # the first one that leaves empties it
+        self._seen_as = _view_of(tensor) if is_alias else None  # the first one that is released empties it
 
     def make_resident(self) -> None:
         """Keeps it on the GPU until the backward pass."""
@@ -124,10 +124,10 @@ class SavedTensor:
             )
 
     def unpacked(self) -> torch.Tensor:
-        """The tensor, on the GPU.
+        """Return the tensor, on the GPU.
 
         Raises:
-            InPlaceError: it has never left, and has changed.
+            InPlaceError: it was never offloaded, and has changed.
         """
         if self._tensor is not None:
             return unpack_resident((self._tensor, self._version, self.group.name))
@@ -143,21 +143,21 @@ def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], to
 
 
 class GroupListener(Protocol):
-    """Who decides what becomes of groups."""
+    """Decides which groups are offloaded."""
 
     def commit(self, chunk: "Chunk", group: Group) -> None:
-        """A group's forward pass is queued."""
+        """Take a group whose forward pass is queued."""
         ...
 
 
 class Chunk:
-    """The forward and backward pass of one micro-batch through one model chunk, in megatron-core's terms.
+    """Follows one micro-batch forward and backward through one model chunk, in megatron-core's terms.
 
     Args:
         listener: told of each group.
         stage: the model chunk's number on this rank.
         path: that its activations take.
-        fraction: of the bytes that leave, at most, of groups of which no pass before says whether they do.
+        fraction: of the bytes that are offloaded, at most, of groups that no pass before has seen.
     """
 
     def __init__(self, listener: GroupListener, stage: int, path: OffloadPath, fraction: float) -> None:
@@ -182,7 +182,7 @@ class Chunk:
 
     @functools.cached_property
     def prefetch_from(self) -> int:
-        """The first group of the backward pass to ask for copies back; known when the forward pass is over.
+        """Returns the first group of the backward pass that prefetches; known when the forward pass is over.
 
         Those that it takes before have nothing to ask for yet, as nothing of theirs is on the host; or they are of the
         last layer, while which most memory is in use.
@@ -193,7 +193,7 @@ class Chunk:
 
     @property
     def num_modules(self) -> int:
-        """Different modules that have groups here: as many as a layer has."""
+        """Counts the different modules that have groups here: as many as a layer has."""
         return len(self._num_of)
 
     def start_group(self, name: str) -> None:
@@ -201,7 +201,7 @@ class Chunk:
         self.open.append(Group(name, self._ref, self.path.tally.of(name)))
 
     def end_group(self, name: str) -> None:
-        """The oldest open group of this name ends: commit it."""
+        """Commit the oldest open group of this name."""
         group = next(group for group in self.open if group.name == name)
         self.open.remove(group)
         if group.in_backward:  # its commit was delayed until then: too late for a copy
@@ -248,7 +248,7 @@ class Chunk:
 
 
 class PendingOffload(NamedTuple):
-    """A group that leaves the GPU.
+    """Holds a group that is being offloaded.
 
     Attributes:
         group: of these:
@@ -269,7 +269,7 @@ class PendingOffload(NamedTuple):
 
 
 class InflightOffloads:
-    """GPU memory that copies still read."""
+    """Holds GPU memory that copies still read."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
@@ -283,7 +283,7 @@ class InflightOffloads:
         self._held.append((pending, handle))
 
     def release(self, max_held: int) -> None:
-        """Let the compute stream wait for all groups but the `keep` youngest, and drop what those held.
+        """Let the compute stream wait for all groups but the `max_held` youngest, and drop their memory.
 
         Raises:
             InPlaceError: some of it has changed since it was saved.

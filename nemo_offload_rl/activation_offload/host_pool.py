@@ -1,4 +1,4 @@
-"""A pool of host memory, handed out by bytes, whatever the shapes are."""
+"""Hands out page-locked host memory by bytes, whatever the shapes are."""
 
 from bisect import bisect
 from collections import deque
@@ -18,7 +18,7 @@ ALIGNMENT_BYTES = 4096
 
 
 class Region(NamedTuple):
-    """A part of a host pool that one storage was given.
+    """Names a part of a host pool that one storage was given.
 
     Attributes:
         offset: of its first byte.
@@ -40,7 +40,7 @@ class HostMemory(Protocol):
         ...
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """A region for each number of bytes; None, and nothing taken, if there is no room for all of them."""
+        """Take a region for each number of bytes; None, and nothing, if there is no room for all of them."""
         ...
 
     def give_back(self, region: Region, after: CopyHandle | None) -> None:
@@ -64,7 +64,7 @@ class _Gap(NamedTuple):
 
 
 class PinnedHostPool:
-    """First fit over free gaps, which grow together again.
+    """Takes the first gap that fits; gaps grow together again.
 
     Regions may be given back from any thread and at any time, also by the garbage collector while a region is being
     taken: they are queued, and the next `take_all` finds them.
@@ -97,7 +97,7 @@ class PinnedHostPool:
         return None
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """A region for each number of bytes, side by side if there is such a gap.
+        """Take a region for each number of bytes, side by side if there is such a gap.
 
         Returns:
             None, and nothing is taken, if there is no room for all of them.
@@ -119,7 +119,7 @@ class PinnedHostPool:
         return regions
 
     def forget_reached(self) -> None:
-        """Regions that are free do not name copies that are done; where the GPU is idle, none at all."""
+        """Forget copies that are done, so that free regions do not name them; where the GPU is idle, all."""
         self._collect()
         self._gaps = [
             _Gap(gap.start, gap.stop, tuple(handle for handle in gap.after if not handle.reached()))

@@ -45,7 +45,7 @@ from nemo_offload_rl.activation_offload.storage import (
 
 
 class ActivationOffloader:
-    """Behind the functions that megatron-core's layers call; has what they use of `PipelineOffloadManager`.
+    """Answers the calls of megatron-core's layers; has what they use of `PipelineOffloadManager`.
 
     Args:
         options: what to offload.
@@ -95,7 +95,7 @@ class ActivationOffloader:
     def init_model_chunk_offload_handler(
         self, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: Any, **__: Any
     ) -> None:
-        """A micro-batch's forward pass through a model chunk begins."""
+        """Begin a micro-batch's forward pass through a model chunk."""
         self._end_forward()
         if not (self._enabled and torch.is_grad_enabled()):
             return
@@ -104,7 +104,7 @@ class ActivationOffloader:
         self._path.tally.num_chunks += 1
 
     def pop_forward_chunk(self, name: str) -> None:
-        """A group starts: what is saved from now on is part of it.
+        """Start a group: tensors saved from now on are part of it.
 
         megatron-core would put a node into the autograd graph for the chunk that it hopes to be given. Ours has nothing
         to do where the group's backward pass ends, and a node costs the host some time in both passes.
@@ -114,7 +114,7 @@ class ActivationOffloader:
             chunk.start_group(name)
 
     def cur_forward_chunk(self) -> Chunk | None:
-        """The one whose forward pass is under way; None where nothing is saved for a backward pass."""
+        """Return the chunk whose forward pass is under way; None where nothing is saved for a backward pass."""
         if not (self._enabled and torch.is_grad_enabled()):
             return None
         return self._captured_chunk() if self.copies.is_capturing() else self._chunk
@@ -131,12 +131,12 @@ class ActivationOffloader:
 
     @staticmethod
     def mark_not_offload(tensor: torch.Tensor | None) -> None:
-        """Keep this one."""
+        """Leave this tensor on the GPU."""
         if tensor is not None:
             tensor._do_not_offload = True  # type: ignore[attr-defined]
 
     def disable_offload(self) -> None:
-        """While Transformer Engine warms up before a capture."""
+        """Switch offloading off, as while Transformer Engine warms up before a capture."""
         self._enabled = False
 
     def enable_offload(self) -> None:
@@ -145,7 +145,7 @@ class ActivationOffloader:
 
     @contextmanager
     def saving_to_recompute(self) -> Iterator[None]:
-        """Selective recomputation saves its inputs inside, each detached from what the model goes on with."""
+        """Treat tensors saved inside as aliases: selective recomputation saves its inputs detached."""
         was, self._saves_aliases = self._saves_aliases, True
         try:
             yield
@@ -153,7 +153,7 @@ class ActivationOffloader:
             self._saves_aliases = was
 
     def exclude_recomputed(self, storage: torch.UntypedStorage) -> None:
-        """Selective recomputation will empty it behind the pass under way, and fill it again in the backward pass."""
+        """Never offload a storage that selective recomputation empties, and fills again in the backward pass."""
         if self.cur_forward_chunk() is not None:
             self._excluded.add_recomputed(storage)
 
@@ -164,7 +164,7 @@ class ActivationOffloader:
             commit()
 
     def reset(self) -> None:
-        """A schedule has ended, or has failed."""
+        """End a step, whose schedule has run or has failed, and make its report."""
         self._chunk = None  # its backward pass has not begun, and will not
         self._in_replay = False  # of a layer that has failed behind its replay
         try:
@@ -199,7 +199,7 @@ class ActivationOffloader:
             stack.callback(self.reset)
 
     def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
-        """A group ends: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
+        """End a group: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
         if delay and self._in_replay:
             self._delayed.append(lambda: chunk.end_group(name))
         else:
@@ -208,23 +208,23 @@ class ActivationOffloader:
     # CUDA graphs.
 
     def prepare_capture(self) -> None:
-        """Captures follow; the GPU is idle, and nothing is on its way."""
+        """Prepare for captures; the GPU is idle, and no copy is under way."""
         self.host_pool.forget_reached()
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
-        """A graph will read its input there in each replay: it can neither be freed nor, therefore, be moved."""
+        """Never offload a graph's input: each replay reads it at this address."""
         self.captures.graph_inputs.add(storage._cdata)
 
     def end_capture(self, *, forward: bool) -> None:
-        """The last thing in a captured pass of a layer."""
+        """End a captured pass of a layer; called last in it."""
         self.captures.end(forward=forward)
 
     def count_replay(self) -> None:
-        """A layer's forward graph with copies inside has been replayed."""
+        """Count a replay of a layer's forward graph with copies inside."""
         self.captures.count_replay()
 
     def forget_captures(self) -> None:
-        """The graphs have been deleted, or their capture has failed, perhaps in Transformer Engine's warm-up."""
+        """Drop captures whose graphs were deleted, or failed, perhaps in Transformer Engine's warm-up."""
         self.captures.abandon()
         self.captures = Captures(self.host_pool, self.copies)
         self._enabled = True
@@ -237,7 +237,7 @@ class ActivationOffloader:
     # Forward.
 
     def commit(self, chunk: Chunk, group: Group) -> None:
-        """A group's forward pass is queued: decide whether it leaves; at a layer's end ask for the copies."""
+        """Decide whether a group, whose forward pass is queued, is offloaded; at a layer's end request copies."""
         saved, fresh = group.settle()
         is_captured = chunk.path is self.captures.path
         group.report.distinct_bytes += group.nbytes
@@ -248,13 +248,13 @@ class ActivationOffloader:
         for one in saved:
             if one.stored.is_resident:
                 one.make_resident()
-            elif one.stored not in fresh:  # it leaves with the group that saved it first
+            elif one.stored not in fresh:  # it is offloaded with the group that saved it first
                 one.release()
         if is_resident:
             group.report.resident_bytes += group.nbytes
         elif fresh:
             if any(one.group.name == group.name for one in chunk.pending):  # a new layer, and the last one did not ask:
-                chunk.offload(self._inflight)  # in the pass before it was too short to have anything that leaves
+                chunk.offload(self._inflight)  # in the pass before it was too short to be offloaded
             chunk.pending.append(PendingOffload(group, fresh, [one for one in saved if one.stored in fresh]))
         if is_captured:
             chunk.offload(self.captures.inflight)  # the wait is at the end of the graph
@@ -305,7 +305,7 @@ class ActivationOffloader:
         chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> ResidentTensor | SavedTensor:
-        # What stays is told from the rest by as little as will do: most of what modules save is small or a parameter.
+        # Cheap checks first: most of what modules save is small or a parameter.
         active = self._active[-1]
         assert active is not None
         chunk, group = active
@@ -335,7 +335,7 @@ class ActivationOffloader:
     # Backward.
 
     def begin_backward(self, chunk: Chunk, group: Group) -> None:
-        """A group's backward pass is about to be queued: ask for what the ones after it need."""
+        """Prefetch for the groups behind one whose backward pass is about to be queued."""
         if group.index < 0:  # its commit is delayed
             return
         self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of one that is to follow it
@@ -354,7 +354,7 @@ class ActivationOffloader:
             self._chunks.remove(chunk)
 
     def _next_backward(self, chunk: Chunk) -> Chunk | None:
-        """The oldest other one of the same model chunk with its forward pass behind it: 1F1B takes them in order."""
+        """Return the oldest other chunk of this stage with its forward pass behind it: 1F1B takes them in order."""
         return next(
             (c for c in self._chunks if c is not chunk and c.num_not_prefetched and c.stage == chunk.stage), None
         )

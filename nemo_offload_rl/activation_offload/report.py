@@ -12,7 +12,7 @@ _FRACTION_STEP = 0.05
 
 @dataclass
 class ModuleReport:
-    """Bytes of one module in one step on one rank."""
+    """Counts bytes of one module in one step on one rank."""
 
     distinct_bytes: int = 0
     """Storages that were large enough, each counted once for a micro-batch."""
@@ -34,7 +34,7 @@ class ModuleReport:
     """In storages below the minimum."""
 
     def count_prefetch(self, nbytes: int, *, is_late: bool) -> None:
-        """A storage of `nbytes` has been asked back."""
+        """Count a storage of `nbytes` whose copy to the GPU was requested."""
         if is_late:
             self.late_bytes += nbytes
         else:
@@ -69,13 +69,13 @@ class StepReport:
 
 @dataclass
 class Tally:
-    """A step's report in the making."""
+    """Collects a step's report."""
 
     num_chunks: int = 0
     modules: dict[str, ModuleReport] = field(default_factory=dict)
 
     def of(self, module: str) -> ModuleReport:
-        """A module's."""
+        """Return the report of one module."""
         if module not in self.modules:  # called for each group: setdefault would make a report each time
             self.modules[module] = ModuleReport()
         return self.modules[module]
@@ -87,7 +87,7 @@ class Tally:
 
 
 def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: bool) -> str | None:
-    """Why a module's activations all stay on the GPU; None if some leave, or belong to another module's.
+    """Says why all activations of a module stay on the GPU; None if some are offloaded, with another module's, too.
 
     Args:
         module: its name.
@@ -170,7 +170,7 @@ def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float
 def gpu_waited(
     waits: Waits, moved_bytes: int, *, link_speed: float | None, fraction: float, max_inflight: int | None
 ) -> str:
-    """The GPU waited for copies, for how long, and what would change that.
+    """Says how long the GPU waited for copies, and what would change that.
 
     Args:
         waits: of a training step.

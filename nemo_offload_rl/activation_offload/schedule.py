@@ -52,7 +52,7 @@ class Pace:
         self._offloaded_bytes = 0
 
     def offloads(self, nbytes: int) -> bool:
-        """Whether the next group does, if nothing else makes it stay."""
+        """Tell whether the next group is offloaded, if nothing else makes it stay."""
         self._due += nbytes
         due = self._due if self._total is None else min(self._due, self._total)
         offloads = self._offloaded_bytes + nbytes <= self._fraction * due
@@ -68,11 +68,11 @@ def choose_offloaded(layers: Sequence[Sequence[int]], fraction: float) -> list[b
     done in time.
 
     Args:
-        layers: bytes of the groups that may leave, of each layer in the order of the forward pass.
+        layers: bytes of the groups that may be offloaded, of each layer in the order of the forward pass.
         fraction: of all these bytes, at most.
 
     Returns:
-        Whether each of the groups leaves, in their order.
+        Whether each of the groups is offloaded, in their order.
     """
     of_layers = [sum(layer) for layer in layers]
     pace = Pace(fraction, ahead=max(of_layers, default=0), total=sum(of_layers))
@@ -86,7 +86,7 @@ def choose_in_first_pass(layers: Sequence[Sequence[int]], fraction: float) -> li
 
 
 class ScheduledGroup(Protocol):
-    """One module's forward pass in one layer, as far as a schedule needs to know it."""
+    """Describes one module's forward pass in one layer, as far as a schedule needs it."""
 
     name: str
     """The module."""
@@ -101,7 +101,7 @@ class Profile:
 
     Args:
         groups: of that pass, in order.
-        fraction: of the eligible bytes that leave, at most.
+        fraction: of the eligible bytes that are offloaded, at most.
         has_margin: the last group of each module stays, since the backward pass needs it before a copy could pay off.
     """
 
@@ -127,7 +127,7 @@ class Profile:
         self._sizes = _sizes(groups)
 
     def is_outdated_by(self, groups: Sequence[ScheduledGroup]) -> bool:
-        """Whether a pass of these groups says something else, and of as many; asking takes less than making it anew.
+        """Tell whether a pass of these groups, and of as many, differs; that takes less than making a profile anew.
 
         A short pass does not: of groups whose storages were below the minimum it knows nothing.
         """
@@ -145,7 +145,7 @@ def _sizes(groups: Sequence[ScheduledGroup]) -> dict[tuple[str, int], int]:
 
 
 def _layers(groups: Sequence[ScheduledGroup]) -> list[list[ScheduledGroup]]:
-    """Groups in their order; a layer has one of each name at most."""
+    """Cuts groups, in their order, into layers; a layer has one of each name at most."""
     layers: list[list[ScheduledGroup]] = []
     names: set[str] = set()
     for group in groups:

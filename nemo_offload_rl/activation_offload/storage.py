@@ -12,7 +12,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 
 class SavedStorage:
-    """A storage that autograd saved, wherever it is now.
+    """Follows a storage that autograd saved, wherever it is now.
 
     Attributes:
         version: of the tensor that was saved first, in autograd's count of changes in place.
@@ -56,11 +56,11 @@ class SavedStorage:
 
     @property
     def was_offloaded(self) -> bool:
-        """Whether a copy out of it was asked for."""
+        """Tell whether its copy to the host was requested."""
         return self._offloaded is not None
 
     def span(self, storage: torch.UntypedStorage, region: Region) -> Span:
-        """`storage` on the GPU, as large as its own, and a region of its path."""
+        """Pair `storage` on the GPU, as large as its own, with a region of its path."""
         return Span(storage, self.path.host.memory, region.offset, self.nbytes)
 
     def set_offloaded(self, region: Region, handle: CopyHandle) -> None:
@@ -127,7 +127,7 @@ def _end_copies(path: OffloadPath) -> None:
 
 
 def prefetch(storages: Sequence[SavedStorage]) -> None:
-    """Ask for the copies to the GPU of saved storages that are on the host alone and take one path, all at once."""
+    """Request the copies to the GPU of saved storages that are on the host alone and take one path, all at once."""
     if not storages:
         return
     spans: list[Span] = []
@@ -159,7 +159,7 @@ class ExcludedStorages:
         self._recomputed: list[StorageWeakRef] = []
 
     def add_recomputed(self, storage: torch.UntypedStorage) -> None:
-        """Keep what selective recomputation is going to empty, and to fill again in the backward pass.
+        """Exclude a storage that selective recomputation empties, and fills again in the backward pass.
 
         Its bytes go before a copy could be through, and those that come back do so in this storage.
         """
@@ -167,13 +167,13 @@ class ExcludedStorages:
         self._recomputed.append(StorageWeakRef(storage))  # until it is forgotten no other one has this address
 
     def forget_recomputed(self) -> None:
-        """Their passes have ended."""
+        """Forget recomputed storages, whose passes have ended."""
         self.addresses.difference_update(ref.cdata for ref in self._recomputed)
         self._recomputed.clear()
 
 
 class InPlaceError(RuntimeError):
-    """Something changed a tensor between its saving and its use, or its copy."""
+    """Reports that a tensor was changed between its saving and its use, or its copy."""
 
 
 ResidentTensor = tuple[torch.Tensor, int, str]
@@ -185,13 +185,13 @@ def as_resident(tensor: torch.Tensor, module: str) -> ResidentTensor:
     return without_history(tensor), tensor._version, module
 
 
-def unpack_resident(kept: ResidentTensor) -> torch.Tensor:
-    """The tensor, as it was saved: autograd asks for versions only where there are no hooks.
+def unpack_resident(resident: ResidentTensor) -> torch.Tensor:
+    """Return the tensor, as it was saved: autograd asks for versions only where there are no hooks.
 
     Raises:
         InPlaceError: it has changed.
     """
-    tensor, version, module = kept
+    tensor, version, module = resident
     if tensor._version != version:
         raise InPlaceError(
             f"{changed_in_place(tensor, version, module)}, and gradients would be wrong, as they would without "
@@ -201,7 +201,7 @@ def unpack_resident(kept: ResidentTensor) -> torch.Tensor:
 
 
 def may_move(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is not marked to stay, and its bytes are its values (neither conjugated nor negated)."""
+    """Tell whether a tensor is not marked to stay, and its bytes are its values (neither conjugated nor negated)."""
     return not (
         tensor.is_conj()
         or tensor.is_neg()
@@ -211,7 +211,7 @@ def may_move(tensor: torch.Tensor) -> bool:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """An output with its history, kept by the node that made it, would keep that node alive."""
+    """Detach an output: with its history, the node that made it would hold itself alive."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 

@@ -30,7 +30,7 @@ from nemo_offload_rl.mcore.graph_capture import (
     reserved_bytes,
     undone_on_failure,
 )
-from nemo_offload_rl.mcore.graph_speed_check import GraphPace
+from nemo_offload_rl.mcore.graph_speed_check import GraphSpeedCheck
 from nemo_offload_rl.mcore.microbatches import MicroBatch
 from nemo_offload_rl.mcore.patches.graph_inputs import (
     replay_as_before,
@@ -175,7 +175,7 @@ class CudaGraphs:
         self._observer = NoObserver() if observer is None else observer
         self._make_helper = make_helper
         self._captured: _Captured | None = None
-        self._pace = GraphPace(
+        self._speed_check = GraphSpeedCheck(
             _names(config.cuda_graph_modules),
             copies_inside=any(layer.offload_module_in_cuda_graph for layer in _layers(self._model)),
             mark=functools.partial(record_current_stream, next(self._model[0].parameters()).device),
@@ -198,12 +198,12 @@ class CudaGraphs:
         shape = step_shape(batches)
         if self._warmup_steps_left > 0:
             self._warmup_steps_left -= 1
-            with self._pace.step(shape, self.num_captures):
+            with self._speed_check.step(shape, self.num_captures):
                 yield
             return
         captured = self._captured_for(shape)
         _check_addresses(captured)
-        with _attached(captured), self._pace.step(shape, self.num_captures):
+        with _attached(captured), self._speed_check.step(shape, self.num_captures):
             yield
         if captured.layers and self.num_replays == 0:
             raise RuntimeError(

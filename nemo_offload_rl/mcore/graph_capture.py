@@ -13,22 +13,22 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 class CaptureObserver(Protocol):
-    """Who has to know of graphs, since it has calls of its own in what they capture."""
+    """Is told of graphs, since it makes calls of its own inside of captured layers."""
 
     def prepare_capture(self) -> None:
-        """Captures follow; the GPU is idle."""
+        """Prepare for captures; the GPU is idle."""
         ...
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
-        """A graph reads its input there for as long as it lives."""
+        """Note that a graph reads its input there for as long as it lives."""
         ...
 
     def count_replay(self) -> None:
-        """A layer's forward graph in which it made calls has been replayed."""
+        """Count a replay of a layer's forward graph in which it made calls."""
         ...
 
     def forget_captures(self) -> None:
-        """The graphs have been deleted."""
+        """Forget graphs that were deleted."""
         ...
 
 
@@ -57,7 +57,7 @@ def addresses(layers: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """A capture runs inside; of one that fails nothing is left behind.
+    """Run a capture inside; undo all that one that fails has set.
 
     megatron-core's helper and Transformer Engine's `make_graphed_callables` take back only at their ends what they have
     set: that a capture is under way, with which hooks do nothing, and what they do to the garbage collector.
@@ -75,14 +75,14 @@ def undone_on_failure() -> Iterator[None]:
 
 
 def forget_replayed_routing(layers: Sequence[Any]) -> None:
-    """A layer that fails behind its router's replay keeps what that gave, and would path all passes by it."""
+    """Clear the routing that a layer keeps if it fails behind its router's replay; later passes would take it."""
     for layer in layers:
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.cudagraph_tensor_store.clear()
 
 
 class FrozenShapes:
-    """Shapes and numbers that the preparation of a tokens' exchange (moe_preprocess) leaves in its dispatcher.
+    """Restores shapes and numbers that preparing a tokens' exchange (moe_preprocess) sets in its dispatcher.
 
     A replay sets the tensors among them, and nothing else: after a pass in another shape, such as log-probs, experts
     would go on with that shape, with an error or, for as many tokens, without one.
@@ -109,7 +109,7 @@ class FrozenShapes:
 
 @contextlib.contextmanager
 def param_gather_hooks_off(model: Sequence[Any]) -> Iterator[bool]:
-    """Transformer Engine captures no module with hooks, such as those of overlap_param_gather; yields if there were."""
+    """Remove hooks of overlap_param_gather, with which Transformer Engine captures no module; yields if there were."""
     were_on = [chunk for chunk in model if chunk.remove_forward_pre_hook_handles]
     for chunk in were_on:
         chunk.disable_forward_pre_hook(param_sync=True)
@@ -122,7 +122,7 @@ def param_gather_hooks_off(model: Sequence[Any]) -> Iterator[bool]:
 
 @contextlib.contextmanager
 def num_microbatches_told(num_microbatches: int) -> Iterator[None]:
-    """megatron-core's helper reads the number of micro-batches from a global, which is 1 otherwise."""
+    """Set the global from which megatron-core's helper reads the number of micro-batches, which is 1 otherwise."""
     rank, data = torch.distributed.get_rank(), mpu.get_data_parallel_world_size()
     reconfigure_num_microbatches_calculator(rank, None, num_microbatches * data, 1, data)
     try:

@@ -23,7 +23,7 @@ class _Timed:
     end: Event
 
 
-class GraphPace:
+class GraphSpeedCheck:
     """Compares replayed training steps with eager ones of the same shape, in the time of the caller's stream.
 
     The fastest eager step counts, and the first three replayed ones that have an eager one of their shape, of which the

@@ -13,7 +13,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 @contextlib.contextmanager
 def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
-    """A step runs inside; if it fails, or calls what this yields, its tokens have not moved the routers' biases.
+    """Run a step inside; if it fails, or calls the function that this yields, undo its updates of routers' biases.
 
     The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before it is
     known whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.

@@ -22,8 +22,8 @@ EXPERT_LOAD_FACTOR = 1.25
 # where recipes let tensors as small as these move.
 _NUM_NAMELESS_OF_ATTENTION = 8
 _NAMELESS_ELEMENTS = SLAB_ALIGNMENT_BYTES // 4
-# Storages that several modules of a layer keep: their memory is free when all of these have moved them.
-_KEPT_BY: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
+# Storages that several modules of a layer save: their memory is free when all of these have moved them.
+_SAVED_BY_SEVERAL: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
 
 
 def limit_where_unknown(settings: ActivationOptions, error: UnknownArchitectureError) -> int:
@@ -124,7 +124,7 @@ def _moved(facts: ActivationFacts, settings: ActivationOptions, module: str) -> 
 
 
 def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
-    return tensor.name in _KEPT_BY and not _KEPT_BY[tensor.name] <= set(settings.modules)
+    return tensor.name in _SAVED_BY_SEVERAL and not _SAVED_BY_SEVERAL[tensor.name] <= set(settings.modules)
 
 
 def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:

@@ -1,4 +1,4 @@
-"""Activation offloading on one rank: its host memory, its guard around a training step, and what it says of it."""
+"""Runs activation offloading on one rank: its host memory, its guard around a training step, and its messages."""
 
 import contextlib
 import logging
@@ -30,13 +30,13 @@ _WAITED_SHARE = 0.02
 
 
 class NoEffectError(ValueError):
-    """A module that the recipe offloads did nothing, and the recipe is strict."""
+    """Reports that a module of a strict recipe offloaded nothing."""
 
 
 def activation_bytes(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int
 ) -> int:
-    """Host memory for this rank's activations; 0 where they stay on the GPU.
+    """Compute the host memory for this rank's activations; 0 where they stay on the GPU.
 
     Args:
         hf_config: the model's Hugging Face config with every field.
@@ -98,7 +98,7 @@ class Activations:
 
     @contextlib.contextmanager
     def step(self) -> Iterator[None]:
-        """The schedule of one training step runs inside.
+        """Run the schedule of one training step inside.
 
         Raises:
             NoEffectError: in the first step, where the recipe is strict.

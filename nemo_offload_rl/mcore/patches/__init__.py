@@ -1,4 +1,4 @@
-"""All that is replaced or set to None in other packages' code: functions, class attributes, globals, autograd nodes.
+"""Replaces or clears parts of other packages' code: functions, class attributes, globals, autograd nodes.
 
 A module for each thing that is changed, and one table of the versions whose source it was written against. None of
 it is a public interface, so tests/unit/mcore/test_patches.py holds every symbol and signature that a patch relies on.

@@ -50,7 +50,7 @@ _THEIR_GROUP_OFFLOAD = fine_grained_activation_offload.fine_grained_offloading_g
 def _group_offload(
     output: Any, name: str, forced_released_tensors: Sequence[torch.Tensor] | None = None, delay_offload: bool = False
 ) -> Any:
-    """The end of a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
+    """End a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
 
     Theirs puts an identity node behind the output, whose backward pass tells the manager. Ours learns of it when the
     first of the tensors that the module saved is unpacked: nothing is added to the graph.
@@ -118,12 +118,12 @@ class CapturedLayerInterface(FineGrainedActivationOffloadingInterface):
 
     @staticmethod
     def forward_record() -> None:
-        """The end of a captured forward pass."""
+        """End a captured forward pass."""
         _end_capture(forward=True)
 
     @staticmethod
     def backward_record(tensor: torch.Tensor) -> torch.Tensor:
-        """The start of a captured forward pass, where the backward pass will end."""
+        """Begin a captured forward pass, where the backward pass will end."""
         recorded: torch.Tensor = _EndOfCapturedBackward.apply(tensor)
         return recorded
 

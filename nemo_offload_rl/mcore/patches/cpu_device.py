@@ -35,7 +35,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "as_tensor",
 
 
 class _Stream:
-    """The one 'stream' of a CPU: everything is in order already."""
+    """Stands for the one 'stream' of a CPU: everything is in order already."""
 
     cuda_stream = 0
 
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """An event that has always happened."""
+    """Stands for an event that has always happened."""
 
     record = wait = _Stream._in_order
 
@@ -61,7 +61,7 @@ class _Event(_Stream):
 
 
 class _CpuTorch(types.ModuleType):
-    """A view of torch whose factory functions read device="cuda" as the CPU."""
+    """Shows torch with factory functions that read device="cuda" as the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -96,7 +96,7 @@ def _manual_seed(seed: int) -> None:
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """`Tensor.type` that calls a CPU tensor 'torch.cuda.FloatTensor', which megatron-core compares with."""
+    """Replaces `Tensor.type`, to call a CPU tensor 'torch.cuda.FloatTensor', which megatron-core compares with."""
     result = _tensor_type(tensor, *args, **kwargs)
     return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
 

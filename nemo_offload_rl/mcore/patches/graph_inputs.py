@@ -45,7 +45,7 @@ def replay_as_before(layers: Sequence[Any]) -> None:
 
 
 def _replay_args(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """A replay's arguments; megatron-core would make a zero mask of [n, 1, S, S] where it finds None."""
+    """Returns a replay's arguments; megatron-core would make a zero mask of [n, 1, S, S] where it finds None."""
     if "attention_mask" in kwargs:
         assert kwargs["attention_mask"] is None, "graphs are captured without an attention mask"
         kwargs["attention_mask"] = torch.empty(0)  # no input of the graph, which does not look at it

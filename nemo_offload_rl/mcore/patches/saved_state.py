@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 
 @contextlib.contextmanager
 def clear_saved_state_on_failure(model: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """A schedule runs inside; of one that fails the model keeps nothing alive that autograd has saved, wherever it is.
+    """Run a schedule inside; if it fails, clear all that the model holds of what autograd has saved.
 
     Layers hand tensors from one of their parts to the next as attributes, each with all that autograd has saved up to
     it. The next pass overwrites them; until then, through all phases in between, the failed one would live on.
@@ -48,7 +48,7 @@ def _forget(model: Sequence[torch.nn.Module]) -> None:
 
 
 def _forget_tensors(holder: Any) -> None:
-    """Those of a pass have a history; what was built with the model, such as orders of experts, has none."""
+    """Clear a pass's tensors, which have a history; those built with the model, as orders of experts, do not."""
     for name, value in list(vars(holder).items()):
         if isinstance(value, torch.Tensor) and value.grad_fn is not None:
             setattr(holder, name, None)

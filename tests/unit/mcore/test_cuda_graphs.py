@@ -200,7 +200,7 @@ def test_another_shape_is_captured_again_and_said(graphed, captures, caplog):
 def test_slower_replays_than_eager_steps_are_said_once(graphed, caplog):
     worker, graphs = graphed()
     # The second eager step, and the second to fifth replay, begin to end; the pace of no other step is asked for.
-    graphs._pace._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
+    graphs._speed_check._mark = iter([At(seconds) for seconds in (0, 1.0, 2, 4.0, 5, 6.5, 7, 9.0, 10, 12.0)]).__next__
     for _ in range(WARMUP_STEPS + 1 + 4 + 2):
         train(worker, graphs, 4)
     assert caplog.messages.count(slower_than_eager(1.5, 1.0, ["attn", "mlp"], copies_inside=False)) == 1

@@ -5,7 +5,7 @@ import logging
 import pytest
 from support.events import At
 
-from nemo_offload_rl.mcore.graph_speed_check import GraphPace, slower_than_eager
+from nemo_offload_rl.mcore.graph_speed_check import GraphSpeedCheck, slower_than_eager
 from nemo_offload_rl.memory.streams import Event
 
 SHAPE, OTHER = (4, 2, 128), (3, 2, 128)
@@ -17,7 +17,7 @@ class Training:
     def __init__(self) -> None:
         self.now = 10.0
         self.events: list[At] = []
-        self.pace = GraphPace(["attn", "mlp"], copies_inside=False, mark=self._mark)
+        self.pace = GraphSpeedCheck(["attn", "mlp"], copies_inside=False, mark=self._mark)
 
     def _mark(self) -> Event:
         self.events.append(At(self.now))
