@@ -18,7 +18,7 @@ class UnreachableModelError(ValueError):
 
 @contextmanager
 def _told(where: str) -> Iterator[None]:
-    """What transformers does with values that a model cannot have: it checks some of them, and fails in others.
+    """Turns transformers' errors about values that no model can have into messages; it checks only some of them.
 
     Args:
         where: the values are from.

@@ -52,7 +52,7 @@ def folder_hint(name: str) -> str:
 
 
 def why_unreachable() -> str | None:
-    """What the network answers where the hub, or the proxy in front of it, cannot be reached; None where it can."""
+    """Returns why the hub, or the proxy in front of it, cannot be reached; None where it can."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:

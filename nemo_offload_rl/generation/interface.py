@@ -116,7 +116,7 @@ class Capabilities:
 
 
 class GenerationInterface(Protocol):
-    """All engines of a run, which share out its requests, as the driver holds them."""
+    """The driver's handle on all engines of a run, which share its requests."""
 
     @property
     def capabilities(self) -> Capabilities:

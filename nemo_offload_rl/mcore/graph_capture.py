@@ -36,16 +36,16 @@ class NoObserver(CaptureObserver):
     """Observes nothing."""
 
     def prepare_capture(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def count_replay(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
     def forget_captures(self) -> None:
-        """Nothing."""
+        """Does nothing."""
 
 
 def addresses(layers: Sequence[Any]) -> list[int]:

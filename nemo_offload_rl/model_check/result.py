@@ -60,7 +60,7 @@ class CheckResult:
         return max(self.differences, key=_excess)
 
     def to_json(self) -> dict[str, Any]:
-        """As `from_json` reads it; a number that is not finite becomes null."""
+        """Returns the text that `from_json` reads; a number that is not finite becomes null."""
         fields = asdict(self)
         for entry in fields["differences"]:
             entry |= {key: None for key in ("logprob", "gradient") if not math.isfinite(entry[key])}

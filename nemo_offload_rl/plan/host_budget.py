@@ -30,7 +30,7 @@ class HostMemory(Protocol):
 
     @property
     def hostname(self) -> str:
-        """What its user calls it."""
+        """The name that its user gives it."""
         ...
 
     @property
@@ -67,7 +67,7 @@ class RankNeed:
 
     @property
     def total_bytes(self) -> int:
-        """All of it."""
+        """Returns the bytes of all targets and of activations."""
         return sum(self.target_bytes.values()) + self.activation_bytes
 
 

@@ -27,7 +27,7 @@ _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT = 64, 128, 2**16
 
 @dataclass(frozen=True)
 class _Sizes:
-    """How many ranks share what."""
+    """The numbers of ranks that share the parts of a model."""
 
     tensor: int
     pipeline: int

@@ -67,12 +67,12 @@ class SavedTensor:
 
     @property
     def nbytes(self) -> int:
-        """Its size."""
+        """Returns its size in bytes."""
         return self.num_elements * self.element_size
 
 
 def _attn_norm(_: ActivationFacts) -> Iterator[SavedTensor]:
-    """Nothing: the norm is part of the linear layer (core gpt_layer_specs.py: `linear_qkv` is a LayerNormLinear)."""
+    """Saves nothing: the linear layer has the norm (core gpt_layer_specs.py: `linear_qkv` is a LayerNormLinear)."""
     yield from ()
 
 
@@ -108,7 +108,7 @@ def _core_attn(facts: ActivationFacts) -> Iterator[SavedTensor]:
 
 
 def _attn_proj(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """Its input, which is the attention's output (TE linear.py 717, `saved_inputmat`)."""
+    """Saves its input, which is the attention's output (TE linear.py 717, `saved_inputmat`)."""
     yield _attention_output(facts)
 
 

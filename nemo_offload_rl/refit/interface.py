@@ -29,7 +29,7 @@ class WeightLoader(Protocol):
 
 @dataclass(frozen=True)
 class Receiver:
-    """One process of an engine that loads weights, as a transport holds it.
+    """A transport's handle on one process of an engine that loads weights.
 
     Attributes:
         actor: Ray's handle of a `WeightLoader`.

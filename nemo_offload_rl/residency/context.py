@@ -39,7 +39,7 @@ DEFAULT_OPTIONS = Options()
 
 @dataclass(frozen=True)
 class TargetContext:
-    """What every target is made from.
+    """Gives every target what it is made from.
 
     Making one takes no memory: mover, meter and residency are made when they are first asked for.
 

@@ -174,7 +174,7 @@ class OptimizerState(FlatBufferTarget):
 
     @property
     def nbytes(self) -> int:
-        """What it takes of the GPU while it is there; also of state that stays there, outside of ranges."""
+        """Returns the GPU memory that it takes while it is there; also of state that stays there, outside of ranges."""
         if self.flat_buffer.has_host_side:
             return super().nbytes
         groups = _by_storage(self._optimizer, self.flat_buffer.device, self._model_storages())

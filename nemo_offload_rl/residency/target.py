@@ -1,4 +1,4 @@
-"""What the engine asks of a target: the protocols of a target's mechanism and of its moves, and their errors."""
+"""Defines what the engine asks of a target: the protocols of its mechanism and of its moves, and their errors."""
 
 from typing import Protocol
 

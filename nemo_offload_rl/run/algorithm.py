@@ -1,4 +1,4 @@
-"""What the algorithms that train one policy share: checkpoints, export, and the metrics of a training step."""
+"""Shares what algorithms of one policy need: checkpoints, export, and the metrics of a training step."""
 
 from __future__ import annotations
 
