@@ -58,7 +58,7 @@ def policy(layers: int, vocab_size: int) -> dict[str, Any]:
 def save_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
     """Save as megatron-core does it alone."""
     filesystem_async._results_queue = queue.Queue()  # in place of a process that is started for it
-    state = checkpoint.readable_state(worker._state, with_optimizer=True, read=worker._engine.checkpoint_reader())
+    state = checkpoint.readable_state(worker.state, with_optimizer=True, read=worker.engine.checkpoint_reader())
     dist_checkpointing.save(state, str(folder), content_metadata=checkpoint._METADATA)
     for path in [folder, *folder.rglob("*")]:
         sync(path)

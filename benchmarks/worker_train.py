@@ -56,7 +56,7 @@ def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> floa
     """One step with nothing of ours but the model and optimizer objects."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
-    state = worker._state
+    state = worker.state
     model = state.model[0]
     ids = data["input_ids"]
     micro = [ids[i : i + mbs] for i in range(0, len(ids), mbs)]

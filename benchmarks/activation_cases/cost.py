@@ -166,7 +166,7 @@ class _Measurement:
         self._add(rows)
 
     def _capture(self) -> None:
-        for _ in range(self._worker._state.config.cuda_graph_warmup_steps + 1):
+        for _ in range(self._worker.state.config.cuda_graph_warmup_steps + 1):
             self._step()
         if not num_replays(self._worker):
             raise RuntimeError(f"{self._part}: no graph was replayed after the warm-up")
@@ -199,7 +199,7 @@ class _Measurement:
         }
 
     def _link(self, moved: Moved, forward_s: float, plain_step_s: float) -> Row:
-        link = measure_link(self._worker.device, self._worker._engine.context.arena)
+        link = measure_link(self._worker.device, self._worker.engine.context.arena)
         assert link is not None, "there is a GPU, and memory can be page-locked"
         of_micro_batch = moved.moved / moved.num_micro_batches
         bound = figures.link_bound_percent(

@@ -99,7 +99,7 @@ def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) ->
         event.record()
         events.append(event)
 
-    [chunk] = worker._state.model
+    [chunk] = worker.state.model
     [output_layer] = [module.output_layer for module in chunk.modules() if isinstance(module, GPTModel)]
     hooks = [
         chunk.register_forward_pre_hook(lambda *_: note(begins)),

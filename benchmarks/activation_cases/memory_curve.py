@@ -134,7 +134,7 @@ def record(
     def note(point: Point) -> None:
         samples.append(Sample(point, now(), memory()))
 
-    [chunk] = worker._state.model
+    [chunk] = worker.state.model
     [model] = [module for module in chunk.modules() if isinstance(module, GPTModel)]
     with points_of(model, note):
         note(Point("forward", 1, "nothing"))

@@ -87,7 +87,7 @@ def _visit_phases(worker: MegatronPolicyWorker, data: Any, step: int) -> None:
 
 
 def _checksums(worker: MegatronPolicyWorker) -> tuple[int, ...]:
-    return tuple(tensor_checksum(parameter) for _, parameter in worker._state.parameters())
+    return tuple(tensor_checksum(parameter) for _, parameter in worker.state.parameters())
 
 
 def first_difference(run: Trial, plain: Trial) -> str | None:

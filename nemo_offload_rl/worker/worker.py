@@ -4,7 +4,7 @@ import contextlib
 import logging
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -56,6 +56,11 @@ class MegatronPolicyWorker:
         init_optimizer: False for a policy that is only evaluated or exported.
         hf_config: the model's Hugging Face config, where the caller has read it already.
 
+    Attributes:
+        state: the model and its optimizer, to look into.
+        engine: what moves them between GPU and host.
+        batcher: cuts batches into micro-batches.
+
     Raises:
         ValueError: what the recipe asks for cannot be; the message names the key.
     """
@@ -98,19 +103,19 @@ class MegatronPolicyWorker:
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
             facts = hf_config.to_dict()  # before the bridge changes the config
-            self._state = build(config, hf_config, seed=seed, init_optimizer=init_optimizer)
-            undo.callback(self._state.close)
+            self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer)
+            undo.callback(self.state.close)
             nbytes = activation_bytes(facts, config, plan, world_size=world_size) if init_optimizer else 0
-            self._engine = make_engine(
-                self._state, plan, node=binding.node, with_reference=init_reference_model, activation_bytes=nbytes
+            self.engine: Final = make_engine(
+                self.state, plan, node=binding.node, with_reference=init_reference_model, activation_bytes=nbytes
             )
-            undo.callback(self._engine.close)
-            self.activations = Activations(self._state, plan, self._engine, nbytes)
+            undo.callback(self.engine.close)
+            self.activations = Activations(self.state, plan, self.engine, nbytes)
             undo.callback(self.activations.close)
-            self.graphs = make_graphs(self._state, self._engine, self.activations.offloader)
+            self.graphs = make_graphs(self.state, self.engine, self.activations.offloader)
             undo.pop_all()
-        self.residency = self._engine.residency
-        self._batcher = MicroBatcher(config, self.device)
+        self.residency = self.engine.residency
+        self.batcher: Final = MicroBatcher(config, self.device)
         self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
         self._temperature = self._sampling_temperature()
         self._num_skipped = 0
@@ -118,9 +123,9 @@ class MegatronPolicyWorker:
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
         self._peak_mapped_bytes = 0  # since the last verb began
         self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
-        self._param_gather = ParamGather(self._state.model)
+        self._param_gather = ParamGather(self.state.model)
         bucket_gib = config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in config else 1.0
-        self._weight_export = WeightExport(self._export, rank=rank, bucket_bytes=int(bucket_gib * GIB))
+        self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=int(bucket_gib * GIB))
 
     def _sampling_temperature(self) -> float:
         """Returns the temperature of sampling, by which logits are divided for log-probs.
@@ -132,7 +137,7 @@ class MegatronPolicyWorker:
 
     def _catch_up(self) -> None:
         """End what a `train` that failed has left under way between ranks, which are all here now."""
-        wait_for_reductions(self._state.model)
+        wait_for_reductions(self.state.model)
         self._param_gather.complete()
 
     def parallel_ranks(self) -> dict[str, int]:
@@ -195,10 +200,10 @@ class MegatronPolicyWorker:
         with self._param_gather.by_forward_passes():
             for chunk in data.chunks(local):
                 counts = step.global_counts(chunk, self.device)
-                batches, _ = self._batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
+                batches, _ = self.batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
                 with self.graphs.step(batches), self.activations.step():
                     result = step.train_step(
-                        self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+                        self.state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
@@ -222,17 +227,17 @@ class MegatronPolicyWorker:
             )
 
     def _learning_rate(self) -> float:
-        assert self._state.optimizer is not None
-        return float(max(group["lr"] for group in self._state.optimizer.param_groups))
+        assert self.state.optimizer is not None
+        return float(max(group["lr"] for group in self.state.optimizer.param_groups))
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
         """Loss and metrics over this data-parallel rank's rows, forward only; equal on every rank."""
         self.prepare_for_lp_inference()
         counts = step.global_counts(data, self.device)
-        batches, _ = self._batcher.cut(data, mbs, "train_mb_tokens")
-        with step.eval_mode(self._state.model):
+        batches, _ = self.batcher.cut(data, mbs, "train_mb_tokens")
+        with step.eval_mode(self.state.model):
             result = step.evaluate(
-                self._state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+                self.state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
             )
         return {"loss": result.loss, "metrics": result.metrics}
 
@@ -249,7 +254,7 @@ class MegatronPolicyWorker:
         Raises:
             ValueError: the worker was built without reference weights.
         """
-        reference = self._engine.reference
+        reference = self.engine.reference
         if reference is None:
             raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
@@ -257,14 +262,14 @@ class MegatronPolicyWorker:
             return BatchedData(reference_logprobs=self._logprobs(data, mbs))
 
     def _logprobs(self, data: BatchedData, mbs: int, *, prefetch: bool = False) -> torch.Tensor:
-        batches, bins = self._batcher.cut(data, mbs, "logprob_mb_tokens")
+        batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens")
         tokens = batches[0].tokens.numel()
         if prefetch and self._logprob_gib_per_token:  # known from the first pass on
             # Optimizer state comes back beside the pass, if there is room for both.
             reserve = 1.1 * self._logprob_gib_per_token * tokens
             self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
-        with step.eval_mode(self._state.model), self._measuring("logprobs"):
-            outputs = step.forward_logprobs(self._state, batches, temperature=self._temperature, device=self.device)
+        with step.eval_mode(self.state.model), self._measuring("logprobs"):
+            outputs = step.forward_logprobs(self.state, batches, temperature=self._temperature, device=self.device)
         if "logprobs" in self._taken:  # nothing is measured without a GPU
             self._logprob_gib_per_token = max(self._logprob_gib_per_token, self._taken["logprobs"] / tokens)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
@@ -299,8 +304,9 @@ class MegatronPolicyWorker:
 
     # --- weights out ------------------------------------------------------------------------------------------------
 
-    def _export(self) -> Iterator[NamedTensor]:
-        yield from self._state.bridge.export_hf_weights(self._state.model, show_progress=False)
+    def hf_weights(self) -> Iterator[NamedTensor]:
+        """Exports the weights in Hugging Face names, one after the other; collective."""
+        yield from self.state.bridge.export_hf_weights(self.state.model, show_progress=False)
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connect this rank to a transport and return what each refit will send through it; collective."""
@@ -320,7 +326,7 @@ class MegatronPolicyWorker:
     def export_hf(self, folder: str) -> None:
         """Write the policy as a Hugging Face folder (safetensors shards, config); collective."""
         self.offload_before_refit()
-        export.write_hf_folder(self._export(), self._state.bridge, Path(folder), write=self._rank == 0)
+        export.write_hf_folder(self.hf_weights(), self.state.bridge, Path(folder), write=self._rank == 0)
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -334,8 +340,8 @@ class MegatronPolicyWorker:
             DiskFullError: on every rank, where there is no space; the worker can go on.
         """
         self._catch_up()
-        read = self._engine.checkpoint_reader()  # what is on the host is read there
-        return checkpoint.save(self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
+        read = self.engine.checkpoint_reader()  # what is on the host is read there
+        return checkpoint.save(self.state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Read this rank's share of a checkpoint's files and say what is wrong with them, one line each."""
@@ -350,36 +356,36 @@ class MegatronPolicyWorker:
         """
         self._catch_up()
         self.graphs.delete()
-        self._engine.load_all_to_gpu()
-        checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=self._state.optimizer is not None)
-        self._engine.adopt_new_tensors()
+        self.engine.load_all_to_gpu()
+        checkpoint.load(self.state, Path(folder), self._sizes, with_optimizer=self.state.optimizer is not None)
+        self.engine.adopt_new_tensors()
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
     def memory_stats(self) -> dict[str, float]:
         """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
-        return memory_stats(self._engine.mapped_bytes, self._peak_mapped_bytes) | self._peaks
+        return memory_stats(self.engine.mapped_bytes, self._peak_mapped_bytes) | self._peaks
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
-        return self._engine.meter.take_metrics() | self.activations.metrics()
+        return self.engine.meter.take_metrics() | self.activations.metrics()
 
     @contextlib.contextmanager
     def _measuring(self, verb: str) -> Iterator[None]:
         """Record the peak of allocated GPU memory under a verb's name; nothing without a GPU."""
         reset_gpu_peak()
-        before, mapped = memory_stats(), self._engine.mapped_bytes
+        before, mapped = memory_stats(), self.engine.mapped_bytes
         yield
         stats = memory_stats()
         if "gpu_peak_allocated_gib" in stats:
-            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self._engine.mapped_bytes)
+            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self.engine.mapped_bytes)
             self._peaks[f"gpu_peak_{verb}_gib"] = peak + self._peak_mapped_bytes / GIB
             self._taken[verb] = peak - before["gpu_allocated_gib"]
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
-            closed = (self._stream.close, self._state.close, self._engine.close, self.activations.close)
+            closed = (self._stream.close, self.state.close, self.engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)
 

@@ -21,7 +21,7 @@ def checksums(worker: MegatronPolicyWorker) -> list[int]:
     """Of the bits of every parameter, in order."""
     return [
         int(p.detach().contiguous().view(torch.uint8).to(torch.int64).mul(31).add(7).cumsum(-1).sum())
-        for _, p in worker._state.parameters()
+        for _, p in worker.state.parameters()
     ]
 
 
@@ -103,7 +103,7 @@ def saved_between_steps(
         torch.use_deterministic_algorithms(False)
     if offload:
         assert worker.residency.where(Target.PARAMS) is Placement.HOST
-        assert worker._engine.mapped_bytes == 0  # nothing came back for it
+        assert worker.engine.mapped_bytes == 0  # nothing came back for it
     after = run_steps(worker, 2, visit_phases=offload)
     return checkpoint_entries(folder), after
 

@@ -121,7 +121,7 @@ def test_time_inside_of_the_manager_is_that_of_its_calls_and_changes_no_step(tra
     assert {kind: times[kind]["calls"] for kind in asked} == asked
     num_micro_batches = ROWS // 2
     assert times["forward plain"]["calls"] == times["forward offloaded"]["calls"] == num_micro_batches
-    groups = num_micro_batches * 2 * worker._state.config.num_layers
+    groups = num_micro_batches * 2 * worker.state.config.num_layers
     assert times["commit"]["calls"] == times["begin_backward"]["calls"] == groups
     assert times["unpack"]["ms"] > times["begin_backward"]["ms"] > times["back"]["ms"] > 0
     assert times["forward offloaded"]["ms"] > times["commit"]["ms"] > times["out"]["ms"] > 0

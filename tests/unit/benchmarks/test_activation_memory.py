@@ -29,7 +29,7 @@ def expected_points(num_micro_batches):
 
 
 def num_hooks(worker):
-    modules = list(worker._state.model[0].modules())
+    modules = list(worker.state.model[0].modules())
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in modules)
 
 

@@ -175,7 +175,7 @@ def test_nor_does_what_a_failed_step_would_have_recomputed(make_worker, late, re
         assert host_pool.used_bytes > 0
         raise ZeroDivisionError
 
-    layers = [module for module in worker._state.model[0].modules() if isinstance(module, TransformerLayer)]
+    layers = [module for module in worker.state.model[0].modules() if isinstance(module, TransformerLayer)]
     monkeypatch.setattr(layers[-1].mlp, "forward", broken)
     with pytest.raises(ZeroDivisionError):
         worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=MBS)

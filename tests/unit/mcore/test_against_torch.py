@@ -18,8 +18,8 @@ def twin(worker):
     """The Hugging Face model with the worker's weights."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained)
-    model.load_state_dict({name: weight.clone() for name, weight in worker._export()})
+    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
+    model.load_state_dict({name: weight.clone() for name, weight in worker.hf_weights()})
     return model
 
 
@@ -42,11 +42,11 @@ def test_every_gradient_is_that_of_the_hugging_face_model(make_worker):
     }
     worker = make_worker(policy)
     model = twin(worker)
-    before = {name: weight.clone() for name, weight in worker._export()}
+    before = {name: weight.clone() for name, weight in worker.hf_weights()}
     data = random_batch(8)
     nll(model, data).backward()
     worker.train(data, NLLLoss(), gbs=8, mbs=4)
-    after = dict(worker._export())
+    after = dict(worker.hf_weights())
     for name, parameter in model.named_parameters():
         step = before[name] - after[name]  # a step of plain SGD at rate 1 is the gradient
         error = float((step - parameter.grad).norm() / parameter.grad.norm())
@@ -75,7 +75,7 @@ def test_adam_with_clipping_takes_the_steps_of_torch(make_worker, distributed):
         result = worker.train(data, NLLLoss(), gbs=8, mbs=2)
         assert norm > 1.0  # so that clipping counts
         assert result["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
-    trained = dict(worker._export())
+    trained = dict(worker.hf_weights())
     for name, parameter in model.named_parameters():
         moved = (parameter.detach() - start[name]).norm()
         assert float((trained[name] - parameter.detach()).norm() / moved) < 1e-3, name
@@ -86,6 +86,6 @@ def test_experts_compute_what_those_of_the_hugging_face_model_do(make_worker):
 
     worker = make_worker(tiny_policy(TINY_QWEN3_MOE))
     torch.manual_seed(3)  # the worker's seed: its random weights are this model's
-    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained)
+    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained)
     data = random_batch(4)
     assert worker.evaluate(data, NLLLoss(), mbs=4)["loss"] == pytest.approx(float(nll(model, data)), rel=1e-5)

@@ -60,7 +60,7 @@ def run(model: str, megatron: dict[str, Any], rank: int, world_size: int, port: 
         "grad_norms": [step["grad_norm"] for step in steps],
         "rows": (start, stop),
         "logprobs": worker.get_logprobs(random_batch(8, seed=9).slice(start, stop), mbs=2)["logprobs"].tolist(),
-        "exported": {name: float(weight.double().sum()) for name, weight in worker._export()},
+        "exported": {name: float(weight.double().sum()) for name, weight in worker.hf_weights()},
     }
     worker.shutdown()
     return out

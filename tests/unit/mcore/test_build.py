@@ -16,7 +16,7 @@ def test_a_worker_that_has_ended_leaves_no_model_behind():
     """Its parameters are of fp32, and views of them in the optimizer keep the nodes that know the model."""
     worker = worker_of_rank(tiny_policy(), 0, 1, free_port())
     worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
-    held = [weakref.ref(worker._state.model[0]), weakref.ref(worker._state.optimizer)]
+    held = [weakref.ref(worker.state.model[0]), weakref.ref(worker.state.optimizer)]
     worker.shutdown()
     del worker
     gc.collect()

@@ -91,7 +91,7 @@ def test_the_default_stream_stays_without_graphs(cuda):
 def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker):
     """Nodes of one parameter exist once; a second one, without the hook, would leave its gradient unseen."""
     worker = make_worker()
-    [ddp] = worker._state.model
+    [ddp] = worker.state.model
     parameters = list(ddp.module.parameters())
     assert parameters
     nodes = [parameter.expand_as(parameter).grad_fn.next_functions[0][0] for parameter in parameters]

@@ -95,18 +95,18 @@ def graphed(make_worker, stand_in):
     def make(modules=("attn", "mlp"), *, hf_config=None, **megatron):
         worker = make_worker(tiny_policy(hf_config, precision="bfloat16", **megatron))
         stand_in.install()
-        config = worker._state.config
+        config = worker.state.config
         config.cuda_graph_impl = "transformer_engine"
         config.cuda_graph_modules = normalize_cuda_graph_modules(list(modules))[0]
-        for module in worker._state.model[0].modules():
+        for module in worker.state.model[0].modules():
             if isinstance(module, GraphableMegatronModule):  # what it does itself when it is built with graphs
                 module.cuda_graphs, module.cuda_graph_manual_hooks = [], []
         return worker, CudaGraphs(
-            worker._state.model,
+            worker.state.model,
             config,
-            worker._state.optimizer,
+            worker.state.optimizer,
             warmup_steps=WARMUP_STEPS,
-            settle=worker._engine.load_all_to_gpu,
+            settle=worker.engine.load_all_to_gpu,
         )
 
     return make
@@ -117,9 +117,9 @@ def train(worker, graphs, rows, *, longest=12, seed=0, mbs=2):
     worker.prepare_for_training()
     data = random_batch(rows, longest=longest, seed=seed)
     counts = step.global_counts(data, worker.device)
-    batches, _ = worker._batcher.cut(data, mbs, "train_mb_tokens")
+    batches, _ = worker.batcher.cut(data, mbs, "train_mb_tokens")
     with graphs.step(batches):
-        return step.train_step(worker._state, batches, counts, NLLLoss(), temperature=1.0, device=worker.device), len(
+        return step.train_step(worker.state, batches, counts, NLLLoss(), temperature=1.0, device=worker.device), len(
             batches
         )
 
@@ -154,7 +154,7 @@ def test_no_attention_mask_is_captured_or_made(graphed, captures):
 
 def test_the_helper_learns_the_number_of_micro_batches_for_the_time_of_the_capture(graphed, captures):
     worker, graphs = graphed()
-    worker._state.config.cuda_graph_warmup_steps = WARMUP_STEPS
+    worker.state.config.cuda_graph_warmup_steps = WARMUP_STEPS
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 6)
     # Ten warm-up passes of a layer, of which two steps of three micro-batches have made six.
@@ -228,7 +228,7 @@ class Witness(NoObserver):
 def test_who_copies_inside_of_graphs_is_told_of_captures_replays_and_deletion(graphed):
     worker, graphs = graphed()
     graphs._observer = witness = Witness()
-    for module in worker._state.model[0].modules():
+    for module in worker.state.model[0].modules():
         if isinstance(module, transformer_layer.TransformerLayer):
             module.offload_module_in_cuda_graph = module.layer_number == 1
             module.off_interface = NoRecords
@@ -295,7 +295,7 @@ def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_wo
     assert graphs.num_replays > 0
     data = random_batch(4, longest=12)
     want = worker.get_logprobs(data, mbs=2)["logprobs"]
-    layer = worker._state.model[0].module.module.decoder.layers[1]
+    layer = worker.state.model[0].module.module.decoder.layers[1]
 
     def fail(*_, **__):
         assert not layer.mlp.cudagraph_tensor_store.is_empty()
@@ -310,7 +310,7 @@ def test_a_step_that_fails_behind_a_routers_replay_changes_no_later_pass(make_wo
 
 def test_micro_batches_of_two_shapes_are_refused(graphed):
     worker, _ = graphed()
-    batches = [worker._batcher.cut(random_batch(2, longest=n), 2, "train_mb_tokens")[0][0] for n in (8, 12)]
+    batches = [worker.batcher.cut(random_batch(2, longest=n), 2, "train_mb_tokens")[0][0] for n in (8, 12)]
     with pytest.raises(ValueError, match=r"shapes \[\(2, 8\), \(2, 12\)\].*pad all of them alike"):
         step_shape(batches)
 
@@ -332,7 +332,7 @@ def test_an_error_in_a_step_takes_the_graphs_off(graphed):
     worker, graphs = graphed()
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4)
-    batches, _ = worker._batcher.cut(random_batch(4), 2, "train_mb_tokens")
+    batches, _ = worker.batcher.cut(random_batch(4), 2, "train_mb_tokens")
     with pytest.raises(KeyError), graphs.step(batches):
         raise KeyError
     assert not any(layer.cuda_graphs for layer in graphs._captured.layers)
@@ -345,7 +345,7 @@ def test_a_step_that_replays_nothing_is_an_error(graphed):
     none_of_them = pytest.raises(
         RuntimeError, match="graphs of 4 layers are captured, but a training step replayed none"
     )
-    with none_of_them, step.eval_mode(worker._state.model):
+    with none_of_them, step.eval_mode(worker.state.model):
         train(worker, graphs, 4)
 
 
@@ -372,7 +372,7 @@ def test_a_model_without_such_layers_is_refused_with_the_reason(graphed):
 def test_hooks_of_overlapped_gather_are_off_for_the_capture_and_called_by_replays(graphed, captures):
     overlap = {"grad_reduce_in_fp32": False, "overlap_grad_reduce": True, "overlap_param_gather": True}
     worker, graphs = graphed(distributed_data_parallel_config=overlap)
-    chunk = worker._state.model[0]
+    chunk = worker.state.model[0]
     chunk.enable_forward_pre_hook()
     for _ in range(WARMUP_STEPS + 1):
         train(worker, graphs, 4)
@@ -386,7 +386,7 @@ def test_hooks_of_overlapped_gather_are_off_for_the_capture_and_called_by_replay
 
 @pytest.mark.parametrize(("precision", "residual"), [("float32", False), ("bfloat16", True)])
 def test_hidden_states_that_are_not_bfloat16_are_refused(make_worker, precision, residual):
-    state = make_worker(tiny_policy(precision=precision))._state
+    state = make_worker(tiny_policy(precision=precision)).state
     state.config.fp32_residual_connection = residual
     with pytest.raises(ValueError, match="whose graphs take bfloat16"):
         CudaGraphs(state.model, state.config, state.optimizer, warmup_steps=1, settle=lambda: None)

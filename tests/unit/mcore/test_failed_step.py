@@ -23,7 +23,7 @@ ALL_GATHER = {"moe_token_dispatcher_type": "allgather"}
 
 
 def modules_of(worker: Any, kind: type) -> list[Any]:
-    return [module for chunk in worker._state.model for module in chunk.modules() if isinstance(module, kind)]
+    return [module for chunk in worker.state.model for module in chunk.modules() if isinstance(module, kind)]
 
 
 def failing(*_: Any, **__: Any) -> Any:
@@ -106,7 +106,7 @@ def test_a_failed_reduction_of_gradients_does_not_spoil_the_next(make_worker, nu
 
     def steps(spoil: Callable[[Any], None]) -> tuple[Any, ...]:
         worker = make_worker(tiny_policy(distributed_data_parallel_config=ddp))
-        assert len(worker._state.model[0].bucket_groups) > 4
+        assert len(worker.state.model[0].bucket_groups) > 4
         for _ in range(num_before):
             worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
         spoil(worker)
@@ -136,7 +136,7 @@ def test_shared_experts_beside_the_exchange_of_tokens_begin_anew():
 
 def balance(worker: Any, by: str) -> None:
     """Give its routers what those of other families are built with; none of those has a tiny model for a CPU."""
-    config = worker._state.config
+    config = worker.state.config
     buffers = {"expert_bias": torch.zeros(4), "local_tokens_per_expert": torch.zeros(4)}
     if by == "quantiles":
         config.moe_router_load_balancing_type = "quantile_balancing"

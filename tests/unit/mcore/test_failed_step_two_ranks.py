@@ -38,7 +38,7 @@ def error_on_one_rank(rank: int, world_size: int, ports: list[int]) -> list[str]
         worker.train(random_batch(4, seed=rank), loss, gbs=8, mbs=2)
     except Exception as error:  # noqa: BLE001  (rank 0 learns that rank 1 has left, in words of gloo)
         signal.alarm(0)
-        hooks = [len(chunk.remove_forward_pre_hook_handles) for chunk in worker._state.model]
+        hooks = [len(chunk.remove_forward_pre_hook_handles) for chunk in worker.state.model]
         return [type(error).__name__, *map(str, hooks)]
     return []
 
@@ -66,7 +66,7 @@ def trained(worker: Any) -> Any:
 
 def sent(worker: Any) -> Any:
     worker.offload_before_refit()
-    return {name: weight.double().sum().item() for name, weight in worker._export()}
+    return {name: weight.double().sum().item() for name, weight in worker.hf_weights()}
 
 
 def generated(worker: Any) -> Any:
@@ -106,7 +106,7 @@ def behind_an_error(verb: str, rank: int, world_size: int, port: int, *, gathers
     with pytest.raises(ValueError, match="40"):
         worker.train(data, NLLLoss(), gbs=8, mbs=2)
     out = VERBS[verb](worker)
-    assert not any(chunk.remove_forward_pre_hook_handles for chunk in worker._state.model)
+    assert not any(chunk.remove_forward_pre_hook_handles for chunk in worker.state.model)
     worker.shutdown()
     return out
 

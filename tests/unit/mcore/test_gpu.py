@@ -46,8 +46,8 @@ def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
     worker = make_worker(gpu_policy())
     data = random_batch(4)
     got = worker.get_logprobs(data, mbs=4)["logprobs"]
-    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained).cuda().float().eval()
-    model.load_state_dict({name: weight.float() for name, weight in worker._export()})
+    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained).cuda().float().eval()
+    model.load_state_dict({name: weight.float() for name, weight in worker.hf_weights()})
     ids = data["input_ids"].cuda()
     with torch.no_grad():
         want = model(ids).logits.log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None]).squeeze(-1).cpu()
@@ -98,7 +98,7 @@ def test_gradients_are_added_where_they_are_computed(make_worker, graphs):
     worker = make_worker(gpu_policy(**megatron))
     default, streams = torch.cuda.default_stream(), set()
     assert (torch.cuda.current_stream() == default) is not graphs
-    for _, parameter in worker._state.parameters():
+    for _, parameter in worker.state.parameters():
         parameter.register_post_accumulate_grad_hook(lambda _: streams.add(torch.cuda.current_stream()))
     steps(worker, 1)
     assert streams == {torch.cuda.current_stream()}

@@ -215,7 +215,7 @@ def test_a_graph_that_holds_a_stale_address_is_not_replayed(make_worker):
     worker = make_worker(policy_of("dense", ["attn"]))
     for seed in range(WARMUP_STEPS + 1):
         train_step(worker, 8, seed)
-    parameter = next(p for name, p in worker._state.parameters() if "linear_qkv.weight" in name)
+    parameter = next(p for name, p in worker.state.parameters() if "linear_qkv.weight" in name)
     parameter.data = parameter.data.clone()
     with pytest.raises(RuntimeError, match="have moved since CUDA graphs captured their addresses"):
         train_step(worker, 8, 9)

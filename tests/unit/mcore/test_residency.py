@@ -66,34 +66,34 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch):
     plain = run_steps(make_worker(policy_of("bf16")), 2, visit_phases=False)
     delay_moves(monkeypatch, seconds=1.5)
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
-    for remove in worker._engine.hooks:
+    for remove in worker.engine.hooks:
         remove()
     assert run_steps(worker, 2, visit_phases=True) != plain
 
 
 def test_masters_and_moments_leave_and_what_the_model_shares_stays(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
-    count = sum(p.numel() for _, p in worker._state.parameters())
-    sizes = worker._engine.nbytes()
+    count = sum(p.numel() for _, p in worker.state.parameters())
+    sizes = worker.engine.nbytes()
     assert sizes[Target.OPTIMIZER_STATE] == pytest.approx(12 * count, rel=0.02)
     worker.offload_after_refit()
-    assert worker._engine.mapped_bytes == 0
+    assert worker.engine.mapped_bytes == 0
     assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
     worker.prepare_for_training()
     worker.residency.require(Target.OPTIMIZER_STATE)
-    assert worker._engine.mapped_bytes == sum(sizes.values())
+    assert worker.engine.mapped_bytes == sum(sizes.values())
 
     worker = make_worker(offloading(policy_of("fp32")))
-    assert worker._engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
+    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(8 * count, rel=0.02)
 
 
 def test_objects_and_addresses_stay(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
-    inner = worker._state.optimizer.chained_optimizers[0].optimizer
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
 
     def everything():
         state = [value for values in inner.state.values() for value in values.values()]
-        tensors = [*(p for _, p in worker._state.parameters()), *state, *(p for p in inner.state)]
+        tensors = [*(p for _, p in worker.state.parameters()), *state, *(p for p in inner.state)]
         return [(id(tensor), tensor.data_ptr()) for tensor in tensors]
 
     before = everything()
@@ -137,14 +137,14 @@ def test_reference_weights_are_swapped_in_and_out(make_worker):
     assert torch.equal(worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"], start)
     assert checksums(worker) == bits
     assert torch.equal(worker.get_logprobs(data, mbs=2)["logprobs"], trained)
-    with pytest.raises(RuntimeError, match="on purpose"), worker._engine.reference.swapped_in():
+    with pytest.raises(RuntimeError, match="on purpose"), worker.engine.reference.swapped_in():
         raise RuntimeError("on purpose")
     assert checksums(worker) == bits
 
 
 def failing_copies(worker, monkeypatch, *, number, lasts):
     """Have a copy to the GPU fail, `number` copies from now, or it and all that follow."""
-    mover, done = worker._engine.context.mover, []
+    mover, done = worker.engine.context.mover, []
     copy_back = mover._copy_back
 
     def copy_or_fail(backed, chunk):
@@ -199,7 +199,7 @@ def test_weights_that_a_swap_has_lost_are_refused_by_every_verb(make_worker, mon
 
 def test_a_worker_that_used_staging_buffers_may_be_shut_down_twice(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
-    with worker._engine.context.mover._ring(worker._engine.context.mover._out):
+    with worker.engine.context.mover._ring(worker.engine.context.mover._out):
         pass
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
@@ -210,23 +210,23 @@ def test_a_forward_pass_in_the_wrong_phase_is_refused_in_words(make_worker):
     worker = make_worker(offloading(policy_of("bf16")))
     worker.offload_after_refit()
     with pytest.raises(ResidencyError, match="params is needed on the GPU, but it is host in phase generate"):
-        worker._state.model[0](torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), None)
+        worker.state.model[0](torch.zeros(1, 4, dtype=torch.long), torch.zeros(1, 4, dtype=torch.long), None)
     with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
-        worker._state.optimizer.chained_optimizers[0].optimizer.step()
+        worker.state.optimizer.chained_optimizers[0].optimizer.step()
 
 
 def test_a_single_cell_of_the_table_can_be_overridden(make_worker):
     worker = make_worker(offloading(policy_of("bf16"), table={"generate": {"params": "keep"}}))
     worker.offload_after_refit()
     assert worker.residency.where(Target.PARAMS) is Placement.GPU
-    assert worker._engine.mapped_bytes == worker._engine.nbytes()[Target.PARAMS]
-    assert worker._engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it takes no host memory
+    assert worker.engine.mapped_bytes == worker.engine.nbytes()[Target.PARAMS]
+    assert worker.engine.targets[Target.PARAMS].flat_buffer.backed_ranges[0].host is None  # so it takes no host memory
 
 
 @pytest.mark.parametrize("pinned", [True, False])
 def test_too_little_host_memory_is_refused_before_anything_is_pinned(make_worker, pinned):
     worker = make_worker(offloading(policy_of("bf16"), pinned=pinned))
-    sizes = worker._engine.nbytes()
+    sizes = worker.engine.nbytes()
     worker.shutdown()
     params_alone = (sizes[Target.PARAMS] + sizes[Target.OPTIMIZER_STATE] / 2) / 2**30
     with pytest.raises(HostBudgetError, match="host_memory_limit_gib"):
@@ -269,10 +269,10 @@ def test_a_killed_worker_leaves_nothing_behind(when):
 def test_routers_take_their_expert_bias_back_to_fp32_before_it_is_housed(make_worker):
     """They do so in every forward pass, in memory of its own, and the reference weights would not have it."""
     worker = make_worker(policy_of("bf16 moe"))
-    routers = [module for module in worker._state.model[0].modules() if isinstance(module, TopKRouter)]
+    routers = [module for module in worker.state.model[0].modules() if isinstance(module, TopKRouter)]
     for router in routers:
         del router.expert_bias
         router.register_buffer("expert_bias", torch.ones(4, dtype=torch.bfloat16))  # as Float16Module leaves it
-    _settle_dtypes(worker._state.model)
+    _settle_dtypes(worker.state.model)
     assert routers
     assert all(router.expert_bias.dtype is torch.float32 for router in routers)

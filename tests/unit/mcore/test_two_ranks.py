@@ -50,7 +50,7 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
         "logprobs": worker.get_logprobs(probe, mbs=2)["logprobs"].tolist(),
         "reference": worker.get_reference_policy_logprobs(probe, mbs=2)["reference_logprobs"].tolist(),
         "evaluated": worker.evaluate(probe, NLLLoss(), mbs=2)["loss"],
-        "exported": {name: float(weight.double().sum()) for name, weight in worker._export()},
+        "exported": {name: float(weight.double().sum()) for name, weight in worker.hf_weights()},
     }
     worker.shutdown()
     return out

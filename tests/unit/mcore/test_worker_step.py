@@ -11,11 +11,11 @@ from nemo_offload_rl.worker.worker import TooManySkippedStepsError
 
 
 def parameters_of(worker) -> dict[str, torch.Tensor]:
-    return {name: parameter.detach().clone() for name, parameter in worker._state.parameters()}
+    return {name: parameter.detach().clone() for name, parameter in worker.state.parameters()}
 
 
 def gradients_of(worker) -> torch.Tensor:
-    buffers = [b for chunk in worker._state.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
+    buffers = [b for chunk in worker.state.model for b in (*chunk.buffers, *chunk.expert_parallel_buffers)]
     return torch.cat([buffer.grad_data.flatten().clone() for buffer in buffers])
 
 
@@ -40,8 +40,8 @@ def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
     got = worker.get_logprobs(data, mbs=4)["logprobs"]
     assert got.shape == data["input_ids"].shape
 
-    model = AutoModelForCausalLM.from_config(worker._state.bridge.hf_pretrained).eval()
-    model.load_state_dict(dict(worker._export()), strict=True)
+    model = AutoModelForCausalLM.from_config(worker.state.bridge.hf_pretrained).eval()
+    model.load_state_dict(dict(worker.hf_weights()), strict=True)
     with torch.no_grad():
         logits = model(data["input_ids"]).logits
     for row, length in enumerate(data["input_lengths"].tolist()):
