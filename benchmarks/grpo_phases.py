@@ -1,8 +1,8 @@
 """Where does a colocated GRPO step spend its seconds and its GPU memory, with and without the residency engine?
 
 Runs the same recipe twice, one after the other on one machine, each time in fresh processes: with
-policy.use_pinned_optimizer_offload false (optimizer state moves tensor by tensor through pageable memory, as upstream
-does it) and true. Seconds are medians of the steps after the first, which compiles and allocates. Memory is the largest
+policy.use_pinned_optimizer_offload false (the host memory of optimizer state is not page-locked, and its copies are
+staged) and true. Seconds are medians of the steps after the first, which compiles and allocates. Memory is the largest
 reading in any of those steps of what the driver has given away, over all processes, on the fullest GPU.
 
     python benchmarks/grpo_phases.py --max-new-tokens 160 [--out docs/results/grpo_phases.json] [key=value ...]
@@ -38,7 +38,7 @@ from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
 # What the recipe's policy.use_pinned_optimizer_offload is for each way.
-WAYS = {"pageable": False, "ours": True}
+WAYS = {"staged": False, "ours": True}
 WHOLE_STEP = "whole step"
 EXPOSED_SHARE_BAR = 0.20
 HOST_MEMORY = {"host_rss_gib": "residency/host_rss_gib", "host_pinned_gib": "residency/host_pinned_gib"}
@@ -169,7 +169,7 @@ def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, Cell]]:
             bar = EXPOSED_SHARE_BAR if WAYS[way] else None
             add("exposure", way, f"optimizer_{direction}_exposed_share", share, bar)
     for phase in ways["ours"].phases:
-        add("ratio", "pageable/ours", f"{phase}: seconds", ratio(ways, phase))
+        add("ratio", "staged/ours", f"{phase}: seconds", ratio(ways, phase))
     return rows
 
 
@@ -189,8 +189,8 @@ def exposed_shares(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(ways: Mapping[str, Measured], phase: str) -> float:
-    """How many times longer a phase takes with pageable memory."""
-    return ways["pageable"].median_s(phase) / ways["ours"].median_s(phase)
+    """How many times longer a phase takes where optimizer state is not page-locked."""
+    return ways["staged"].median_s(phase) / ways["ours"].median_s(phase)
 
 
 def phases_table(ways: Mapping[str, Measured]) -> Table:

@@ -22,6 +22,7 @@ from nemo_offload_rl.config.problems import (
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
+from nemo_offload_rl.config.rules.residency import PINNED, PINNED_IF_ABSENT
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, split_upstream_keys
@@ -36,7 +37,7 @@ class ValidatedRecipe:
         algorithm: the section that marks it, a key of `ALGORITHMS`.
         config: the keys that the schema and Megatron have, without those of upstream's other features.
         notes: what was accepted and is worth saying, one line each.
-        recipe: the recipe as it was read, with every key.
+        recipe: the recipe as it was read, with every key, and with what absent ones stand for where that is filled in.
         warm_start: the recipe that `warm_start` names.
     """
 
@@ -88,6 +89,8 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
     notes = upstream_keys.notes + [
         f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
     ]
+    for config in (recipe.config, upstream_keys.config):
+        config["policy"].setdefault(PINNED, PINNED_IF_ABSENT)  # which `validate` then prints
     _switch_off_lone_sequence_parallel(upstream_keys.config)
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 

@@ -4,22 +4,16 @@ Adam's state is otherwise made inside the first step: the memory that a run need
 """
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
-
-def inner_optimizers(optimizer: MegatronOptimizer) -> Iterator[Any]:
-    """The optimizers that megatron-core's wrap: torch's, or Transformer Engine's."""
-    for part in getattr(optimizer, "chained_optimizers", [optimizer]):
-        if part.optimizer is not None:  # a rank without trainable parameters has a stub
-            yield part.optimizer
+from nemo_offload_rl.residency.optimizer_state import torch_optimizers
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """The plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
-    return (inner for inner in inner_optimizers(optimizer) if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)))
+    """Yield the plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
+    return (inner for inner in torch_optimizers(optimizer) if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)))
 
 
 @torch.no_grad()
@@ -30,7 +24,7 @@ def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
     megatron-core's own `init_state_fn` makes one without `step`, with which torch's Adam fails, and calls FusedAdam in
     a way that Transformer Engine 2.20 does not know.
     """
-    for inner in inner_optimizers(optimizer):
+    for inner in torch_optimizers(optimizer):
         for parameter in (p for group in inner.param_groups for p in group["params"]):
             if inner.state[parameter]:
                 continue

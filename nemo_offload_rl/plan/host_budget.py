@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 from nemo_offload_rl.memory.units import GIB, show_gib
@@ -10,6 +10,9 @@ from nemo_offload_rl.residency.table import Target
 
 # Left for Ray, generation and the page cache, which take more after this was asked.
 MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
+
+ACTIVATIONS = "activations"
+"""The name in `RankNeed.fixed_bytes` of the pool that activations are offloaded to."""
 
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
@@ -57,18 +60,18 @@ class RankNeed:
         rank: of the worker group.
         host: what tells the machine from all others; hostnames may not.
         target_bytes: page-locked or not.
-        activation_bytes: for activations between forward and backward pass.
+        fixed_bytes: by name, for what stays in host memory and never moves, such as the pool of activations.
     """
 
     rank: int
     host: str
     target_bytes: Mapping[Target, int]
-    activation_bytes: int = 0
+    fixed_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all targets and of activations."""
-        return sum(self.target_bytes.values()) + self.activation_bytes
+        """Returns the bytes of all targets and of what never moves."""
+        return sum(self.target_bytes.values()) + sum(self.fixed_bytes.values())
 
 
 class HostBudgetError(ValueError):
@@ -167,16 +170,13 @@ def _error(
 
 
 def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
-    """Makes a table of each rank's needs by target, and of activations where any rank has some, in GiB."""
-    with_activations = any(need.activation_bytes for need in needs)
-    columns = [*Target, "activations"] if with_activations else list(Target)
+    """Makes a table of each rank's needs by target, and for what never moves where any rank has some, in GiB."""
+    fixed = dict.fromkeys(name for need in needs for name, nbytes in need.fixed_bytes.items() if nbytes)
+    columns = [*Target, *fixed]
     widths = [max(len(column), 8) for column in columns]
     names = [f"{column:>{width}}" for column, width in zip(columns, widths, strict=True)]
     yield "  " + "  ".join([f"{'needed (GiB)':<14}", *names, f"{'total':>8}"])
-    rows = [
-        [_bytes_of(need, target) for target in Target] + ([need.activation_bytes] if with_activations else [])
-        for need in needs
-    ]
+    rows = [[_bytes_of(need, column) for column in columns] for need in needs]
     for need, row in zip(needs, rows, strict=True):
         yield _row(f"rank {need.rank}", row, widths)
     if len(needs) > 1:
@@ -188,8 +188,8 @@ def _row(label: str, sizes: Sequence[int], widths: Sequence[int]) -> str:
     return "  " + "  ".join([f"{label:<14}", *cells, f"{show_gib(sum(sizes)):>8}"])
 
 
-def _bytes_of(need: RankNeed, target: Target) -> int:
-    return need.target_bytes[target] if target in need.target_bytes else 0
+def _bytes_of(need: RankNeed, name: str) -> int:
+    return sum(nbytes for other, nbytes in [*need.target_bytes.items(), *need.fixed_bytes.items()] if other == name)
 
 
 def _sources(host: HostMemory) -> Iterator[str]:
@@ -209,7 +209,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     )
     freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU)": optimizer}
     freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
-    freed[_LESS_ACTIVATIONS] = sum(need.activation_bytes for need in needs)
+    freed[_LESS_ACTIVATIONS] = sum(_bytes_of(need, ACTIVATIONS) for need in needs)
     # Params have host memory for the swap with reference weights, too.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0

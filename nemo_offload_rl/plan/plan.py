@@ -1,20 +1,21 @@
 """An `OffloadPlan`: what a recipe asks of the residency engine, as plain values, and who wrote which cell."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
+from nemo_offload_rl.config.rules.residency import FLAG_PHASES, PINNED, PINNED_IF_ABSENT, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
 # Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
-# H200 (64 GB/s less the protocol's overhead); and copies of single tensors from and to pageable memory.
+# H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, as
+# slow as they were in one direction there (19 GB/s to the host, 10 back).
 PCIE5_X16_BYTES_PER_S = 55e9
-PAGEABLE_BYTES_PER_S = 2e9
+STAGED_BYTES_PER_S = 10e9
 
 # What megatron-core's TransformerConfig has where a recipe says nothing.
 _ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
@@ -73,6 +74,7 @@ class RankPlan:
         host_bytes: host memory that each target needs.
         transitions: the changes of phase, in the order of a step.
         activations: None where they stay on the GPU.
+        fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
     """
 
     stage: int
@@ -82,16 +84,12 @@ class RankPlan:
     host_bytes: Mapping[Target, int]
     transitions: tuple[Transition, ...]
     activations: RankActivations | None = None
-
-    @property
-    def activation_bytes(self) -> int:
-        """Host memory for activations."""
-        return 0 if self.activations is None else self.activations.slab_bytes
+    fixed_bytes: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def total_host_bytes(self) -> int:
         """Returns the host memory that the rank needs, all of it."""
-        return sum(self.host_bytes.values()) + self.activation_bytes
+        return sum(self.host_bytes.values()) + sum(self.fixed_bytes.values())
 
 
 @dataclass(frozen=True)
@@ -101,8 +99,7 @@ class OffloadPlan:
     Attributes:
         table: where each target lives in each phase.
         sources: the key that wrote each cell, for those that a recipe's key wrote.
-        pinned: optimizer state goes through page-locked memory and address ranges, as all else does; if not, tensor by
-            tensor and pageable.
+        pinned: the host memory of optimizer state is page-locked, as all other is; if not, its copies are staged.
         verify: checksums of everything that moves are compared.
         huge_pages: host buffers are of huge pages.
         host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
@@ -126,7 +123,7 @@ class OffloadPlan:
     def bytes_per_s(self, target: Target) -> float:
         """Speed of a target's copies in one direction."""
         if target is Target.OPTIMIZER_STATE and not self.pinned:
-            return min(PAGEABLE_BYTES_PER_S, self.link_bytes_per_s)
+            return min(STAGED_BYTES_PER_S, self.link_bytes_per_s)
         return self.link_bytes_per_s
 
     @property
@@ -141,11 +138,10 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
     table, sources = _table_and_sources(policy)
     section = policy["residency"] if "residency" in policy else None
     limit = section["host_memory_limit_gib"] if section is not None else None
-    pinned = "use_pinned_optimizer_offload" in policy and policy["use_pinned_optimizer_offload"]
     return OffloadPlan(
         table=table,
         sources=sources,
-        pinned=pinned,
+        pinned=policy[PINNED] if PINNED in policy else PINNED_IF_ABSENT,
         verify=section is not None and section["verify"],
         huge_pages=section is None or section["huge_pages"],
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),

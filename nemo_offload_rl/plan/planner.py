@@ -8,7 +8,7 @@ from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
-from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget
+from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
@@ -20,6 +20,7 @@ def make_plan(
     facts: Sequence[ShardFacts] = (),
     *,
     activations: Sequence[ActivationFacts] = (),
+    fixed_bytes: Sequence[Mapping[str, int]] = (),
     cycle: Sequence[Phase] = ALGORITHMS["grpo"].phases,
     link_bytes_per_s: float | None = None,
 ) -> OffloadPlan:
@@ -29,6 +30,7 @@ def make_plan(
         policy: the recipe's section.
         facts: what one rank of each pipeline stage holds; without, the plan has no sizes.
         activations: what one rank of each pipeline stage computes on; read where activations are offloaded.
+        fixed_bytes: host memory that one rank of each pipeline stage keeps for what never moves, by name.
         cycle: the phases of a step in their order.
         link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
     """
@@ -36,9 +38,13 @@ def make_plan(
     if link_bytes_per_s is not None:
         plan = dataclasses.replace(plan, link_bytes_per_s=link_bytes_per_s)
     ranks = tuple(_rank_plan(plan, stage, shard, cycle) for stage, shard in enumerate(facts))
+    if fixed_bytes and ranks:
+        ranks = tuple(
+            dataclasses.replace(rank, fixed_bytes=fixed) for rank, fixed in zip(ranks, fixed_bytes, strict=True)
+        )
     if plan.activations is not None and ranks:
         ranks = tuple(
-            dataclasses.replace(rank, activations=rank_activations(shard, plan.activations))
+            _with_activations(rank, rank_activations(shard, plan.activations))
             for rank, shard in zip(ranks, activations, strict=True)
         )
     return dataclasses.replace(plan, ranks=ranks)
@@ -52,6 +58,11 @@ def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> Ran
         needed_bytes=needed_slab_bytes(facts, settings),
         slab_bytes=slab_bytes(facts, settings),
     )
+
+
+def _with_activations(rank: RankPlan, activations: RankActivations) -> RankPlan:
+    fixed_bytes = {**rank.fixed_bytes, ACTIVATIONS: activations.slab_bytes}
+    return dataclasses.replace(rank, activations=activations, fixed_bytes=fixed_bytes)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -115,7 +126,7 @@ def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> lis
     ranks_per_stage = world_size // len(plan.ranks)
     stages = [plan.ranks[rank // ranks_per_stage] for rank in range(world_size)]
     return [
-        RankNeed(rank, f"host {rank // ranks_per_host}", stage.host_bytes, stage.activation_bytes)
+        RankNeed(rank, f"host {rank // ranks_per_host}", stage.host_bytes, stage.fixed_bytes)
         for rank, stage in enumerate(stages)
     ]
 

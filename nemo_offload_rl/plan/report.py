@@ -182,8 +182,8 @@ def _memory(rank: RankPlan, of_several: bool) -> RichTable:
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
-    if rank.activations is not None:
-        table.add_row("activations", "", *("" for _ in rank.gpu_bytes), show_gib(rank.activation_bytes))
+    for name, nbytes in rank.fixed_bytes.items():
+        table.add_row(name, "", *("" for _ in rank.gpu_bytes), show_gib(nbytes))
     table.add_section()
     totals = [sum(cells.values()) for cells in rank.gpu_bytes.values()]
     table.add_row(

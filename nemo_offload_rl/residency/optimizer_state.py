@@ -32,7 +32,7 @@ def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
             yield inner
 
 
-def torch_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+def torch_optimizers(optimizer: Any) -> Iterator[Any]:
     """Returns the optimizers that hold state: HybridDeviceOptimizer has one of its own for each device."""
     for inner in stepped_optimizers(optimizer):
         yield from getattr(inner, "sub_optimizers", [inner])

@@ -45,9 +45,7 @@ class Residency:
                 placement = table[phase].get(target) if phase in table else None
                 if placement is None:
                     raise ValueError(f"The residency table has no cell for {target} in phase {phase}.")
-                if placement is not Placement.UNCHANGED and placement not in mechanism.placements:
-                    known = ", ".join(sorted(mechanism.placements | {Placement.UNCHANGED}))
-                    raise ValueError(f"{target} cannot be {placement} in phase {phase}; it can be {known}.")
+                _require_possible(target, mechanism, placement, f"{placement} in phase {phase}")
         self._targets = dict(targets)
         self._table = table
         self._where = {
@@ -90,6 +88,27 @@ class Residency:
         self.phase = phase
         if moved:
             self._meter.record_transition(phase, time.perf_counter() - start, before)
+
+    def place(self, placements: Mapping[Target, Placement]) -> None:
+        """Move single targets and leave the others where they are, for trainers that move each kind of state alone.
+
+        Copies and waits are those of `enter`, and metrics count the moves in the phase that was entered last (train
+        before the first). `wait_until_released` waits for the memory of what leaves.
+
+        Args:
+            placements: where each target is to live; with `Placement.UNCHANGED` it stays.
+
+        Raises:
+            ValueError: there is no such target, or it cannot live there; nothing has moved.
+            NoRoomError: a target could not move; those that had moved in this call are back where they were.
+            ResidencyError: CUDA has failed; this process cannot go on.
+        """
+        self._check()
+        for target, placement in placements.items():
+            if target not in self._targets:
+                raise ValueError(f"There is no {target} to place; the targets are {', '.join(self._targets)}.")
+            _require_possible(target, self._targets[target], placement, placement)
+        self._move(self._changes(placements), self.phase or Phase.TRAIN)
 
     def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
         """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
@@ -134,7 +153,9 @@ class Residency:
                 self._wait(target)
 
     def _differing(self, phase: Phase) -> dict[Target, Placement]:
-        goals = {target: self._table[phase][target] for target in self._targets}
+        return self._changes({target: self._table[phase][target] for target in self._targets})
+
+    def _changes(self, goals: Mapping[Target, Placement]) -> dict[Target, Placement]:
         return {
             target: placement
             for target, placement in goals.items()
@@ -236,3 +257,9 @@ class Residency:
                 f"{target} could not {doing} for phase {phase}: {error} This process cannot go on; restart it from "
                 "the last checkpoint."
             ) from error
+
+
+def _require_possible(target: Target, mechanism: OffloadTarget, placement: Placement, wish: str) -> None:
+    if placement is not Placement.UNCHANGED and placement not in mechanism.placements:
+        known = ", ".join(sorted(mechanism.placements | {Placement.UNCHANGED}))
+        raise ValueError(f"{target} cannot be {wish}; it can be {known}.")

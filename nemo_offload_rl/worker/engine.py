@@ -1,7 +1,7 @@
 """Puts the residency engine on one rank: its NUMA node, then the host's budget, then pinned memory, then the engine."""
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
@@ -37,7 +37,12 @@ def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
 
 
 def make_engine(
-    state: TrainingState, plan: OffloadPlan, *, node: int | None, with_reference: bool, activation_bytes: int
+    state: TrainingState,
+    plan: OffloadPlan,
+    *,
+    node: int | None,
+    with_reference: bool,
+    fixed_bytes: Mapping[str, int],
 ) -> Engine:
     """Attach the engine to a rank's model and optimizer; collective over all ranks.
 
@@ -46,7 +51,7 @@ def make_engine(
         plan: what the recipe asks for.
         node: the NUMA node whose memory is preferred.
         with_reference: whether the weights of now are kept as the reference policy.
-        activation_bytes: host memory that the activations will take; it counts against the budget.
+        fixed_bytes: host memory of what never moves, by name; it counts against the budget.
 
     Raises:
         HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
@@ -55,7 +60,7 @@ def make_engine(
     options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, with_reference=with_reference)
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)
-    _require_host_memory(need, activation_bytes, plan.host_memory_limit_bytes)
+    _require_host_memory(need, fixed_bytes, plan.host_memory_limit_bytes)
     return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
 
 
@@ -78,19 +83,21 @@ def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver 
     )
 
 
-def _require_host_memory(need: dict[Target, int], activation_bytes: int, limit_bytes: int | None) -> None:
+def _require_host_memory(need: dict[Target, int], fixed_bytes: Mapping[str, int], limit_bytes: int | None) -> None:
     """Every rank learns what all ranks need and what their hosts have, and comes to the same answer."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everybody = [(need, activation_bytes, host_facts())] * world_size
+    everybody = [(need, fixed_bytes, host_facts())] * world_size
     torch.distributed.all_gather_object(everybody, everybody[rank])
     check_ranks(everybody, limit_bytes)
 
 
-def check_ranks(ranks: Sequence[tuple[dict[Target, int], int, HostFacts]], limit_bytes: int | None) -> None:
+def check_ranks(
+    ranks: Sequence[tuple[dict[Target, int], Mapping[str, int], HostFacts]], limit_bytes: int | None
+) -> None:
     """Refuse ranks whose hosts cannot hold what they need.
 
     Args:
-        ranks: of each rank, the bytes that its targets and its activations need, and what it knows of its host.
+        ranks: of each rank, the bytes that its targets and what never moves need, and what it knows of its host.
         limit_bytes: the recipe's limit for one rank; None for none.
 
     Raises:
@@ -98,7 +105,7 @@ def check_ranks(ranks: Sequence[tuple[dict[Target, int], int, HostFacts]], limit
     """
     # Copies of an image share a hostname, containers of one machine its boot.
     machines = [f"{facts.hostname} {facts.boot_id}" for _, _, facts in ranks]
-    needs = [RankNeed(rank, machines[rank], need, nbytes) for rank, (need, nbytes, _) in enumerate(ranks)]
+    needs = [RankNeed(rank, machines[rank], need, fixed) for rank, (need, fixed, _) in enumerate(ranks)]
     # The least that any rank of a host sees: containers of one host may have limits of their own.
     most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][2]))
     check_host_budget(needs, {machines[rank]: ranks[rank][2] for rank in most_first}, limit_bytes)

@@ -21,6 +21,7 @@ from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
@@ -107,7 +108,11 @@ class MegatronPolicyWorker:
             undo.callback(self.state.close)
             nbytes = activation_bytes(facts, config, plan, world_size=world_size) if init_optimizer else 0
             self.engine: Final = make_engine(
-                self.state, plan, node=binding.node, with_reference=init_reference_model, activation_bytes=nbytes
+                self.state,
+                plan,
+                node=binding.node,
+                with_reference=init_reference_model,
+                fixed_bytes={ACTIVATIONS: nbytes},
             )
             undo.callback(self.engine.close)
             self.activations = Activations(self.state, plan, self.engine, nbytes)

@@ -238,3 +238,27 @@ def test_the_picture_of_the_packages_is_right():
         and row_of[other] <= row_of[own]
     ]
     assert upward == []
+
+
+def import_circle(imported_by: dict[str, set[str]]) -> list[str]:
+    """Return modules of which each imports another of them; none if there is no circle."""
+    left = {module: set(imported) & imported_by.keys() - {module} for module, imported in imported_by.items()}
+    while ready := [module for module, imported in left.items() if not imported & left.keys()]:
+        for module in ready:
+            del left[module]
+    return sorted(left)
+
+
+def test_no_modules_import_each_other():
+    """Imports inside of functions and under TYPE_CHECKING count, too."""
+    imported_by = {
+        f"{PACKAGE}.{module}": {
+            name for _, name in imports_of(path.read_text(), module, path.name == "__init__.py") if name != PACKAGE
+        }
+        for module, path in modules()
+    }
+    assert import_circle(imported_by) == []
+
+
+def test_an_import_circle_is_found():
+    assert import_circle({"a": {"b"}, "b": {"c"}, "c": {"b", "torch"}, "d": {"torch"}}) == ["a", "b", "c"]

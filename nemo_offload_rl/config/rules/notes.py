@@ -46,15 +46,6 @@ def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> 
     )
 
 
-@note("policy.residency.verify", "policy.use_pinned_optimizer_offload?")
-def tensor_by_tensor_is_not_verified(verify: bool, pinned: bool | None) -> Verdict:
-    """Checksums are of ranges, in which optimizer state then is not."""
-    if not verify or pinned:
-        return None
-    key = "policy.use_pinned_optimizer_offload"
-    return f"compares no optimizer state, which moves tensor by tensor; with {key}: true it does"
-
-
 @note(f"{MEGATRON}.offload_modules", f"{MEGATRON}.fine_grained_activation_offloading")
 def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bool) -> Verdict:
     """The list alone moves nothing."""

@@ -103,8 +103,9 @@ class PolicyConfig(TypedDict):
     # Move optimizer state to the host during log-prob passes, too. Recommended: false; true where their activations
     # need the room. Absent: false, it stays where it is.
     offload_optimizer_for_logprob: NotRequired[bool]
-    # Move training state in large copies between page-locked host memory and address ranges of its own, at the speed of
-    # the link. False: tensor by tensor through pageable memory, many times slower. Recommended: true. Absent: false.
+    # Page-lock the host memory of optimizer state, so that it is copied at the speed of the link. False: its copies go
+    # through a small page-locked buffer, at the speed of the CPU's own copying; a remedy where so much memory cannot be
+    # page-locked. Recommended: true. Absent: true.
     use_pinned_optimizer_offload: NotRequired[bool]
     # Where training state lives in each phase, and its host memory. Absent: what the flags above say, no limit, no
     # checksums, huge pages.

@@ -42,8 +42,7 @@ class ResidencyTable(TypedDict):
 class ResidencyConfig(TypedDict):
     """Section `policy.residency`."""
 
-    # Compare a checksum of everything that moves before it leaves and after it is back, and stop where they differ. Of
-    # optimizer state only with use_pinned_optimizer_offload: true.
+    # Compare a checksum of everything that moves before it leaves and after it is back, and stop where they differ.
     # Recommended: false; true to look for a fault, since it reads all state at every move.
     verify: bool
     # Ask the kernel for 2 MiB pages under the page-locked host buffers: no less exact, and sooner ready (18 GB in 0.9 s

@@ -70,8 +70,15 @@ def test_an_exemplar_neither_offloads_activations_nor_captures_graphs(path):
     assert megatron["cuda_graph_impl"] == "none"
 
 
-def test_the_recipe_for_gpus_moves_optimizer_state_at_link_speed():
-    assert load(CONFIGS / "grpo_math_1B_megatron.yaml").config["policy"]["use_pinned_optimizer_offload"] is True
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.name)
+def test_an_exemplar_moves_optimizer_state_at_link_speed(path):
+    assert load(path).config["policy"]["use_pinned_optimizer_offload"] is True
+
+
+def test_optimizer_state_is_page_locked_where_a_recipe_does_not_say_and_the_printed_recipe_says_so():
+    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", ["~policy.use_pinned_optimizer_offload"])
+    assert validated.config["policy"]["use_pinned_optimizer_offload"] is True
+    assert validated.recipe.config["policy"]["use_pinned_optimizer_offload"] is True
 
 
 def written(value, path=""):

@@ -513,11 +513,6 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             "256 makes 2 optimizer steps of a GRPO step's 512 samples",
         ),
         (
-            ["policy.residency.verify=true", "policy.use_pinned_optimizer_offload=false"],
-            "policy.residency.verify compares no optimizer state",
-        ),
-        (["policy.residency.verify=true", "~policy.use_pinned_optimizer_offload"], "compares no optimizer state"),
-        (
             [f"{MEGATRON}.offload_modules=[core_attn]"],
             "offload_modules has no effect, since policy.megatron_cfg.fine_grained_activation_offloading is false",
         ),
@@ -590,17 +585,6 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
 )
 def test_what_is_worth_saying_of_a_valid_recipe(overrides, note):
     assert note in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
-
-
-@pytest.mark.parametrize(
-    "overrides",
-    [
-        ["policy.residency.verify=true", "policy.use_pinned_optimizer_offload=true"],
-        ["policy.residency.verify=false", "policy.use_pinned_optimizer_offload=false"],
-    ],
-)
-def test_checksums_are_only_missed_where_they_are_asked_for(overrides):
-    assert "compares no optimizer state" not in "\n".join(load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).notes)
 
 
 def test_metrics_are_those_that_the_algorithms_measure():

@@ -353,8 +353,10 @@ def test_the_slab_is_part_of_what_a_rank_needs():
     rank = run.plan.largest_rank
     assert rank.activations is not None
     assert rank.activations.slab_bytes > 0
-    assert run.needs[0].activation_bytes == rank.activation_bytes == rank.activations.slab_bytes
-    assert run.needs[0].total_bytes == rank.total_host_bytes == sum(rank.host_bytes.values()) + rank.activation_bytes
+    assert run.needs[0].fixed_bytes == rank.fixed_bytes == {"activations": rank.activations.slab_bytes}
+    assert (
+        run.needs[0].total_bytes == rank.total_host_bytes == sum(rank.host_bytes.values()) + rank.activations.slab_bytes
+    )
 
 
 def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
@@ -366,7 +368,7 @@ def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
     assert "enough: a lower policy.activation_offload.host_memory_limit_gib or fewer" in remedy
     assert "reference_weights  activations     total" in str(caught.value)
     config["policy"]["activation_offload"] = {"host_memory_limit_gib": 0.25}
-    assert plan_run(config, QWEN2_5_1_5B, algorithm="grpo").needs[0].activation_bytes == GIB // 4
+    assert plan_run(config, QWEN2_5_1_5B, algorithm="grpo").needs[0].fixed_bytes == {"activations": GIB // 4}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

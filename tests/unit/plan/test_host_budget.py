@@ -95,7 +95,7 @@ def test_only_what_would_free_something_is_advised():
 
 
 def test_activations_count_and_have_a_remedy_of_their_own():
-    ranks = [RankNeed(rank, "node-a", {Target.PARAMS: 40 * GIB}, 10 * GIB * rank) for rank in range(2)]
+    ranks = [RankNeed(rank, "node-a", {Target.PARAMS: 40 * GIB}, {"activations": 10 * GIB * rank}) for rank in range(2)]
     check_host_budget(ranks, {"node-a": host()}, 50 * GIB)
     assert error_of(ranks, limit=49).startswith("Rank 1 needs 50.00 GiB of host memory for what leaves its GPU")
     error = error_of(ranks, host(90)).splitlines()
@@ -143,3 +143,13 @@ def test_the_error_survives_the_way_to_the_driver():
     error = HostBudgetError("too little")
     copy = pickle.loads(pickle.dumps(error))
     assert (type(copy), str(copy)) == (HostBudgetError, "too little")
+
+
+def test_what_never_moves_counts_by_its_name():
+    one = RankNeed(0, "node-a", {Target.PARAMS: 10 * GIB}, {"cpu_optimizer": 100 * GIB})
+    assert one.total_bytes == 110 * GIB
+    error = error_of([one], host()).splitlines()
+    assert error[2:4] == [
+        "  needed (GiB)      params     grads  optimizer_state  reference_weights  cpu_optimizer     total",
+        "  rank 0             10.00         0                0                  0         100.00    110.00",
+    ]

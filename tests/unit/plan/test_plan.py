@@ -20,7 +20,7 @@ def test_a_recipe_that_says_nothing_gets_the_default_table():
     plan = settings({})
     assert plan.table == DEFAULT_TABLE
     assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
-        (False, False, True, None, "auto")
+        (True, False, True, None, "auto")
     )
     assert not any(plan.sources[phase] for phase in Phase)
 

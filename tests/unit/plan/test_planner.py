@@ -7,7 +7,7 @@ import pytest
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan.host_budget import HostBudgetError
-from nemo_offload_rl.plan.plan import PAGEABLE_BYTES_PER_S, PCIE5_X16_BYTES_PER_S
+from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S, STAGED_BYTES_PER_S
 from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run, rank_needs
 from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
@@ -121,8 +121,8 @@ def test_only_optimizer_state_is_slower_where_it_is_not_page_locked():
     assert seconds == {
         (LOGPROB, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
         (LOGPROB, REFERENCE): 6000 / PCIE5_X16_BYTES_PER_S,
-        (TRAIN, OPTIMIZER): 6000 / PAGEABLE_BYTES_PER_S,
-        (REFIT, OPTIMIZER): 6000 / PAGEABLE_BYTES_PER_S,
+        (TRAIN, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
+        (REFIT, OPTIMIZER): 6000 / STAGED_BYTES_PER_S,
         (GENERATE, PARAMS): 2000 / PCIE5_X16_BYTES_PER_S,
     }
 
@@ -168,3 +168,11 @@ def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["policy.residency.host_memory_limit_gib=20"]).config
     with pytest.raises(HostBudgetError, match=r"Rank 0 needs 20\.13 GiB .*host_memory_limit_gib is 20\."):
         plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+
+
+def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():
+    plan = make_plan({}, [FACTS], fixed_bytes=[{"cpu_optimizer": 5000}])
+    rank = plan.largest_rank
+    assert rank.total_host_bytes == sum(rank.host_bytes.values()) + 5000
+    (need,) = rank_needs(plan, ranks_per_host=1, num_hosts=1)
+    assert need.total_bytes == rank.total_host_bytes

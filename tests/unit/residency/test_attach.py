@@ -23,7 +23,7 @@ from support.ranges import Trouble, small_chunks
 
 from nemo_offload_rl.memory.gpu_range import make_range
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
-from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.attach import Engine, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import BufferEntry, CorruptedTransferError, FlatBuffer, FlatBufferTarget
 from nemo_offload_rl.residency.metrics import MemoryNow, Meter
@@ -181,6 +181,42 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     engine.residency.enter(Phase.TRAIN)
     assert job.step(2) == plain.step(2)
     assert_equal(job.everything(), plain.everything())
+
+
+class LockingHost:
+    """Grants every page-lock, and locks nothing."""
+
+    def lock(self, address, nbytes):
+        pass
+
+    def unlock(self, address):
+        pass
+
+
+def test_optimizer_state_alone_can_be_left_pageable():
+    job = make_job(dtype=torch.bfloat16)
+    with PinnedArena(locker=LockingHost()) as arena:
+        engine = attach([job.model], job.optimizer, arena, options=Options(pinned_optimizer_state=False))
+        pinned = {
+            name: {backed.host.pinned for backed in engine.targets[name].flat_buffer.backed_ranges}
+            for name in (Target.PARAMS, Target.OPTIMIZER_STATE)
+        }
+        assert pinned == {Target.PARAMS: {True}, Target.OPTIMIZER_STATE: {False}}
+        engine.close()
+
+
+def test_optimizer_state_that_never_leaves_stays_where_it_is():
+    job = make_job(dtype=torch.bfloat16)
+    stays = {phase: {**cells, Target.OPTIMIZER_STATE: Placement.GPU} for phase, cells in DEFAULT_TABLE.items()}
+    places = [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))]
+    with PinnedArena() as arena:
+        engine = attach([job.model], job.optimizer, arena, table=stays)
+        nbytes = needed_host_bytes([job.model], job.optimizer, arena)[Target.OPTIMIZER_STATE]
+        assert engine.nbytes()[Target.OPTIMIZER_STATE] > 0.9 * nbytes > 0
+        assert needed_host_bytes([job.model], job.optimizer, arena, table=stays)[Target.OPTIMIZER_STATE] == 0
+        engine.residency.enter(Phase.GENERATE)
+        assert [tensor.data_ptr() for _, tensor in state_tensors(job.optimizer, torch.device("cpu"))] == places
+        engine.close()
 
 
 class FullHost(PinnedArena):

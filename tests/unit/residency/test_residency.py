@@ -4,7 +4,7 @@ import pytest
 
 from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
-from nemo_offload_rl.residency.target import ResidencyError
+from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
 
 class Arrived:
@@ -216,3 +216,50 @@ def test_an_error_of_cuda_is_said_and_not_repaired():
     with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU .* illegal .* cannot go on"):
         residency.enter(Phase.REFIT)
     assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
+
+
+def test_single_targets_are_placed_and_the_next_phase_moves_what_differs():
+    residency, _, log = make()
+    residency.place({Target.OPTIMIZER_STATE: Placement.HOST, Target.GRADS: Placement.UNCHANGED})
+    assert moves(log) == [(Target.OPTIMIZER_STATE, Placement.HOST)]
+    residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
+    assert moves(log) == []
+    residency.place({Target.GRADS: Placement.DROPPED, Target.OPTIMIZER_STATE: Placement.GPU})
+    assert moves(log) == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.GPU)]
+    residency.place({Target.PARAMS: Placement.HOST})
+    log.clear()
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == [(Target.PARAMS, Placement.GPU), (Target.GRADS, Placement.GPU)]
+
+
+def test_what_returns_by_place_is_waited_for_as_in_a_phase():
+    residency, _, log = make()
+    residency.place({Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST})
+    log.clear()
+    residency.place({Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.GPU})
+    assert log[-1] == (Target.PARAMS, "held for")
+    residency.require(Target.OPTIMIZER_STATE)
+    assert log[-1] == (Target.OPTIMIZER_STATE, "held for")
+
+
+def test_place_without_room_puts_back_what_it_moved():
+    residency, targets, log = make()
+    targets[Target.OPTIMIZER_STATE].full.add(Placement.HOST)
+    with pytest.raises(NoRoomError, match=r"optimizer_state could not leave .* no memory for book 7"):
+        residency.place({Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.HOST})
+    assert moves(log) == [(Target.PARAMS, Placement.HOST), (Target.PARAMS, Placement.GPU)]
+    assert [residency.where(target) for target in targets] == [Placement.GPU] * 3
+
+
+@pytest.mark.parametrize(
+    ("target", "placement", "message"),
+    [
+        (Target.GRADS, Placement.HOST, "grads cannot be host; it can be dropped, gpu, keep"),
+        (Target.REFERENCE_WEIGHTS, Placement.HOST, "There is no reference_weights to place; the targets are params, "),
+    ],
+)
+def test_a_placement_that_cannot_be_moves_nothing(target, placement, message):
+    residency, _, log = make()
+    with pytest.raises(ValueError, match=message):
+        residency.place({Target.PARAMS: Placement.HOST, target: placement})
+    assert moves(log) == []

@@ -16,14 +16,14 @@ def host(boot_id, available=100):
 
 
 def test_ranks_of_one_machine_are_added_up_and_machines_of_one_name_are_not():
-    check_ranks([(NEED, 0, host("a")), (NEED, 0, host("b"))], None)
+    check_ranks([(NEED, {}, host("a")), (NEED, {}, host("b"))], None)
     with pytest.raises(HostBudgetError, match=r"^The 2 ranks of node need 120\.00 GiB"):
-        check_ranks([(NEED, 0, host("a")), (NEED, 0, host("b")), (NEED, 0, host("a"))], None)
+        check_ranks([(NEED, {}, host("a")), (NEED, {}, host("b")), (NEED, {}, host("a"))], None)
 
 
 def test_the_least_that_a_rank_sees_of_its_machine_counts():
     half = {Target.OPTIMIZER_STATE: 30 * GIB}
-    check_ranks([(half, 0, host("a", 80)), (half, 0, host("a", 100))], None)
+    check_ranks([(half, {}, host("a", 80)), (half, {}, host("a", 100))], None)
     for seen in ((50, 100), (100, 50)):
         with pytest.raises(HostBudgetError, match=r"but 47\.50 GiB can be had"):
-            check_ranks([(half, 0, host("a", available)) for available in seen], None)
+            check_ranks([(half, {}, host("a", available)) for available in seen], None)
