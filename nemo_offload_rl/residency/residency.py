@@ -93,7 +93,7 @@ class Residency:
         """Move single targets and leave the others where they are, for trainers that move each kind of state alone.
 
         Copies and waits are those of `enter`, and metrics count the moves in the phase that was entered last (train
-        before the first). `wait_until_released` waits for the memory of what leaves.
+        before the first). `wait_until_released` waits for the memory of targets that leave the GPU.
 
         Args:
             placements: where each target is to live; with `Placement.UNCHANGED` it stays.
