@@ -26,7 +26,7 @@ import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from model_shapes import QWEN2_1_5B
-from result_file import Cell, print_rows, write_result
+from result_file import TableValue, print_rows, write_result
 from worker_train import compared
 
 from nemo_offload_rl.config import for_machine, load
@@ -117,7 +117,9 @@ def in_turn(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, lis
     return seconds
 
 
-def rows_of(verb: str, seconds: dict[str, list[float]], num_bytes: int, **case: Cell) -> list[dict[str, Cell]]:
+def rows_of(
+    verb: str, seconds: dict[str, list[float]], num_bytes: int, **case: TableValue
+) -> list[dict[str, TableValue]]:
     plain, ours = seconds.values()
     ratios = compared(plain, ours)
     return [
@@ -136,10 +138,10 @@ def rows_of(verb: str, seconds: dict[str, list[float]], num_bytes: int, **case: 
     ]
 
 
-def checksum_rows(num_bytes: int) -> list[dict[str, Cell]]:
+def checksum_rows(num_bytes: int) -> list[dict[str, TableValue]]:
     """How fast one core is with each checksum, of bytes in memory."""
     data = os.urandom(num_bytes)
-    rows: list[dict[str, Cell]] = []
+    rows: list[dict[str, TableValue]] = []
     for name, digest in CHECKSUMS.items():
         best = min(timed(lambda digest=digest: digest(data)) for _ in range(3))
         rows.append({"case": f"checksum, {name}", "s": round(best, 4), "gb_per_s": round(num_bytes / 1e9 / best, 2)})
@@ -182,7 +184,7 @@ def main() -> None:
 
         return run
 
-    case: dict[str, Cell] = {"layers": args.layers, "vocab_size": args.vocab_size, "repeats": args.repeats}
+    case: dict[str, TableValue] = {"layers": args.layers, "vocab_size": args.vocab_size, "repeats": args.repeats}
     saved = in_turn({"plain": saving(save_plainly), "with checksums": saving(save_with_checksums)}, args.repeats)
     saving(save_with_checksums)()  # the last was a plain one, or was not
     num_bytes = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())

@@ -26,7 +26,7 @@ os.environ.setdefault(
 )  # before Ray is imported; else `uv run` builds a second venv
 
 from gpu_watch import GpuWatch, WatchedTimer
-from result_file import Cell, write_result
+from result_file import TableValue, write_result
 from rich.console import Console
 from rich.table import Table
 
@@ -143,9 +143,9 @@ def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Co
     return Measured(seconds, peaks_gib, metrics)
 
 
-def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, Cell]]:
+def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, TableValue]]:
     """The result: `case`, `way`, `metric`, `value`, and `bar` where there is one to reach."""
-    rows: list[dict[str, Cell]] = []
+    rows: list[dict[str, TableValue]] = []
 
     def add(case: str, way: str, metric: str, value: float, bar: float | None = None) -> None:
         rows.append({"case": case, "way": way, "metric": metric, "value": round(value, 5), "bar": bar})

@@ -21,7 +21,7 @@ from nemo_offload_rl.model_check.process import ENVIRONMENT
 os.environ.update(ENVIRONMENT)  # before torch is imported
 
 import torch
-from result_file import Cell, print_rows, write_result
+from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.model_check.compare import check
@@ -123,10 +123,10 @@ def megatron_settings() -> dict[str, Any]:
     return settings
 
 
-def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str, Cell]:
+def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str, TableValue]:
     """One case's row."""
     policy = {"model_name": family, "hf_config": {"model_type": family, **fields}, "megatron_cfg": megatron}
-    row: dict[str, Cell] = {"family": family, "flags": name}
+    row: dict[str, TableValue] = {"family": family, "flags": name}
     start = time.perf_counter()
     try:
         result = check(policy)

@@ -10,10 +10,10 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 
-Cell = float | int | str | bool | None
+TableValue = float | int | str | bool | None
 
 
-def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
+def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]]) -> None:
     """Writes rows as `{"machine", "commit", "command", "date", "rows"}`.
 
     Args:
@@ -31,7 +31,7 @@ def write_result(path: Path, rows: Sequence[Mapping[str, Cell]]) -> None:
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
 
 
-def print_rows(rows: Sequence[Mapping[str, Cell]]) -> None:
+def print_rows(rows: Sequence[Mapping[str, TableValue]]) -> None:
     """Prints rows as a table, a column a field."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, *([str(row[name]) if name in row else "-" for name in names] for row in rows)]

@@ -10,9 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from result_file import Cell, commit, machine, write_result
+from result_file import TableValue, commit, machine, write_result
 
-Row = dict[str, Cell]
+Row = dict[str, TableValue]
 
 # What every row has, null where it does not apply.
 FIELDS = (
@@ -58,7 +58,7 @@ class ResultFile:
         self.path = path
         self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
 
-    def add(self, table: str, part: str, way: str, fields: Mapping[str, Cell]) -> Row:
+    def add(self, table: str, part: str, way: str, fields: Mapping[str, TableValue]) -> Row:
         """Add a row, or replace the one with the same key.
 
         Args:
