@@ -91,7 +91,7 @@ class _CurrentStream:
         return stream
 
 
-class _Event(CopyHandle):
+class _RequestEvent(CopyHandle):
     """Stands for all copies that a copy stream has been given so far; it makes them in order."""
 
     def __init__(
@@ -107,7 +107,11 @@ class _Event(CopyHandle):
         return bool(self.event.query())
 
     def covers(self, other: CopyHandle) -> bool:
-        return isinstance(other, _Event) and self._copy_stream is other._copy_stream and self._number >= other._number
+        return (
+            isinstance(other, _RequestEvent)
+            and self._copy_stream is other._copy_stream
+            and self._number >= other._number
+        )
 
     def __del__(self) -> None:
         self._copy_stream.unused_events.append(
@@ -142,13 +146,13 @@ class SpanCopyStream:
         begin.wait(self.stream)
         self.unused_events.append(begin)
         for handle in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
-            assert isinstance(handle, _Event)
+            assert isinstance(handle, _RequestEvent)
             handle.event.wait(self.stream)
         self.copy_all(spans)
         end = self._event()
         end.record(self.stream)
         self._num_requests += 1
-        return _Event(self, self._num_requests, end, caller)
+        return _RequestEvent(self, self._num_requests, end, caller)
 
     def copy_all(self, spans: Iterable[Span]) -> None:
         """Queue copies; torch has been called in this thread, so that the driver knows its context there.
@@ -197,7 +201,7 @@ class CudaCopies(CopyEngine):
 
     def wait(self, handle: CopyHandle) -> None:
         """See `CopyEngine`."""
-        assert isinstance(handle, _Event)
+        assert isinstance(handle, _RequestEvent)
         stream = self._current_stream()
         if handle.waiter is stream:
             return
@@ -210,7 +214,7 @@ class CudaCopies(CopyEngine):
 
     def wait_to_free(self, handle: CopyHandle) -> None:
         """See `CopyEngine`; the caller's stream uses the memory again, in whichever thread garbage is collected."""
-        assert isinstance(handle, _Event)
+        assert isinstance(handle, _RequestEvent)
         with torch.cuda.stream(handle.caller):
             super().wait_to_free(handle)
 

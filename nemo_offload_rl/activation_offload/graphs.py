@@ -17,11 +17,11 @@ import torch
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine, CopyHandle, Span
 from nemo_offload_rl.activation_offload.groups import Chunk, InflightOffloads
-from nemo_offload_rl.activation_offload.host_pool import HostMemory, OffloadPath, PinnedHostPool, Region
+from nemo_offload_rl.activation_offload.host_pool import HostRegions, OffloadPath, PinnedHostPool, Region
 from nemo_offload_rl.activation_offload.report import ModuleReport
 
 
-class CapturedRegions(HostMemory):
+class CapturedRegions(HostRegions):
     """Holds the regions of a host pool that graphs have the addresses of."""
 
     def __init__(self, host_pool: PinnedHostPool) -> None:
@@ -30,7 +30,7 @@ class CapturedRegions(HostMemory):
 
     @property
     def memory(self) -> torch.Tensor:
-        """See `HostMemory`."""
+        """See `HostRegions`."""
         return self._host_pool.memory
 
     @property
@@ -39,7 +39,7 @@ class CapturedRegions(HostMemory):
         return sum(region.reserved_bytes for region in self._regions)
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """See `HostMemory`."""
+        """See `HostRegions`."""
         regions = self._host_pool.take_all(sizes)
         self._regions += regions or []
         return regions

@@ -46,11 +46,11 @@ class Group:
         """The module, and how many of its groups come before this one in the pass."""
         self.storages: list[weakref.ref[SavedStorage]] = []
         """The storages of what it saved, in the order in which its backward pass needs them."""
-        self.saved: list[SavedTensor] = []
+        self.saved: list[PackedTensor] = []
         """Until its commit is through."""
         self.nbytes = 0
 
-    def settle(self) -> tuple[list["SavedTensor"], list[SavedStorage]]:
+    def settle(self) -> tuple[list["PackedTensor"], list[SavedStorage]]:
         """Check what it saved and list its storages; its forward pass is queued.
 
         Returns:
@@ -77,7 +77,7 @@ class Group:
         return any(stored is not None and stored.was_offloaded for stored in (ref() for ref in self.storages))
 
 
-class SavedTensor:
+class PackedTensor:
     """Stands for a tensor that may be offloaded: first itself, then how to view it in its storage again.
 
     Args:
@@ -258,7 +258,7 @@ class PendingOffload(NamedTuple):
 
     group: Group
     storages: list[SavedStorage]
-    saved: list[SavedTensor]
+    saved: list[PackedTensor]
 
     def release(self) -> None:
         """Drops its GPU memory: its bytes are on the host, as far as the compute stream can see."""

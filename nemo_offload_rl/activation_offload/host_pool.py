@@ -31,7 +31,7 @@ class Region(NamedTuple):
     after: tuple[CopyHandle, ...]
 
 
-class HostMemory(Protocol):
+class HostRegions(Protocol):
     """Hands out host memory by bytes, as `PinnedHostPool` does."""
 
     @property
@@ -52,7 +52,7 @@ class HostMemory(Protocol):
 class OffloadPath:
     """The copies and host memory of eager passes, or of passes captured in CUDA graphs."""
 
-    host: HostMemory
+    host: HostRegions
     copies: CopyEngine
     tally: Tally = field(default_factory=Tally)
 

@@ -29,7 +29,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from nemo_offload_rl.activation_offload.copies import CopyEngine
 from nemo_offload_rl.activation_offload.graphs import Captures
-from nemo_offload_rl.activation_offload.groups import Chunk, Group, InflightOffloads, PendingOffload, SavedTensor
+from nemo_offload_rl.activation_offload.groups import Chunk, Group, InflightOffloads, PackedTensor, PendingOffload
 from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.report import StepReport, Tally
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile
@@ -304,7 +304,7 @@ class ActivationOffloader:
                 self._profiles[chunk.stage] = profile
         chunk.lead = profile.lead
 
-    def _pack(self, tensor: torch.Tensor) -> ResidentTensor | SavedTensor:
+    def _pack(self, tensor: torch.Tensor) -> ResidentTensor | PackedTensor:
         # Cheap checks first: most of what modules save is small or a parameter.
         active = self._active[-1]
         assert active is not None
@@ -328,7 +328,7 @@ class ActivationOffloader:
             chunk.storages[number] = weakref.ref(stored)
         elif stored.report is not group.report:
             group.report.duplicate_bytes += nbytes
-        saved = SavedTensor(tensor, group, stored, is_alias=self._saves_aliases)
+        saved = PackedTensor(tensor, group, stored, is_alias=self._saves_aliases)
         group.saved.append(saved)
         return saved
 
@@ -381,8 +381,8 @@ class ActivationOffloader:
                 stored.report.count_prefetch(stored.nbytes, is_late=is_late)
         chunk.num_not_prefetched = requests[-1][-1].index
 
-    def _unpack(self, packed: ResidentTensor | SavedTensor) -> torch.Tensor:
-        if not isinstance(packed, SavedTensor):
+    def _unpack(self, packed: ResidentTensor | PackedTensor) -> torch.Tensor:
+        if not isinstance(packed, PackedTensor):
             return unpack_resident(packed)
         group = packed.group
         if not group.in_backward:

@@ -18,7 +18,7 @@ from support.late_copies import LateCopies
 from support.marked_layers import LAYERS, MODULES, WIDTH, Model, batches, lack_of_memory, suspended
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, SavedTensor
+from nemo_offload_rl.activation_offload.groups import Chunk, Group, GroupListener, PackedTensor
 from nemo_offload_rl.activation_offload.host_pool import OffloadPath, PinnedHostPool
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions, Profile, choose_in_first_pass
@@ -594,7 +594,7 @@ def test_a_request_that_is_refused_leaves_nothing_behind(model, direction):
         gc.collect()
         made.host_pool.take_all([])
         assert made.host_pool.used_bytes == 0
-        assert not any(type(one) is SavedTensor for one in gc.get_objects())
+        assert not any(type(one) is PackedTensor for one in gc.get_objects())
         assert_equal(one_by_one(model, batches([12, 7], 0)), want)
     assert number > LAYERS
 
