@@ -41,7 +41,7 @@ class GpuRange(Protocol):
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are taken from the device now."""
+        """Returns the bytes that are taken from the device now."""
         ...
 
     def map(self, index: int) -> None:
@@ -66,7 +66,7 @@ RangeMaker = Callable[[int, torch.device, int], GpuRange]
 
 
 def make_range(nbytes: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> GpuRange:
-    """A range on a device, none of it mapped.
+    """Makes a range on a device, none of it mapped.
 
     Args:
         nbytes: size, above 0.
@@ -136,7 +136,7 @@ class VirtualRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are taken from the device now."""
+        """Returns the bytes that are taken from the device now."""
         return sum(size for size, handle in zip(self._sizes, self._handles, strict=True) if handle is not None)
 
     def map(self, index: int) -> None:
@@ -193,7 +193,7 @@ class TorchRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes that are taken from the device now."""
+        """Returns the bytes that are taken from the device now."""
         return self.tensor.untyped_storage().size()
 
     def map(self, index: int) -> None:
@@ -232,7 +232,7 @@ class HostRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Bytes of the chunks that are mapped now."""
+        """Returns the bytes of the chunks that are mapped now."""
         sizes = (chunk.stop - chunk.start for chunk in self.chunks)
         return sum(size for size, mapped in zip(sizes, self._mapped, strict=True) if mapped)
 
@@ -275,7 +275,7 @@ def _cut(nbytes: int, chunk_bytes: int) -> tuple[slice, ...]:
 
 
 def _checked(result: tuple[Any, ...]) -> Any:
-    """The value of a driver call.
+    """Returns the value of a driver call.
 
     Raises:
         RuntimeError: the driver reported an error.

@@ -48,7 +48,7 @@ class Binding:
 
 
 def numa_nodes(sysfs: Path = Path("/sys")) -> dict[int, NumaNode]:
-    """The machine's nodes by number, ascending; empty where the kernel shows none."""
+    """Returns the machine's nodes by number, ascending; empty where the kernel shows none."""
     folder = sysfs / "devices/system/node"
     numbers = sorted(int(path.name.removeprefix("node")) for path in folder.glob("node[0-9]*"))
     nodes = {}
@@ -61,7 +61,7 @@ def numa_nodes(sysfs: Path = Path("/sys")) -> dict[int, NumaNode]:
 
 
 def gpu_numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
-    """The node with CPUs that is nearest to a GPU.
+    """Returns the node with CPUs that is nearest to a GPU.
 
     Args:
         pci_bus_id: As the driver or the kernel writes it, such as 00000000:65:00.0 or 0000:65:00.0.
@@ -165,7 +165,7 @@ def normalize_pci_bus_id(pci_bus_id: str) -> str:
 
 
 def parse_cpu_list(text: str) -> frozenset[int]:
-    """The numbers of a kernel list such as 0-3,8,10-11."""
+    """Returns the numbers of a kernel list such as 0-3,8,10-11."""
     cpus: set[int] = set()
     for part in text.strip().split(","):
         if part:

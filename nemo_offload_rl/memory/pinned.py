@@ -1,4 +1,4 @@
-"""Host memory for offloaded state: exact to the page, near the GPU, page-locked, in segments with one owner each.
+"""Gives host memory for offloaded state: exact to the page, near the GPU, page-locked, one owner a segment.
 
 A segment is mapped, given a memory policy, touched by many threads and page-locked in chunks as its pages come; torch's
 `pin_memory=True` does all that on one thread and rounds up to a power of two. Without CUDA the same path ends before
@@ -81,7 +81,7 @@ class HostSegment:
         return self._tensor
 
     def window(self, offset: int, nbytes: int) -> torch.Tensor:
-        """A part, uint8 [nbytes], as a tensor with a storage of its own.
+        """Returns a part, uint8 [nbytes], as a tensor with a storage of its own.
 
         `torch.save` writes, and megatron-core's checkpoint writer copies, the whole storage behind a view; behind this
         one there is nothing but the part.
@@ -143,7 +143,7 @@ class PinnedArena:
 
     @staticmethod
     def live_bytes() -> int:
-        """Host memory that arenas of this process have mapped now, a released segment's that a tensor still holds too.
+        """Returns the bytes that arenas of this process have mapped now, released segments that tensors hold included.
 
         0 after a test in which nothing leaked.
         """
@@ -156,7 +156,7 @@ class PinnedArena:
 
     @property
     def pinned_bytes(self) -> int:
-        """The page-locked part of `allocated_bytes`."""
+        """Returns the page-locked part of `allocated_bytes`."""
         return sum(segment.mapped_bytes for segment in self._segments if segment.pinned)
 
     def allocate(self, owner: str, nbytes: int, *, pin: bool = True) -> HostSegment:

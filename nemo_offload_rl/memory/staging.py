@@ -1,4 +1,4 @@
-"""The way of segments whose page-locking failed: through a few small pinned buffers, one copied while one is filled."""
+"""Copies to and from host memory that is not page-locked: through small pinned buffers, one copied while one fills."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -83,7 +83,7 @@ class StagingRing:
     def _pieces(
         self, source: torch.Tensor, destination: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """The buffers in turn, each cut to its piece of the source and of the destination."""
+        """Yields the buffers in turn, each cut to its piece of the source and of the destination."""
         for tensor in (source, destination):
             if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(

@@ -152,7 +152,7 @@ class WaitClock:
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """The stream is told to wait inside; not in a capture, where events have no time."""
+        """Times what the stream is told to wait for inside; not in a capture, where events have no time."""
         before = self._mark()
         yield
         self._held.append((before, self._mark()))

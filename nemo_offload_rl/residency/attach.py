@@ -40,22 +40,22 @@ class Engine:
 
     @property
     def residency(self) -> Residency:
-        """Moves: `residency.enter(phase)`."""
+        """Returns what moves targets: `residency.enter(phase)`."""
         return self.context.residency
 
     @property
     def targets(self) -> Mapping[Target, OffloadTarget]:
-        """The targets."""
+        """Returns the targets by name."""
         return self.context.targets
 
     @property
     def meter(self) -> Meter:
-        """Has what moves took."""
+        """Returns the measurements of moves."""
         return self.context.meter
 
     @property
     def reference(self) -> ReferenceWeights | None:
-        """The weights of the start, if they were to be kept."""
+        """Returns the weights of the start, if they were to be kept."""
         reference = self.targets.get(Target.REFERENCE_WEIGHTS)
         assert reference is None or isinstance(reference, ReferenceWeights)
         return reference
@@ -70,7 +70,7 @@ class Engine:
         return {name: target.nbytes for name, target in self.targets.items()}
 
     def checkpoint_reader(self) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Everything can be read where it is, on the CPU or the GPU, for instance to save a checkpoint.
+        """Makes everything readable where it is, on the CPU or the GPU, for instance to save a checkpoint.
 
         Returns:
             For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
@@ -131,7 +131,7 @@ def attach(
     options: Options = DEFAULT_OPTIONS,
     ranges: RangeMaker = make_range,
 ) -> Engine:
-    """House a model and an optimizer in ranges, and hand them to a residency.
+    """Moves a model and an optimizer into ranges, and hand them to a residency.
 
     Call it before the first forward pass, since every view of a parameter or gradient buffer has to follow. Parameters,
     optimizer and its state stay the same objects. Everything is on the GPU when this returns.
@@ -183,7 +183,7 @@ def needed_host_bytes(
 def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Callable[[], None]]:
     """Have forward passes ask for the params, and optimizer steps for their state; returns how to stop that.
 
-    This is where late arrivals are waited for, and where a use in the wrong phase ends in words and not in an illegal
+    Late arrivals are waited for here, and a use in the wrong phase ends in a message and not in an illegal
     memory access.
     """
 

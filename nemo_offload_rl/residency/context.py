@@ -63,7 +63,7 @@ class TargetContext:
 
     @property
     def device(self) -> torch.device:
-        """The device that the model computes on."""
+        """Returns the device that the model computes on."""
         return next(self.model[0].parameters()).device
 
     @property

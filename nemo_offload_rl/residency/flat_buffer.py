@@ -41,7 +41,7 @@ class BufferEntry:
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """The place of an entry.
+    """Says where an entry lives.
 
     Attributes:
         name: of the entry.
@@ -166,7 +166,7 @@ class FlatBuffer:
         self.add(new)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """A CPU tensor of the same dtype, shape and strides that views the host copy of a tensor of this buffer.
+        """Returns a CPU tensor of the same dtype, shape and strides that views the host copy of one of its tensors.
 
         Its storage is its own and ends where it ends: what serialises a whole storage writes no neighbours.
 
@@ -185,7 +185,7 @@ class FlatBuffer:
         return None
 
     def name_at(self, error: ChunkError) -> str:
-        """The entry whose bytes begin in, or reach into, the chunk that an error is about."""
+        """Returns the entry whose bytes begin in, or reach into, the chunk that an error is about."""
         return next(
             buffer_slice.name
             for buffer_slice in self.slices
@@ -246,7 +246,7 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
 def _move_out(
     backed: BackedRange, entries: Sequence[BufferEntry], slices: Sequence[BufferSlice], num_mapped: int
 ) -> None:
-    """Back into their old memory, by way of the host: the GPU is full.
+    """Moves tensors back into their old memory, by way of the host: the GPU is full.
 
     Args:
         backed: they have moved into.
@@ -312,7 +312,7 @@ class FlatBufferTarget:
 
     @property
     def placements(self) -> frozenset[Placement]:
-        """Without host memory it stays."""
+        """Returns GPU and host; the GPU alone without host memory."""
         return frozenset({Placement.GPU, Placement.HOST} if self.flat_buffer.has_host_side else {Placement.GPU})
 
     @property
@@ -343,7 +343,7 @@ class FlatBufferTarget:
         return self._leave() if placement is Placement.HOST else self._come_back()
 
     def name_for_error(self, error: Exception) -> str:
-        """The tensor that an error of a move is about."""
+        """Returns the tensor that an error of a move is about."""
         return (
             self.flat_buffer.name_at(error)
             if isinstance(error, ChunkError)
@@ -379,7 +379,7 @@ class FlatBufferTarget:
 
 
 def chunk_checksums(backed_ranges: Sequence[BackedRange]) -> list[torch.Tensor]:
-    """0-dim int64 sums, modulo 2**64, of the 8-byte words of every chunk, on the device; ranges have to be mapped."""
+    """Sums the 8-byte words of every chunk, 0-dim int64 modulo 2**64, on the device; ranges have to be mapped."""
     return [
         backed.range.tensor[chunk].view(torch.int64).sum() for backed in backed_ranges for chunk in backed.range.chunks
     ]

@@ -44,7 +44,7 @@ class MemoryNow:
         )
 
     def as_gib(self) -> dict[str, float]:
-        """Every quantity that is known."""
+        """Returns every quantity that is known."""
         return {f"{name}_gib": value / GIB for name, value in vars(self).items() if value is not None}
 
 
@@ -83,7 +83,7 @@ class MoveRecord:
 
     @property
     def hidden_s(self) -> float:
-        """Copying beside which something else ran."""
+        """Returns the seconds of copying beside which something else ran."""
         return max(0.0, self.copy_s - self.exposed_s)
 
     def plus(self, later: "MoveRecord") -> "MoveRecord":
@@ -140,7 +140,7 @@ class Meter:
         self._transitions: defaultdict[str, float] = defaultdict(float)
 
     def memory(self) -> MemoryNow:
-        """Memory as it is."""
+        """Returns memory as it is."""
         rss, pinned = self._process.memory_info().rss, self._pinned_bytes()
         if self._device.type != "cuda":
             return MemoryNow(rss, pinned)

@@ -16,12 +16,12 @@ logger = logging.getLogger(__name__)
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
-    """Bytes of a rank's optimizer state."""
+    """Returns the bytes of a rank's optimizer state."""
     return facts.num_optimizer_params * facts.optimizer_size
 
 
 def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """The torch optimizers inside.
+    """Yields the torch optimizers inside.
 
     Args:
         optimizer: one of torch's, or of megatron-core's: chained, distributed, mixed-precision or fp32.
@@ -39,7 +39,7 @@ def torch_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every tensor that an optimizer keeps on a device beside the model's own: masters and state, by a lasting name.
+    """Yields the tensors that an optimizer keeps on a device beside the model's: masters and state, by a lasting name.
 
     The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter.
     """
@@ -72,7 +72,7 @@ def has_scaled_moments(optimizer: Any) -> bool:
 
 
 def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[list[tuple[str, torch.Tensor]]]:
-    """An optimizer's tensors with their names, those of one storage together.
+    """Returns an optimizer's tensors with their names, those of one storage together.
 
     Args:
         optimizer: see `stepped_optimizers`.
@@ -88,7 +88,7 @@ def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) ->
 
 
 def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
-    """The entries of one storage's tensors.
+    """Returns the entries of one storage's tensors.
 
     torch.load and deepcopy may put many tensors into one storage, which would be an entry of another size each time;
     where no other tensor shares it, each gets its own.

@@ -22,17 +22,17 @@ logger = logging.getLogger(__name__)
 
 
 def estimate_param_bytes(facts: ShardFacts) -> int:
-    """Bytes of a rank's parameters, frozen ones included."""
+    """Returns the bytes of a rank's parameters, frozen ones included."""
     return (facts.num_params + facts.num_frozen_params) * facts.param_size
 
 
 def estimate_grad_bytes(facts: ShardFacts) -> int:
-    """Bytes of a rank's gradient buffers."""
+    """Returns the bytes of a rank's gradient buffers."""
     return facts.num_params * facts.grad_size
 
 
 def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
-    """The flat buffers of chunks that are wrapped in megatron-core's DistributedDataParallel."""
+    """Yields the flat buffers of chunks that are wrapped in megatron-core's DistributedDataParallel."""
     for chunk in model:
         for kind in ("buffers", "expert_parallel_buffers"):
             found = getattr(chunk, kind, ())
@@ -41,7 +41,7 @@ def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 
 def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> list[tuple[str, torch.UntypedStorage]]:
-    """Every storage of a model's parameters and module buffers on a device, largest first, with a name in it."""
+    """Returns a model's storages of parameters and module buffers on a device, largest first, with a name in each."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for index, chunk in enumerate(model):
         for name, tensor in _named_tensors(chunk):
@@ -52,7 +52,7 @@ def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> li
 
 
 def param_entries(model: Sequence[torch.nn.Module], device: torch.device) -> list[BufferEntry]:
-    """The same with every tensor that looks into them."""
+    """Returns the same with every tensor that looks into them."""
     return _with_views(param_storages(model, device))
 
 
@@ -69,7 +69,7 @@ def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
-    """The storages of a model's gradient buffers."""
+    """Returns the storages of a model's gradient buffers."""
     storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
     views = tensors_by_storage(storages.values())
     return [
@@ -79,7 +79,7 @@ def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
 
 
 def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
-    """Every tensor object in this process that looks into one of some storages, by the storage's address.
+    """Finds every tensor object in this process that looks into one of some storages, by the storage's address.
 
     megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
     garbage collector finds them all, and those of its next version.
@@ -133,7 +133,7 @@ class Params(FlatBufferTarget):
         return super().start(placement)
 
     def strays(self) -> list[tuple[str, torch.UntypedStorage]]:
-        """Parameters and buffers that got new memory after they had moved into a range, as a change of dtype gives."""
+        """Returns parameters and buffers that got new memory after they had moved in, as a change of dtype gives."""
         known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
         storages = param_storages(self._model, self.flat_buffer.device)
         return [(name, storage) for name, storage in storages if storage.data_ptr() not in known]
@@ -166,7 +166,7 @@ def param_host_bytes(context: TargetContext) -> int:
 
 
 def make_params(context: TargetContext) -> Params:
-    """House the params."""
+    """Moves the params into ranges."""
     flat_buffer = context.flat_buffer(Target.PARAMS, with_host_side=_params_visit_host(context))
     flat_buffer.add(param_entries(context.model, context.device))
     return Params(context.model, flat_buffer, context.mover, verify=context.options.verify)
@@ -219,12 +219,12 @@ class Grads:
             backed.range.tensor.zero_()
 
     def name_for_error(self, error: Exception) -> str:
-        """The buffer that an error of a move is about."""
+        """Returns the buffer that an error of a move is about."""
         assert isinstance(error, ChunkError)
         return self.flat_buffer.name_at(error)
 
     def host_view(self, tensor: torch.Tensor) -> None:
-        """Gradients are never on the host."""
+        """Returns None: gradients are never on the host."""
 
     def close(self) -> None:
         """Give all memory back."""
@@ -232,12 +232,12 @@ class Grads:
 
 
 def grad_host_bytes(context: TargetContext) -> int:
-    """Gradients take nothing of the arena."""
+    """Returns 0: gradients take nothing of the arena."""
     return 0
 
 
 def make_grads(context: TargetContext) -> Grads | None:
-    """House the gradient buffers; None for a model without, such as one that is not in DistributedDataParallel."""
+    """Moves the gradient buffers into ranges; None for a model without, as one outside of DistributedDataParallel."""
     entries = grad_entries(context.model)
     if not entries:
         return None

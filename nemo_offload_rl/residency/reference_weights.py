@@ -21,7 +21,7 @@ _LOST = (
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
-    """Bytes of a rank's reference weights, on the host."""
+    """Returns the bytes of a rank's reference weights, on the host."""
     return estimate_param_bytes(facts) if facts.has_reference else 0
 
 

@@ -147,7 +147,7 @@ class Residency:
         self._wait(target, hold=True)
 
     def wait_until_released(self) -> None:
-        """The caller waits until the memory of everything that leaves the GPU has been given back."""
+        """Waits until the memory of everything that leaves the GPU has been given back."""
         for target, placement in self._where.items():
             if placement in _LEAVES_THE_GPU:
                 self._wait(target)
@@ -197,7 +197,7 @@ class Residency:
     def _wait(self, target: Target, *, hold: bool = False, retry: bool = True) -> None:
         """Wait for a target's last move; with `hold`, the current stream does.
 
-        With `retry`, a prefetch that found no memory is made again by who needs the target.
+        With `retry`, a prefetch that found no memory is made again when the target is needed.
         """
         if target not in self._last:
             return

@@ -1,4 +1,4 @@
-"""The words of the residency table: phases, targets, placements; and the sizes that a rank's targets follow from."""
+"""Defines the residency table: phases, targets, placements; and the sizes that a rank's targets follow from."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

@@ -183,6 +183,21 @@ def test_optimizer_state_that_finds_no_memory_is_told_at_the_step_and_can_come_l
     assert_equal(job.everything(), plain.everything())
 
 
+def test_steps_with_single_targets_placed_between_are_bit_equal_to_steps_without(engines):
+    plain, job = make_job(), make_job()
+    engine = engines(job)
+    for seed in range(4):
+        plain.step(seed)
+        job.step(seed)
+        engine.residency.place({Target.OPTIMIZER_STATE: Placement.HOST, Target.PARAMS: Placement.HOST})
+        assert engine.residency.where(Target.PARAMS) is Placement.HOST
+        engine.residency.wait_until_released()
+        assert engine.mapped_bytes == 0
+        engine.residency.place({Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.GPU})
+    engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), plain.everything())
+
+
 class LockingHost:
     """Grants every page-lock, and locks nothing."""
 
