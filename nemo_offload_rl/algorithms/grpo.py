@@ -216,7 +216,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             init_reference_model=ALGORITHMS["grpo"].has_reference(config),
         )
         generation = make_generation(fitted_policy, cluster)
-        verify = bool(fitted_policy.get("verify_refit"))
+        verify = fitted_policy["verify_refit"]
         transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)
         rollout = RolloutMaker(generation, prompts, tokenizer, reward)
         return GRPO(
@@ -258,8 +258,8 @@ def _make_advantages(section: GRPOConfig) -> GroupAdvantages:
     return GroupAdvantages(
         leave_one_out=section["use_leave_one_out_baseline"],
         normalize=section["normalize_rewards"],
-        clip_low=section.get("advantage_clip_low"),
-        clip_high=section.get("advantage_clip_high"),
+        clip_low=section["advantage_clip_low"],
+        clip_high=section["advantage_clip_high"],
     )
 
 

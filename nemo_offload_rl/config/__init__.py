@@ -1,5 +1,6 @@
 """Recipes: reading, checking and adapting them. Imports neither torch nor ray."""
 
+from nemo_offload_rl.config.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.cpu import for_machine
 from nemo_offload_rl.config.named_files import check_named_files
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError
@@ -16,5 +17,6 @@ __all__ = [
     "for_machine",
     "load",
     "load_recipe",
+    "resolve_absent_keys",
     "validate",
 ]

@@ -6,6 +6,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
+from nemo_offload_rl.config.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.hf_check import hf_config_problems
 from nemo_offload_rl.config.ignored import ignored_overrides
@@ -22,7 +23,6 @@ from nemo_offload_rl.config.problems import (
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
-from nemo_offload_rl.config.rules.residency import PINNED, PINNED_IF_ABSENT
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, split_upstream_keys
@@ -90,7 +90,7 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
         f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
     ]
     for config in (recipe.config, upstream_keys.config):
-        config["policy"].setdefault(PINNED, PINNED_IF_ABSENT)  # which `validate` then prints
+        resolve_absent_keys(config)  # which `validate` then prints
     _switch_off_lone_sequence_parallel(upstream_keys.config)
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 

@@ -34,7 +34,7 @@ class ModelCheck:
             ValueError: the model's Hugging Face config cannot be.
         """
         self._config = hf_config
-        self._skips = "skip_model_check" in policy and policy["skip_model_check"]
+        self._skips = policy["skip_model_check"]
         self._key = cache.key_of(alone(policy, twin_config(self._config).to_dict()), device=device)
         self._known = cache.read(self._key)
         self._process = None if self._known or self._skips else CheckProcess(policy)

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.rules.residency import FLAG_PHASES, PINNED, PINNED_IF_ABSENT, TABLE, flag_cell
+from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
@@ -134,36 +134,35 @@ class OffloadPlan:
 
 
 def settings(policy: Mapping[str, Any]) -> OffloadPlan:
-    """The plan without sizes: what the recipe's policy section says, where it says nothing what its schema says."""
+    """The plan without sizes: what the recipe's policy section says, in which absent keys are resolved."""
     table, sources = _table_and_sources(policy)
-    section = policy["residency"] if "residency" in policy else None
-    limit = section["host_memory_limit_gib"] if section is not None else None
+    section = policy["residency"]
+    limit = section["host_memory_limit_gib"]
     return OffloadPlan(
         table=table,
         sources=sources,
-        pinned=policy[PINNED] if PINNED in policy else PINNED_IF_ABSENT,
-        verify=section is not None and section["verify"],
-        huge_pages=section is None or section["huge_pages"],
+        pinned=policy["use_pinned_optimizer_offload"],
+        verify=section["verify"],
+        huge_pages=section["huge_pages"],
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
-        numa=policy["numa"] if "numa" in policy else "auto",
+        numa=policy["numa"],
         link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
         activations=_activation_settings(policy),
     )
 
 
 def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
-    cfg = policy["megatron_cfg"] if "megatron_cfg" in policy else {}
-    if "fine_grained_activation_offloading" not in cfg or not cfg["fine_grained_activation_offloading"]:
+    cfg, section = policy["megatron_cfg"], policy["activation_offload"]
+    if not cfg["fine_grained_activation_offloading"]:
         return None
-    section = policy["activation_offload"] if "activation_offload" in policy else {}
-    limit = section["host_memory_limit_gib"] if "host_memory_limit_gib" in section else None
+    limit = section["host_memory_limit_gib"]
     fraction, smallest = "activation_offload_fraction", "min_offloaded_tensor_size"
     return ActivationOptions(
         modules=tuple(cfg["offload_modules"]),
         fraction=cfg[fraction] if fraction in cfg else _ALL_GROUPS,
         min_elements=cfg[smallest] if smallest in cfg else _MIN_OFFLOADED_ELEMENTS,
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
-        strict="strict" in section and section["strict"],
+        strict=section["strict"],
     )
 
 
@@ -178,8 +177,7 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
         for phase in phases:
             table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(policy[name]))
             sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
-    overrides = policy["residency"]["table"] if "residency" in policy else None
-    for phase, cells in (overrides or {}).items():
+    for phase, cells in (policy["residency"]["table"] or {}).items():
         for target, cell in cells.items():
             table[Phase(phase)][Target(target)] = Placement(cell)
             sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"

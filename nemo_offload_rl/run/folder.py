@@ -15,7 +15,7 @@ import yaml
 from rich.console import Console
 from rich.logging import RichHandler
 
-from nemo_offload_rl.config import ValidatedRecipe
+from nemo_offload_rl.config import ValidatedRecipe, resolve_absent_keys
 from nemo_offload_rl.storage.disk import disk_full, is_disk_full, write_whole
 from nemo_offload_rl.storage.lock import FolderLock
 from nemo_offload_rl.storage.manifest import DamagedError
@@ -58,6 +58,7 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
         raise DamagedError(f"{RECIPE_FILE} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise DamagedError(f"{RECIPE_FILE} is not what was written (no mapping)")
+    resolve_absent_keys(recipe)  # an earlier version wrote fewer
     return recipe
 
 

@@ -183,8 +183,7 @@ class Job:
         return ending
 
     def _choose(self, checkpoints: Checkpoints, look: Callable[[Path], list[str]], console: Console) -> Path | None:
-        section = self.config["checkpointing"]
-        on_damaged: OnDamaged = section["on_damaged"] if "on_damaged" in section else "error"
+        on_damaged: OnDamaged = self.config["checkpointing"]["on_damaged"]
         return choose(checkpoints, on_damaged, look, partial(_say, console))
 
     def _checkpoints(self) -> Checkpoints:

@@ -84,7 +84,7 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
         from nemo_offload_rl.run.train_loop import StopReason
         from nemo_offload_rl.worker.group import WorkerError
 
-        interrupt.grace_period_s = job.config["checkpointing"].get("grace_period_s")
+        interrupt.grace_period_s = job.config["checkpointing"]["grace_period_s"]
         try:
             cluster = stack.enter_context(_start_cluster([one for one in (warm_start, job) if one is not None]))
         except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for

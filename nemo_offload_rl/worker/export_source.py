@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from nemo_offload_rl.config import resolve_absent_keys
+
 _STEP = re.compile(r"step_\d+")
 
 
@@ -54,6 +56,7 @@ def read_export_source(checkpoint: Path, folder: Path) -> ExportSource:
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
     recipe = _mapping(parts[0], yaml.safe_load, "policy")
+    resolve_absent_keys(recipe)  # an earlier version wrote fewer
     return ExportSource(policy, tokenizer, recipe, _mapping(parts[2], json.loads, "model_type"))
 
 

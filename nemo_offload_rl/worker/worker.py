@@ -129,8 +129,8 @@ class MegatronPolicyWorker:
         self._peak_mapped_bytes = 0  # since the last verb began
         self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
         self._param_gather = ParamGather(self.state.model)
-        bucket_gib = config["refit_buffer_size_gb"] if "refit_buffer_size_gb" in config else 1.0
-        self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=int(bucket_gib * GIB))
+        bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
+        self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=bucket_bytes)
 
     def _sampling_temperature(self) -> float:
         """Returns the temperature of sampling, by which logits are divided for log-probs.
@@ -223,7 +223,7 @@ class MegatronPolicyWorker:
         if not result.skipped:
             return
         self._num_skipped += 1
-        limit = self._config["max_skipped_steps"] if "max_skipped_steps" in self._config else 0
+        limit = self._config["max_skipped_steps"]
         logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self._num_skipped)
         if self._num_skipped > limit:
             raise TooManySkippedStepsError(

@@ -13,7 +13,7 @@ from typing import Any
 import yaml
 
 from nemo_offload_rl import cli
-from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.config import RecipeError, load, resolve_absent_keys
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import is_valid_key, schema_keys
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
@@ -392,7 +392,8 @@ def _at(config: Any, path: str) -> Any:
 
 
 def _check_nothing_ignored(case: Case, validated: ValidatedRecipe) -> None:
-    config = validated.recipe.config
+    config, resolved = validated.recipe.config, {name: {} for name in validated.recipe.config}
+    resolve_absent_keys(resolved)
     for path, value in _leaves(case.tree) if case.tree is not None else ():
         if isinstance(value, str) and ("${" in value or value == "???"):
             continue
@@ -400,7 +401,7 @@ def _check_nothing_ignored(case: Case, validated: ValidatedRecipe) -> None:
             raise PropertyError(f"{path} is {value!r} in the file and {_at(config, path)!r} in the recipe")
     for path, value in case.given.items():
         found = _at(config, path)
-        if value is DELETED and found is not _ABSENT:
+        if value is DELETED and not _same(found, _at(resolved, path)):
             raise PropertyError(f"{path} was deleted, and is {found!r}")
         if value is not DELETED and not (value == "???" or _same(found, value)):
             raise PropertyError(f"{path} was set to {value!r}, and is {found!r}")

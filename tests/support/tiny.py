@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.config import resolve_absent_keys
 from nemo_offload_rl.data.batch import BatchedData
 
 VOCAB_SIZE = 14
@@ -102,14 +103,23 @@ def tiny_policy(hf_config: dict[str, Any] | None = None, precision: str = "float
             "overlap_param_gather": False,
         },
     }
-    return {
+    policy = {
         "model_name": "tiny",
         "hf_config": TINY_QWEN3 if hf_config is None else hf_config,
         "precision": precision,
         "max_total_sequence_length": 32,
         "make_sequence_length_divisible_by": cfg["tensor_model_parallel_size"] * 2,
-        "megatron_cfg": cfg | megatron,
+        "megatron_cfg": {"fine_grained_activation_offloading": False} | cfg | megatron,
     }
+    resolve_absent_keys({"policy": policy})
+    return policy
+
+
+def policy_without_model(**keys: Any) -> dict[str, Any]:
+    """A policy section for a plan without sizes: these keys, and what absent ones stand for."""
+    policy = {"megatron_cfg": {"fine_grained_activation_offloading": False}, **keys}
+    resolve_absent_keys({"policy": policy})
+    return policy
 
 
 def random_batch(rows: int, longest: int = 12, seed: int = 0) -> BatchedData:

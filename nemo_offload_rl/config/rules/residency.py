@@ -9,8 +9,6 @@ from nemo_offload_rl.config.rules.base import Conflict, Verdict, rule
 TABLE = "policy.residency.table"
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
-# The key of the policy section that page-locks optimizer state, and its value where a recipe does not name it.
-PINNED, PINNED_IF_ABSENT = "use_pinned_optimizer_offload", True
 
 # The phases whose cell of optimizer_state a flag of NeMo-RL's writes.
 FLAG_PHASES: Mapping[str, tuple[str, ...]] = {FOR_LOGPROB: ("logprob",), FOR_REFIT: ("refit", "generate")}

@@ -367,7 +367,7 @@ def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
     remedy = next(line for line in str(caught.value).splitlines() if "offload_modules" in line)
     assert "enough: a lower policy.activation_offload.host_memory_limit_gib or fewer" in remedy
     assert "reference_weights  activations     total" in str(caught.value)
-    config["policy"]["activation_offload"] = {"host_memory_limit_gib": 0.25}
+    config["policy"]["activation_offload"] = {"strict": False, "host_memory_limit_gib": 0.25}
     assert plan_run(config, QWEN2_5_1_5B, algorithm="grpo").needs[0].fixed_bytes == {"activations": GIB // 4}
 
 

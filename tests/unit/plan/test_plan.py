@@ -1,6 +1,7 @@
 """The residency table that a recipe asks for, and who wrote its cells."""
 
 import pytest
+from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys import schema_keys
@@ -17,7 +18,7 @@ def policy_with(*overrides):
 
 
 def test_a_recipe_that_says_nothing_gets_the_default_table():
-    plan = settings({})
+    plan = settings(policy_without_model())
     assert plan.table == DEFAULT_TABLE
     assert (plan.pinned, plan.verify, plan.huge_pages, plan.host_memory_limit_bytes, plan.numa) == (
         (True, False, True, None, "auto")
@@ -33,7 +34,7 @@ def test_the_exemplars_flags_write_what_the_default_table_has():
 
 
 def test_flags_write_cells_of_optimizer_state_and_nothing_else():
-    table = settings({"offload_optimizer_for_refit": False, "offload_optimizer_for_logprob": True}).table
+    table = settings(policy_without_model(offload_optimizer_for_refit=False, offload_optimizer_for_logprob=True)).table
     changed = {
         (phase, target): table[phase][target]
         for phase in Phase

@@ -3,6 +3,7 @@
 import dataclasses
 
 import pytest
+from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
@@ -29,7 +30,7 @@ LOGPROB, TRAIN, REFIT, GENERATE = ALGORITHMS["grpo"].phases
 
 
 def rank_of(policy, facts=FACTS, **arguments):
-    [rank] = make_plan(policy, [facts], **arguments).ranks
+    [rank] = make_plan(policy_without_model(**policy), [facts], **arguments).ranks
     return rank
 
 
@@ -43,7 +44,7 @@ def traffic_of(rank):
 
 
 def test_a_plan_without_sizes_has_no_ranks():
-    assert make_plan({}).ranks == ()
+    assert make_plan(policy_without_model()).ranks == ()
 
 
 def test_sizes_of_targets():
@@ -105,8 +106,7 @@ def test_grads_that_are_kept_stay_through_the_step():
 
 
 def test_seconds_follow_from_the_bytes_and_the_link():
-    pinned = {"use_pinned_optimizer_offload": True}
-    assert make_plan(pinned).link_bytes_per_s == make_plan({}).link_bytes_per_s == PCIE5_X16_BYTES_PER_S
+    assert make_plan(policy_without_model()).link_bytes_per_s == PCIE5_X16_BYTES_PER_S
     seconds = {transition.phase: transition.seconds for transition in rank_of({}, link_bytes_per_s=1e3).transitions}
     assert seconds == {LOGPROB: 2.0, TRAIN: 6.0, REFIT: 6.0, GENERATE: 2.0}
 
@@ -136,7 +136,7 @@ def test_sft_sends_nothing_over_the_link():
 
 def test_ranks_of_a_stage_fill_one_host_after_another():
     first, last = FACTS, dataclasses.replace(FACTS, num_params=400, num_optimizer_params=250)
-    plan = make_plan({}, [first, last])
+    plan = make_plan(policy_without_model(), [first, last])
     needs = rank_needs(plan, ranks_per_host=3, num_hosts=2)
     assert [(need.rank, need.host, need.total_bytes) for need in needs] == [
         (0, "host 0", 8000),
@@ -171,7 +171,7 @@ def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
 
 
 def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():
-    plan = make_plan({}, [FACTS], fixed_bytes=[{"cpu_optimizer": 5000}])
+    plan = make_plan(policy_without_model(), [FACTS], fixed_bytes=[{"cpu_optimizer": 5000}])
     rank = plan.largest_rank
     assert rank.total_host_bytes == sum(rank.host_bytes.values()) + 5000
     (need,) = rank_needs(plan, ranks_per_host=1, num_hosts=1)

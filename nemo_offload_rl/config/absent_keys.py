@@ -1,0 +1,38 @@
+"""Holds what absent keys stand for, and fills them in: the one place where a recipe's defaults are resolved."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+# Full path of a key that may be absent: the value that it then has. A section comes before its keys.
+IF_ABSENT: Mapping[str, Any] = {
+    "policy.skip_model_check": False,
+    "policy.max_skipped_steps": 0,
+    "policy.refit_buffer_size_gb": 1.0,
+    "policy.verify_refit": False,
+    "policy.use_pinned_optimizer_offload": True,
+    "policy.residency": {"verify": False, "huge_pages": True, "host_memory_limit_gib": None, "table": None},
+    "policy.activation_offload": {},
+    "policy.activation_offload.strict": False,
+    "policy.activation_offload.host_memory_limit_gib": None,
+    "policy.numa": "auto",
+    "checkpointing.on_damaged": "error",
+    "checkpointing.grace_period_s": None,
+    "grpo.advantage_clip_low": None,
+    "grpo.advantage_clip_high": None,
+}
+
+
+def resolve_absent_keys(config: dict[str, Any]) -> None:
+    """Fill in the absent keys of the sections that a recipe has.
+
+    Args:
+        config: a recipe's, which is changed.
+    """
+    for path, value in IF_ABSENT.items():
+        section, _, name = path.rpartition(".")
+        found: Any = config
+        for part in section.split("."):
+            found = found[part] if isinstance(found, dict) and part in found else None
+        if isinstance(found, dict):
+            found.setdefault(name, copy.deepcopy(value))

@@ -1,0 +1,49 @@
+"""What absent keys stand for is resolved once, and is what the recipe then prints."""
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.absent_keys import IF_ABSENT, resolve_absent_keys
+from nemo_offload_rl.config.keys import schema_keys
+from nemo_offload_rl.config.schema import GRPOMasterConfig
+from nemo_offload_rl.config.yaml_source import as_yaml
+from tests.unit.config.conftest import CONFIGS
+
+
+def at(config, path):
+    for name in path.split("."):
+        config = config[name]
+    return config
+
+
+@pytest.fixture(scope="module")
+def without_them():
+    """The tiny recipe without any key that may be absent and has a default."""
+    written = load(CONFIGS / "grpo_tiny_cpu.yaml").recipe.origins
+    sections = [path for path in IF_ABSENT if path in written or f"{path}.verify" in written]
+    return load(
+        CONFIGS / "grpo_tiny_cpu.yaml",
+        [f"~{path}" for path in sections if not any(path.startswith(f"{other}.") for other in sections)],
+    )
+
+
+@pytest.mark.parametrize("path", IF_ABSENT)
+def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(without_them, path):
+    assert not schema_keys(GRPOMasterConfig)[path].required
+    expected = {"strict": False, "host_memory_limit_gib": None} if IF_ABSENT[path] == {} else IF_ABSENT[path]
+    assert at(without_them.config, path) == at(without_them.recipe.config, path) == expected
+    assert path not in without_them.recipe.origins
+
+
+def test_what_is_printed_is_the_same_recipe(without_them, tmp_path):
+    (tmp_path / "printed.yaml").write_text(as_yaml(without_them.recipe.config))
+    again = load(tmp_path / "printed.yaml", ["~warm_start"])
+    assert again.config == {name: value for name, value in without_them.config.items() if name != "warm_start"}
+
+
+def test_what_a_recipe_says_stays_and_sections_that_it_lacks_are_not_made():
+    config = {"policy": {"numa": 1, "activation_offload": {"strict": True}}, "sft": {}}
+    resolve_absent_keys(config)
+    assert config["policy"]["numa"] == 1
+    assert config["policy"]["activation_offload"] == {"strict": True, "host_memory_limit_gib": None}
+    assert config.keys() == {"policy", "sft"}
