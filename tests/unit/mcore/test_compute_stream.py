@@ -6,8 +6,8 @@ import pytest
 import torch
 from support.tiny import tiny_policy
 
-from nemo_offload_rl.mcore import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
+from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.worker import worker
 
 GPU = torch.device("cuda", 0)
@@ -99,5 +99,5 @@ def test_each_gradient_is_added_up_by_the_node_that_tells_the_model(make_worker)
     told = []
     make_hook = ddp._make_backward_post_hook
     ddp._make_backward_post_hook = lambda parameter: told.append(parameter) or make_hook(parameter)
-    build._add_gradients_on_this_stream([ddp])
+    add_gradients_on_this_stream([ddp])
     assert [id(parameter) for parameter in told] == [id(parameter) for parameter in parameters]

@@ -12,6 +12,12 @@ from nemo_offload_rl.storage.lock import FolderLock
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
+@pytest.fixture(autouse=True)
+def no_cluster_yet(monkeypatch):
+    """As in a process of its own: other tests of this one may have started a cluster, which a run would join."""
+    monkeypatch.setattr("nemo_offload_rl.placement.cluster.starts_ray_here", lambda: True)
+
+
 @pytest.mark.parametrize(
     ("recipe", "override", "algorithm", "message"),
     [
