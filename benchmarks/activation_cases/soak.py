@@ -62,7 +62,7 @@ def _soak(setting: Setting, part: str, combination: Combination) -> None:
                 settled = memory_mib(worker)
             if step % _WRITTEN_EVERY == 0 or step == num_steps:
                 seconds = time.perf_counter() - start
-                row: Row = describe(combination) | moved.placements() | settled_and_now(settled, memory_mib(worker))
+                row: Row = describe(combination) | moved.cells() | settled_and_now(settled, memory_mib(worker))
                 row |= {
                     "steps": step,
                     "steps_with_all_offloaded": num_whole,
