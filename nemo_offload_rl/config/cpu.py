@@ -60,7 +60,6 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
             section = section[parent]
         if name in section and section[name] not in (off, None):
             section[name] = off
-            section[name] = off
             state = "off" if off in (False, "none") else off
             lines.append(f"policy.megatron_cfg.{path} is {state} on this machine: it {why}")
     policy = adapted["policy"]

@@ -131,7 +131,7 @@ def attach(
     options: Options = DEFAULT_OPTIONS,
     ranges: RangeMaker = make_range,
 ) -> Engine:
-    """Moves a model and an optimizer into ranges, and hand them to a residency.
+    """Move a model and an optimizer into ranges, and hand them to a residency.
 
     Call it before the first forward pass, since every view of a parameter or gradient buffer has to follow. Parameters,
     optimizer and its state stay the same objects. Everything is on the GPU when this returns.

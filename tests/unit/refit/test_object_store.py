@@ -5,6 +5,7 @@ import time
 import pytest
 import ray
 import torch
+from support.mixed_weights import MIXED
 
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
@@ -14,15 +15,6 @@ from nemo_offload_rl.refit.plan import ExportPlan
 
 # The actors cannot import this module; what is defined in it travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-MIXED = [
-    ("a", torch.randn(3, 5)),
-    ("b", torch.randn(7, 3).bfloat16()),
-    ("scalar", torch.tensor(2.5)),
-    ("empty", torch.empty(0, 4)),
-    ("odd", torch.arange(5, dtype=torch.uint8)),
-    ("transposed", torch.randn(4, 6).T),
-]
 
 
 class Loader:

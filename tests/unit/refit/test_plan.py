@@ -1,16 +1,8 @@
 import pytest
 import torch
+from support.mixed_weights import MIXED
 
 from nemo_offload_rl.refit.plan import ExportPlan, TensorSpec
-
-MIXED = [
-    ("a", torch.randn(3, 5)),
-    ("b", torch.randn(7, 3).bfloat16()),
-    ("scalar", torch.tensor(2.5)),
-    ("empty", torch.empty(0, 4)),
-    ("odd", torch.arange(5, dtype=torch.uint8)),
-    ("transposed", torch.randn(4, 6).T),
-]
 
 
 def _buckets(max_bytes: int, *num_bytes: int) -> list[list[str]]:
