@@ -1,12 +1,16 @@
 """The GRPO recipe as a user runs it, shortened."""
 
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 
+import psutil
 import pytest
 import torch
-from support.examples import SHORT_GRPO, run_example
+from support.examples import SHORT_GRPO, command, environment, run_example
 
 pytestmark = pytest.mark.slow
 
@@ -31,13 +35,45 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     assert "Where the time went" in grpo_run.output
 
 
-def test_two_tensor_parallel_ranks_take_the_same_first_step(grpo_run, tmp_path):
-    layout = ["cluster.gpus_per_node=2", "policy.megatron_cfg.tensor_model_parallel_size=2"]
-    two = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", *layout])
+@pytest.mark.parametrize(
+    "layout", [[], ["policy.megatron_cfg.tensor_model_parallel_size=2"]], ids=["data_parallel", "tensor_parallel"]
+)
+def test_two_ranks_take_the_same_first_step(grpo_run, tmp_path, layout):
+    two = run_example(
+        "run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", "cluster.gpus_per_node=2", *layout]
+    )
     assert two.status == 0, two.output
     want, got = grpo_run.metrics()[1], two.metrics()[1]
     for name in ("train/reward", "train/loss", "train/grad_norm", "train/num_tokens"):
         assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
+
+
+def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing_running(tmp_path):
+    overrides = [*SHORT_GRPO, "grpo.max_num_steps=100000", "checkpointing.save_period=100000"]
+    process = subprocess.Popen(
+        command("run_grpo.py", tmp_path, overrides),
+        cwd=tmp_path,
+        env=environment(),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    metrics = tmp_path / "logs" / "exp_001" / "metrics.jsonl"
+    deadline = time.monotonic() + 120
+    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline
+        time.sleep(0.2)
+    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
+    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 130, output
+    (saved,) = (tmp_path / "checkpoints").iterdir()
+    assert saved.name.startswith("step_")
+    assert (saved / "policy" / "layout.json").is_file()
+    psutil.wait_procs([psutil.Process(pid) for pid in family if psutil.pid_exists(pid)], timeout=20)
+    assert not [pid for pid in family if psutil.pid_exists(pid)]
 
 
 def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):

@@ -102,20 +102,19 @@ def require_equal_to(undisturbed: Finished, folder) -> None:
     assert not list((folder / "checkpoints").glob("tmp_*"))
 
 
-def test_a_run_that_is_asked_to_end_twice_goes_on_bit_for_bit(undisturbed, tmp_path):
-    """A driver that is killed is in test_nothing_lost.py."""
-    hit(tmp_path, "sigterm", "saving")  # of step 4
+def test_a_run_that_is_killed_and_then_asked_to_end_goes_on_bit_for_bit(undisturbed, tmp_path):
+    hit(tmp_path, "kill_driver", "saving")  # of step 4, which may be whole by then
     with running(tmp_path) as run:
         in_training(run, 6)
         addresses = listening_addresses(run.look_at_family())
         listening = set().union(*addresses.values())
         assert listening
         assert listening <= {"127.0.0.1", "::ffff:127.0.0.1", "::1"}, addresses
-        EVENTS["ctrl_c"][0](run)
-        assert run.end() == 130, run.output
-        require_nothing_left(run, "ctrl_c")
+        EVENTS["sigterm"][0](run)
+        assert run.end() == 143, run.output
+        require_nothing_left(run, "sigterm")
         assert newest(run) >= 4
-        require_words(run, "ctrl_c", newest(run))
+        require_words(run, "sigterm", newest(run))
     require_equal_to(undisturbed, tmp_path)
 
 
