@@ -2,6 +2,7 @@
 
 import contextlib
 import multiprocessing
+import os
 import random
 import socket
 import traceback
@@ -24,7 +25,12 @@ def free_port() -> int:
             return port
 
 
-def _child(function: Callable[..., Any], rank: int, world_size: int, ports: list[int], pipe: Any) -> None:
+def _child(
+    function: Callable[..., Any], rank: int, world_size: int, ports: list[int], environ: dict[str, str], pipe: Any
+) -> None:
+    # The fork server started with an earlier test's environment, which its children inherit.
+    os.environ.clear()
+    os.environ.update(environ)
     torch.set_num_threads(1)
     try:
         pipe.send((True, function(rank, world_size, ports)))
@@ -72,10 +78,11 @@ def run_ranks(
     """
     context = _context()
     ports = [free_port() for _ in range(num_ports)]
+    environ = dict(os.environ)
     pipes, processes = [], []
     for rank in range(world_size):
         ours, theirs = context.Pipe()
-        process = context.Process(target=_child, args=(function, rank, world_size, ports, theirs), daemon=True)
+        process = context.Process(target=_child, args=(function, rank, world_size, ports, environ, theirs), daemon=True)
         process.start()
         theirs.close()
         pipes.append(ours)
