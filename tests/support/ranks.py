@@ -5,12 +5,16 @@ import multiprocessing
 import os
 import random
 import socket
+import sys
 import traceback
 from collections.abc import Callable, Iterable
+from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
+
+from nemo_offload_rl.placement.reaper import MARK
 
 
 def free_port() -> int:
@@ -64,7 +68,15 @@ def _context() -> SpawnContext | ForkServerContext:
     if torch.cuda.is_available():
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["nemo_offload_rl.worker.worker", "nemo_offload_rl.algorithms.losses"])
+    context.set_forkserver_preload(["support.prepared"])
+    environ = dict(os.environ)
+    os.environ["PYTHONPATH"] = os.pathsep.join(sys.path)  # Python 3.12's fork server has a path of its own otherwise
+    os.environ.pop(MARK, None)  # a test's Ray, when it ends, ends all processes that bear its mark
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.clear()
+        os.environ.update(environ)
     return context
 
 

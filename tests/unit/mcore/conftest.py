@@ -3,6 +3,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
+import support.prepared  # noqa: F401  (before a test's first worker imports it, and its objects are collected anew)
 import torch
 from support.ranks import free_port
 from support.tiny import tiny_policy
