@@ -28,6 +28,7 @@ from rich.table import Table
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.placement.cluster import Cluster
@@ -112,7 +113,7 @@ def plain_step(recipe: Any) -> Step:
     return step
 
 
-def tokenized(problems: ProblemLoader, size: int, tokenizer: Any) -> tuple[torch.Tensor, list[list[int]]]:
+def tokenized(problems: ProblemLoader[Problem], size: int, tokenizer: Any) -> tuple[torch.Tensor, list[list[int]]]:
     """The next prompts, int64 [size, length], and the answers' token ids with the end of sequence."""
     batch = problems.next_batch(size)
     prompts = [tokenizer(problem.prompt, add_special_tokens=False)["input_ids"] for problem in batch]

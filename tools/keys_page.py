@@ -17,7 +17,7 @@ from nemo_offload_rl.config.keys import Key, key_comments, schema_keys
 from nemo_offload_rl.config.megatron_fields import SECTIONS
 from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.upstream import OFF_ONLY, OTHER_VALUES, SWITCHED_OFF, WITHOUT_EFFECT
+from nemo_offload_rl.config.upstream import OFF_ONLY, OTHER_DATASETS, OTHER_VALUES, SWITCHED_OFF, WITHOUT_EFFECT
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipe-keys.md"
 
@@ -73,7 +73,7 @@ def page() -> str:
         for path, typed_dict in _sections(keys):
             if typed_dict not in described:
                 sections.append(_section(path, typed_dict, keys, algorithm, described))
-                described |= {typed_dict, *_bases(typed_dict)}
+                described |= {typed_dict, *_all_bases(typed_dict)}
     parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources(), OWNED, _owned_table()]
     parts += [UPSTREAM + _off_rows(), WITHOUT + _without_rows(), OTHER + _other_rows()]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
@@ -93,8 +93,10 @@ def _sections(keys: dict[str, Key]) -> Iterator[tuple[str, type]]:
                 yield path, member
 
 
-def _bases(typed_dict: type) -> list[type]:
-    return [base for base in types.get_original_bases(typed_dict) if is_typeddict(base)]
+def _all_bases(typed_dict: type) -> list[type]:
+    """The TypedDicts that one extends, theirs included; each after those that extend it."""
+    bases = [base for base in types.get_original_bases(typed_dict) if is_typeddict(base)]
+    return bases + [further for base in bases for further in _all_bases(base)]
 
 
 def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, described: set[type]) -> str:
@@ -102,8 +104,8 @@ def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, 
     hints = get_type_hints(typed_dict, include_extras=True)
     if "dataset_name" in hints:
         title += f"` with `dataset_name: {get_args(hints['dataset_name'])[0]}"
-    bases = _bases(typed_dict)
-    inherited = {name for base in bases for name in get_type_hints(base)}
+    bases = _all_bases(typed_dict)
+    inherited = {name for base in described.intersection(bases) for name in get_type_hints(base)}
     lines = [f"## `{title}`", "", "| key | value | meaning |", "|---|---|---|"]
     if described.intersection(bases):
         lines[0] = f"## `{title}` with `{algorithm}`: further keys"
@@ -111,11 +113,17 @@ def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, 
     for name, hint in hints.items():
         annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         marks = "" if name in typed_dict.__required_keys__ else " *optional*"
-        marks += f" *{algorithm} only*" if bases and name not in inherited else ""
-        owner = next((base for base in bases if name in get_type_hints(base)), typed_dict)
+        marks += _only_some(f"{path}.{name}") if bases else ""
+        owner = next(base for base in reversed([typed_dict, *bases]) if name in get_type_hints(base))
         comment = key_comments(owner)[name]
         lines.append(f"| `{name}`{marks} | {_cell(_words(annotation))} | {_cell(comment)} |")
     return "\n".join(lines)
+
+
+def _only_some(path: str) -> str:
+    """The algorithms that have a key, where it is not all of them."""
+    names = [algorithm for algorithm, spec in ALGORITHMS.items() if path in schema_keys(spec.schema)]
+    return "" if len(names) == len(ALGORITHMS) else f" *{' and '.join(names)} only*"
 
 
 def _members(annotation: Any) -> list[Any]:
@@ -187,7 +195,8 @@ def _without_rows() -> str:
 
 
 def _other_rows() -> str:
-    return "".join(f"| `{path}` | {remedy} |\n" for path, remedy in OTHER_VALUES.items())
+    rows = [*OTHER_VALUES.items(), ("data.*.dataset_name", "; ".join(OTHER_DATASETS.values()))]
+    return "".join(f"| `{path}` | {remedy} |\n" for path, remedy in rows)
 
 
 def _cell(text: str) -> str:

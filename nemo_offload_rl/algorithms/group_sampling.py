@@ -10,6 +10,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import informative_groups
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 
@@ -37,7 +38,7 @@ class GroupSampler:
             make different rewards equal.
     """
 
-    prompts: ProblemLoader
+    prompts: ProblemLoader[Problem]
     rollout: RolloutMaker
     sampling: SamplingParams
     settings: GroupSettings

@@ -62,7 +62,7 @@ class SFT(Algorithm):
         *,
         policy: Policy,
         example_format: PromptFormat,
-        examples: ProblemLoader,
+        examples: ProblemLoader[Problem],
         validation: ValidationData,
         train_global_batch_size: int,
         train_micro_batch_size: int,

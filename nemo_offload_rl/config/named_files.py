@@ -9,6 +9,7 @@ from nemo_offload_rl.config.schema_problems import value_at
 from nemo_offload_rl.config.validate import ValidatedRecipe
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
+_OF_EITHER = ("BinaryPreferenceDataset", "PreferenceDataset")  # a JSONL file or a folder
 
 
 def check_named_files(recipe: ValidatedRecipe) -> None:
@@ -33,9 +34,11 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         if dataset is None or dataset["dataset_name"] == "arithmetic":
             continue
         key, path = f"data.{role}.data_path", Path(dataset["data_path"])
-        wants_folder = dataset["dataset_name"] == "HFDataset"
+        either, wants_folder = dataset["dataset_name"] in _OF_EITHER, dataset["dataset_name"] == "HFDataset"
         if not os.path.exists(path):  # false also where the path cannot be looked at
-            yield key, _absent(path, "folder" if wants_folder else "file")
+            yield key, _absent(path, "file or folder" if either else "folder" if wants_folder else "file")
+        elif either:
+            continue
         elif path.is_dir() is not wants_folder:
             found = "a folder" if path.is_dir() else "a file"
             yield key, f"{path} is {found}, but dataset_name is {dataset['dataset_name']}: {_READS}"

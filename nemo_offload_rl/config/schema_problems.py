@@ -10,9 +10,9 @@ from nemo_offload_rl.config.indentation import hint_at_level, hint_at_section, h
 from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
-from nemo_offload_rl.config.problems import Origin, is_number, nearest, show
-from nemo_offload_rl.config.section_kinds import meaning_in_kind, unknown_in_kind
-from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_VALUES, upstream_paths
+from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
+from nemo_offload_rl.config.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
+from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_DATASETS, OTHER_VALUES, upstream_paths
 
 WrittenAt = Callable[[str], Origin]
 
@@ -114,9 +114,12 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
         meaning = meaning_in_kind(schema, section, value_at(config, section), name) or (key.comment if key else "")
         return f"missing (its meaning: {meaning})" if meaning else "missing"
     if kind == "union_tag_not_found":
-        return "missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'"
+        return f"missing; it is {show_choices(kinds_of(schema, path.rpartition('.')[0]))}"
     if kind == "union_tag_invalid":
-        return f"{show(context['tag'])} is not supported here; {OTHER_VALUES[path]}; built in is 'arithmetic'"
+        remedies = [
+            OTHER_DATASETS[mark] for mark in kinds_of(schema, path.rpartition(".")[0]) if mark in OTHER_DATASETS
+        ]
+        return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; built in is 'arithmetic'"
     if kind == "literal_error":
         return _wrong_choice(path, value, str(context["expected"]))
     found = f"found {show(value)}"

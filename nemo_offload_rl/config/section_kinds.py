@@ -21,10 +21,16 @@ def kind_of(root: type, section: str, value: Any) -> type | None:
         None for a section of one kind, and where the mark is missing or wrong.
     """
     mark = value[MARK] if isinstance(value, Mapping) and MARK in value else None
-    return _kinds(root, section).get(mark) if isinstance(mark, str) else None
+    return kinds_of(root, section).get(mark) if isinstance(mark, str) else None
 
 
-def _kinds(root: type, section: str) -> dict[str, type]:
+def kinds_of(root: type, section: str) -> dict[str, type]:
+    """The TypedDicts of a section by the mark that chooses each; empty for a section of one kind.
+
+    Args:
+        root: the algorithm's schema.
+        section: its path.
+    """
     key = find_key(root, section)
     if key is None:
         return {}
@@ -51,7 +57,7 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
     if kind is None:
         return None
     names = [key for key in key_comments(kind) if key != MARK]
-    others = [mark for mark, other in _kinds(root, section).items() if name in key_comments(other)]
+    others = [mark for mark, other in kinds_of(root, section).items() if name in key_comments(other)]
     if others:
         return (
             f"is a key of {MARK} {show_choices(others)}, but {section}.{MARK} is {show(value[MARK])}, whose keys are "

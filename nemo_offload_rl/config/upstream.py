@@ -52,6 +52,7 @@ class WithoutEffect:
 
 _FALSE = (False, None)
 _NULL = (None,)
+_FILE_OF_BOTH = "leave it at {off} and name it in data.default, for both"
 
 OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("on_policy_distillation", _NULL, "on-policy distillation"),
@@ -63,7 +64,18 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
     OffOnly("cluster.segment_size", _NULL, "placement by NVLink domain"),
+    OffOnly("data.train.prompt_file", _NULL, "a prompt file for the training data alone", _FILE_OF_BOTH),
+    OffOnly("data.train.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
+    OffOnly("data.train.system_prompt_file", _NULL, "a system prompt for the training data alone", _FILE_OF_BOTH),
     OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
+    OffOnly(
+        "data.val_data_paths", _NULL, "several validation sets", "join them in one, and name it in data.validation"
+    ),
+    OffOnly("data.validation.prompt_file", _NULL, "a prompt file for the validation data alone", _FILE_OF_BOTH),
+    OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
+    OffOnly(
+        "data.validation.system_prompt_file", _NULL, "a system prompt for the validation data alone", _FILE_OF_BOTH
+    ),
     OffOnly(
         "data.train.split_validation_size",
         (0, None),
@@ -259,8 +271,12 @@ OTHER_VALUES: dict[str, str] = {
     "policy.precision": "set policy.precision=bfloat16",
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
     "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",
-    "data.train.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
-    "data.validation.dataset_name": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+}
+# Data sets that NeMo-RL downloads, and this package does not: what to do, by a dataset_name that the recipe may have.
+OTHER_DATASETS: dict[str, str] = {
+    "ResponseDataset": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
+    "PreferenceDataset": "give your pairs as a JSONL file or a datasets folder whose rows have a prompt, a chosen and "
+    "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset)",
 }
 OTHER_ALGORITHMS: dict[str, str] = {
     "dpo": "DPO",

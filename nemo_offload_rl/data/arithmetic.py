@@ -11,10 +11,12 @@ from typing import Literal
 import numpy as np
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Problem
 
 MAX_NUM_DIGITS = 9  # a pair of terms still fits an int64
 VALIDATION_SHARE = 16
+_REJECTED = 1  # tells the draw of wrong sums from that of problems
 _ENUMERABLE = 10**6
 _MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiplying by it spreads consecutive numbers evenly
 
@@ -52,6 +54,33 @@ def make_arithmetic(role: Role, num_digits: int, num_problems: int, seed: int) -
             f"numbers are set aside for {role}: ask for fewer, or raise num_digits."
         )
     return [_problem(int(pair), num_digits) for pair in drawn[:num_problems]]
+
+
+def make_arithmetic_pairs(role: Role, num_digits: int, num_pairs: int, seed: int) -> list[PreferencePair]:
+    """Draws distinct problems, each with its right sum as the chosen answer and a near miss as the rejected one.
+
+    The near miss differs by one in one decimal place, as after a wrong carry, and is a sum that some problem has.
+
+    Args:
+        role: which of the two sets to draw from; as with ``make_arithmetic``, they share no problem.
+        num_digits: digits of each term, 1 to 9.
+        num_pairs: how many to draw.
+        seed: of the draw.
+
+    Raises:
+        DataError: num_digits is out of range, or the set has fewer problems than asked for.
+    """
+    problems = make_arithmetic(role, num_digits, num_pairs, seed)
+    rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, _REJECTED])))
+    largest = 2 * (10**num_digits - 1)
+    offsets = [sign * 10**place for place in range(num_digits + 1) for sign in (1, -1)]
+    pairs = []
+    for problem in problems:
+        right = int(problem.answer)
+        wrong = [right + offset for offset in offsets if 0 <= right + offset <= largest]
+        rejected = f"{wrong[rng.integers(len(wrong))]:0{num_digits + 1}d}"
+        pairs.append(PreferencePair(problem.context, problem.answer, rejected))
+    return pairs
 
 
 def _is_validation(pairs: np.ndarray) -> np.ndarray:

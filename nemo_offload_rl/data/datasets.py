@@ -1,82 +1,106 @@
-"""Problems from JSONL files and from Hugging Face datasets folders."""
+"""Samples from JSONL files and from Hugging Face datasets folders."""
 
 from __future__ import annotations
 
-import math
 import stat
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.fields import RowForm, field_of, sample_of, text_of
 from nemo_offload_rl.data.jsonl import read_rows
-from nemo_offload_rl.data.problem import Problem, ProblemSet
+from nemo_offload_rl.data.problem import Problem
 
 
-def load_jsonl(path: Path, input_key: str, output_key: str) -> list[Problem]:
+@dataclass(frozen=True)
+class ProblemForm:
+    """Rows with a prompt and an answer; see ``fields.RowForm``.
+
+    Attributes:
+        input_key: field of the prompt.
+        output_key: field of the answer.
+    """
+
+    input_key: str
+    output_key: str
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """The prompt's and the answer's."""
+        return self.input_key, self.output_key
+
+    @property
+    def nested_keys(self) -> tuple[str, ...]:
+        """None: both are texts."""
+        return ()
+
+    def sample(self, row: Mapping[str, Any], where: str) -> Problem:
+        """Makes a problem of a row."""
+        prompt, answer = (text_of(field_of(row, key, where), f"{where}: the field {key!r}") for key in self.keys)
+        return Problem(prompt, answer, where)
+
+
+def load_jsonl[Sample](path: Path, form: RowForm[Sample]) -> list[Sample]:
     """Reads one JSON object a line; empty lines are skipped.
 
     Args:
         path: of the file.
-        input_key: field with the prompt.
-        output_key: field with the answer.
+        form: of its lines.
 
     Raises:
-        DataError: the file cannot be read or is empty, or a line is not an object with both fields; names the line.
+        DataError: the file cannot be read or is empty, or a line has not the form; names the line.
     """
-    problems = [
-        _problem_of(row, input_key, output_key, where=f"{path}:{number}")
-        for number, row in read_rows(path, (input_key, output_key))
-    ]
-    if not problems:
+    rows = read_rows(path, (*form.keys, *form.nested_keys))
+    samples = [sample_of(form, row, f"{path}:{number}") for number, row in rows]
+    if not samples:
         raise DataError(f"The dataset {path} is empty: it needs one JSON object a line.")
-    return problems
+    return samples
 
 
-def load_hf_folder(path: Path, split: str | None, input_key: str, output_key: str) -> ProblemSet:
+def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample]) -> Sequence[Sample]:
     """Opens a folder that ``Dataset.save_to_disk`` wrote, or one with parquet files; rows are read as they are used.
 
     Args:
         path: of the folder.
         split: of a saved ``DatasetDict``, or what the names of the parquet files start with; None for a folder without.
-        input_key: column with the prompt.
-        output_key: column with the answer.
+        form: of its rows.
 
     Raises:
         DataError: there is no such dataset, split or column, or it has no rows.
     """
     rows = _open_folder(path, split)
-    for key in (input_key, output_key):
+    for key in form.keys:
         if key not in rows.column_names:
             raise DataError(f"The dataset {path} has no column {key!r}; it has {', '.join(rows.column_names)}.")
     if len(rows) == 0:
         raise DataError(f"The dataset {path} has no rows.")
-    return HFProblems(rows, path, input_key, output_key)
+    return HFRows(rows, path, form)
 
 
 # What datasets and pyarrow raise of files that are damaged or of another form: they look up what is not there.
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 
-class HFProblems(Sequence[Problem]):
-    """Rows of a Hugging Face dataset as problems."""
+class HFRows[Sample](Sequence[Sample]):
+    """Rows of a Hugging Face dataset as samples."""
 
-    def __init__(self, rows: Any, path: Path, input_key: str, output_key: str) -> None:
+    def __init__(self, rows: Any, path: Path, form: RowForm[Sample]) -> None:
         self._rows = rows
         self._path = path
-        self._input_key = input_key
-        self._output_key = output_key
+        self._form = form
 
     def __len__(self) -> int:
         return len(self._rows)
 
     @overload
-    def __getitem__(self, index: int) -> Problem: ...
+    def __getitem__(self, index: int) -> Sample: ...
 
     @overload
-    def __getitem__(self, index: slice) -> list[Problem]: ...
+    def __getitem__(self, index: slice) -> list[Sample]: ...
 
-    def __getitem__(self, index: int | slice) -> Problem | list[Problem]:
+    def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
             return [self[row] for row in range(*index.indices(len(self)))]
         if not -len(self) <= index < len(self):
@@ -85,7 +109,7 @@ class HFProblems(Sequence[Problem]):
             row = self._rows[index]
         except _DAMAGED as error:
             raise DataError(f"{self._path} row {index} cannot be read: {type(error).__name__}: {error}") from error
-        return _problem_of(row, self._input_key, self._output_key, where=f"{self._path} row {index}")
+        return sample_of(self._form, row, f"{self._path} row {index}")
 
 
 def _open_folder(path: Path, split: str | None) -> Any:
@@ -132,36 +156,3 @@ def _saved_dataset(path: Path, split: str | None) -> Any:
     if split is not None and saved.split is not None and str(saved.split) != split:
         raise DataError(f"The dataset {path} is the split {str(saved.split)!r}; the recipe asks for {split!r}.")
     return saved
-
-
-def _problem_of(row: Any, input_key: str, output_key: str, where: str) -> Problem:
-    if not isinstance(row, dict):
-        raise DataError(f"{where} is not an object with the fields {input_key!r} and {output_key!r}.")
-    return Problem(prompt=_text(row, input_key, where), answer=_text(row, output_key, where), where=where)
-
-
-def _text(row: dict[str, Any], key: str, where: str) -> str:
-    if key not in row:
-        names = ", ".join(map(repr, row)) or "none"
-        raise DataError(f"{where} has no field {key!r}; it has {names if len(names) <= 200 else names[:197] + '...'}.")
-    value = row[key]
-    if isinstance(value, str):
-        if _has_surrogate(value):
-            raise DataError(
-                f"{where}: the field {key!r} has half of a character (a lone surrogate, \\ud800 to \\udfff)."
-            )
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        return str(value)
-    if isinstance(value, float) and math.isfinite(value):
-        return str(value)
-    found = "a list" if isinstance(value, list) else "an object" if isinstance(value, dict) else repr(value)
-    raise DataError(f"{where}: the field {key!r} must be a text or a number, found {found}.")
-
-
-def _has_surrogate(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return True
-    return False

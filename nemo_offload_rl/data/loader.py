@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem, ProblemSet
 
 
 @dataclass(frozen=True)
@@ -21,16 +21,23 @@ class DataPosition:
 START = DataPosition(epoch=0, samples=0)
 
 
-class ProblemLoader:
-    """Endless batches of problems; an epoch's last samples that do not fill a batch are left out.
+class ProblemLoader[Sample]:
+    """Endless batches of problems, or of pairs; an epoch's last samples that do not fill a batch are left out.
 
     Attributes:
         problems: the dataset.
         position: where the next batch starts; set it to continue elsewhere.
+
+    Args:
+        problems: the dataset.
+        shuffle: whether each epoch has an order of its own, by the seed and the epoch.
+        seed: of these orders.
+        noun: what messages call the samples.
     """
 
-    def __init__(self, problems: ProblemSet, shuffle: bool, seed: int) -> None:
+    def __init__(self, problems: Sequence[Sample], shuffle: bool, seed: int, noun: str = "problems") -> None:
         self.problems = problems
+        self._noun = noun
         self._shuffle = shuffle
         self._seed = seed
         self._ordered_epoch: int | None = None
@@ -50,11 +57,11 @@ class ProblemLoader:
         num_problems = len(self.problems)
         if size > num_problems:
             raise DataError(
-                f"{key} is {size}, but the training set (data.train) has only {num_problems} problems: lower it, or "
-                "give more data."
+                f"{key} is {size}, but the training set (data.train) has only {num_problems} {self._noun}: lower it, "
+                "or give more data."
             )
 
-    def next_batch(self, size: int) -> list[Problem]:
+    def next_batch(self, size: int) -> list[Sample]:
         """Takes the next ``size`` problems of the epoch, or the first of the next epoch where too few are left.
 
         Raises:

@@ -1,9 +1,38 @@
-"""The one kind of sample that datasets hold."""
+"""The samples that datasets hold: problems with their answers, and what both they and pairs of answers render to."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class Message:
+    """One turn of a conversation.
+
+    Attributes:
+        role: the speaker's, such as ``user``.
+        content: its text.
+    """
+
+    role: str
+    content: str
+
+
+class Conversation(Protocol):
+    """Messages and the assistant's answer to them; a prompt format turns them into tokens."""
+
+    @property
+    def context(self) -> tuple[Message, ...]:
+        """The messages before the answer, the oldest first."""
+
+    @property
+    def answer(self) -> str:
+        """The text of the answer."""
+
+    @property
+    def where(self) -> str:
+        """The file and line, or the row, that it was read from; empty for one that was made."""
 
 
 @dataclass(frozen=True)
@@ -21,5 +50,7 @@ class Problem:
     answer: str
     where: str = field(default="", compare=False)
 
-
-ProblemSet = Sequence[Problem]
+    @property
+    def context(self) -> tuple[Message, ...]:
+        """The prompt as a user's message."""
+        return (Message("user", self.prompt),)

@@ -1,8 +1,8 @@
-"""Turns problems into token ids: prompt files, chat templates, special tokens, and a limit on the length."""
+"""Turns conversations into token ids: prompt files, chat templates, special tokens, and a limit on the length."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from string import Formatter
@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.limits import MAX_TEXT_FILE_BYTES
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.vocabulary import ClosedVocabulary
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
 
@@ -35,14 +35,14 @@ class TokenizedProblem:
 
 @dataclass(frozen=True)
 class PromptFormat:
-    """Turns a problem into tokens.
+    """Turns a conversation, such as a problem and its answer, into tokens.
 
-    A tokenizer with a chat template gets the problem as a conversation; one without gets plain text.
+    A tokenizer with a chat template gets the messages; one without gets the text of the one message.
 
     Attributes:
         tokenizer: the policy's.
         max_tokens: limit on the prompt, or on prompt and answer together.
-        prompt_template: text in which ``{}`` stands for the problem's prompt (a literal brace is doubled).
+        prompt_template: text in which ``{}`` stands for the first user message (a literal brace is doubled).
         system_prompt: the system's message, or the first paragraph of a plain text; None for none.
         chat_template_kwargs: further arguments of the chat template.
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
@@ -59,7 +59,7 @@ class PromptFormat:
     add_eos: bool = True
     add_generation_prompt: bool = True
 
-    def check_vocabulary(self, problems: Sequence[Problem], *, with_answers: bool) -> None:
+    def check_vocabulary(self, problems: Iterable[Conversation], *, with_answers: bool) -> None:
         """Refuse problems with a word that the tokenizer has no token for, where it cannot encode such a word.
 
         Args:
@@ -84,14 +84,14 @@ class PromptFormat:
                         "chat template, which the problem is put into), or take another policy.tokenizer.name."
                     )
 
-    def prompts(self, problems: Sequence[Problem]) -> list[TokenizedProblem]:
+    def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
         """The tokens that generation starts from."""
         return [
             TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) <= self.max_tokens)
             for ids in self._prompt_ids(problems)
         ]
 
-    def examples(self, problems: Sequence[Problem]) -> list[TokenizedProblem]:
+    def examples(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
         """Prompts and answers for supervised training.
 
         The two are tokenized apart, as a model that generates the answer sees them.
@@ -109,43 +109,58 @@ class PromptFormat:
         kept_prompt = prompt_ids[: self.max_tokens]
         return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], fits)
 
-    def _prompt_ids(self, problems: Sequence[Problem]) -> list[list[int]]:
+    def _prompt_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
         bos = self.tokenizer.bos_token_id
         texts = [self._prompt_text(problem) for problem in problems]
         return [
             [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids for ids in self._encode(texts)
         ]
 
-    def _answer_ids(self, problems: Sequence[Problem]) -> list[list[int]]:
+    def _answer_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
         eos = self.tokenizer.eos_token_id
         texts = [self._answer_text(problem) for problem in problems]
         return [[*ids, eos] if self.add_eos and ids[-1:] != [eos] else ids for ids in self._encode(texts)]
 
-    def _prompt_text(self, problem: Problem) -> str:
-        prompt = self.prompt_template.format(problem.prompt)
+    def _prompt_text(self, problem: Conversation) -> str:
+        turns = self._turns(problem)
         if self.tokenizer.chat_template is not None:
-            return self._render(self._turns(prompt), add_generation_prompt=self.add_generation_prompt)
-        return prompt if self.system_prompt is None else f"{self.system_prompt}\n\n{prompt}"
+            return self._render(turns, problem.where, add_generation_prompt=self.add_generation_prompt)
+        if [turn["role"] for turn in turns] not in (["user"], ["system", "user"]):
+            raise DataError(
+                f"{_place(problem.where)}the prompt is a conversation of {len(turns)} messages, but the tokenizer has "
+                "no chat template, so only a user's message, after a system's at most, can be written as text: set "
+                "policy.tokenizer.chat_template, or take a policy.tokenizer.name that has one."
+            )
+        return "\n\n".join(turn["content"] for turn in turns)
 
-    def _answer_text(self, problem: Problem) -> str:
+    def _answer_text(self, problem: Conversation) -> str:
         if self.tokenizer.chat_template is None:
             return problem.answer
-        answer_turn = {"role": "assistant", "content": problem.answer}
-        turns = [*self._turns(self.prompt_template.format(problem.prompt)), answer_turn]
-        whole, prompt = self._render(turns, add_generation_prompt=False), self._prompt_text(problem)
+        turns = [*self._turns(problem), {"role": "assistant", "content": problem.answer}]
+        whole, prompt = self._render(turns, problem.where, add_generation_prompt=False), self._prompt_text(problem)
         if not whole.startswith(prompt):
             raise DataError(
-                "policy.tokenizer.chat_template: a conversation with its answer does not start with the same "
-                f"conversation without it, so the answer cannot be told apart: {prompt!r} and {whole!r}. "
+                f"{_place(problem.where)}policy.tokenizer.chat_template: a conversation with its answer does not start "
+                f"with the same conversation without it, so the answer cannot be told apart: {prompt!r} and {whole!r}. "
                 "Set data.add_generation_prompt=false, or give a template that renders turns one after another."
             )
         return whole.removeprefix(prompt)
 
-    def _turns(self, prompt: str) -> list[dict[str, str]]:
-        user = {"role": "user", "content": prompt}
-        return [user] if self.system_prompt is None else [{"role": "system", "content": self.system_prompt}, user]
+    def _turns(self, problem: Conversation) -> list[dict[str, str]]:
+        turns = [{"role": message.role, "content": message.content} for message in problem.context]
+        first = next((turn for turn in turns if turn["role"] == "user"), None)
+        if first is not None:
+            first["content"] = self.prompt_template.format(first["content"])
+        if self.system_prompt is None:
+            return turns
+        if any(turn["role"] == "system" for turn in turns):
+            raise DataError(
+                f"{_place(problem.where)}the prompt has a system's message, and data.default.system_prompt_file gives "
+                "another: take the message out of the data, or set data.default.system_prompt_file=null."
+            )
+        return [{"role": "system", "content": self.system_prompt}, *turns]
 
-    def _render(self, turns: list[dict[str, str]], *, add_generation_prompt: bool) -> str:
+    def _render(self, turns: list[dict[str, str]], where: str, *, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
 
         try:
@@ -163,12 +178,16 @@ class PromptFormat:
             ValueError,
         ) as error:
             raise DataError(
-                "policy.tokenizer.chat_template, or that of the tokenizer, cannot be rendered with "
+                f"{_place(where)}policy.tokenizer.chat_template, or that of the tokenizer, cannot be rendered with "
                 f"chat_template_kwargs {self.chat_template_kwargs}: {type(error).__name__}: {_shortened(str(error))}"
             ) from error
 
     def _encode(self, texts: list[str]) -> list[list[int]]:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+
+
+def _place(where: str) -> str:
+    return f"{where}: " if where else ""
 
 
 def _shortened(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
@@ -27,7 +28,7 @@ class Algorithm(ABC):
         save_optimizer: whether checkpoints hold the optimizer's state.
     """
 
-    def __init__(self, policy: Policy, data: ProblemLoader, *, save_optimizer: bool) -> None:
+    def __init__(self, policy: Policy, data: ProblemLoader[Any], *, save_optimizer: bool) -> None:
         self._policy = policy
         self._data = data
         self._save_optimizer = save_optimizer

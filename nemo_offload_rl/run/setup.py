@@ -11,14 +11,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_offload_rl.config.schema.data import DataConfig, Dataset
+from nemo_offload_rl.config.schema.data import DataConfig, Dataset, PairDataset, PreferenceDataConfig
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
-from nemo_offload_rl.data.arithmetic import Role, make_arithmetic
-from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
+from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
+from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
-from nemo_offload_rl.data.problem import Problem, ProblemSet
+from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
+from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.names import logged_name
@@ -60,7 +62,7 @@ def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]
     return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
 
 
-def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader, Sequence[Problem]]:
+def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader[Problem], Sequence[Problem]]:
     """Reads the training and the validation data; where there is none of the latter, it is empty.
 
     Raises:
@@ -73,15 +75,48 @@ def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader, Sequence[Prob
     )
 
 
-def _read_problems(role: Role, dataset: Dataset) -> ProblemSet:
+def _read_problems(role: Role, dataset: Dataset) -> Sequence[Problem]:
     if dataset["dataset_name"] == "arithmetic":
         return make_arithmetic(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
-    path = Path(dataset["data_path"])
+    path, form = Path(dataset["data_path"]), ProblemForm(dataset["input_key"], dataset["output_key"])
     if dataset["dataset_name"] == "ResponseDataset":
-        return load_jsonl(path, dataset["input_key"], dataset["output_key"])
+        return load_jsonl(path, form)
     if dataset["dataset_name"] == "HFDataset":
-        return load_hf_folder(path, dataset.get("split"), dataset["input_key"], dataset["output_key"])
+        return load_hf_folder(path, dataset.get("split"), form)
     assert_never(dataset)
+
+
+def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[PreferencePair], Sequence[PreferencePair]]:
+    """Reads the training and the validation pairs; where there are none of the latter, it is empty.
+
+    Raises:
+        DataError: one of them cannot be used.
+    """
+    validation = data.get("validation")
+    return (
+        ProblemLoader(_read_pairs("train", data["train"]), data["shuffle"], seed, noun="pairs"),
+        [] if validation is None else _read_pairs("validation", validation),
+    )
+
+
+def _read_pairs(role: Role, dataset: PairDataset) -> Sequence[PreferencePair]:
+    if dataset["dataset_name"] == "arithmetic":
+        return make_arithmetic_pairs(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
+    path, split = Path(dataset["data_path"]), dataset.get("split")
+    form: BinaryForm | RankedForm
+    if dataset["dataset_name"] == "BinaryPreferenceDataset":
+        form = BinaryForm(dataset["prompt_key"], dataset["chosen_key"], dataset["rejected_key"])
+    elif dataset["dataset_name"] == "PreferenceDataset":
+        form = RankedForm()
+    else:
+        assert_never(dataset)
+    if path.is_dir():
+        return load_hf_folder(path, split, form)
+    if split is not None:
+        raise DataError(
+            f"data.{role}.split is {split!r}, but {path} is no folder, and only a folder has splits: delete the key."
+        )
+    return load_jsonl(path, form)
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
@@ -93,9 +128,12 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 
 
 def make_prompt_format(
-    data: DataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig, **special_tokens: bool
+    data: DataConfig | PreferenceDataConfig,
+    tokenizer: PreTrainedTokenizerFast,
+    tokenizer_config: TokenizerConfig,
+    **special_tokens: bool,
 ) -> PromptFormat:
-    """Makes the format in which the recipe's problems become tokens.
+    """Makes the format in which the recipe's problems or pairs become tokens.
 
     Args:
         data: the recipe's section.

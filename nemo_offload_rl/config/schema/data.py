@@ -1,4 +1,4 @@
-"""The section `data`: problems and their answers."""
+"""The section `data`: problems and their answers, or pairs of answers."""
 
 from typing import Annotated, Literal, NotRequired, TypedDict
 
@@ -11,11 +11,12 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, NonNe
 class ArithmeticDataset(TypedDict):
     """`data.train` or `data.validation` with `dataset_name: arithmetic`: additions made on the fly."""
 
-    # Marks the built-in task `12+34=`; training and validation problems are disjoint.
+    # Marks the built-in task `12+34=`; training and validation problems are disjoint. In DPO, the chosen answer is the
+    # right sum, and the rejected one is off by one in one decimal place.
     dataset_name: Literal["arithmetic"]
     # Digits of each summand. 1 to 9; recommended 2, which has 10,000 problems.
     num_digits: Annotated[int, Field(ge=1, le=9)]
-    # Problems of this set. 1 or more; one in sixteen of all 100 ** num_digits is set aside for validation.
+    # Problems, or pairs, of this set. 1 or more; one in sixteen of all 100 ** num_digits is set aside for validation.
     num_problems: PositiveInt
     # Seed of which problems are drawn. 0 or more.
     seed: NonNegativeInt
@@ -55,26 +56,86 @@ Dataset = Annotated[ArithmeticDataset | ResponseDataset | HFDataset, Field(discr
 
 
 @with_config(STRICT)
-class DataDefaults(TypedDict):
-    """Section `data.default`: what every dataset of the recipe shares."""
+class BinaryPreferenceDataset(TypedDict):
+    """`data.train` or `data.validation` of DPO with `dataset_name: BinaryPreferenceDataset`: rows of two answers."""
 
-    # The key under `env` whose reward judges the answers; needed by GRPO. Absent: no reward (SFT).
-    env_name: NotRequired[NonEmptyStr]
-    # A text file that the prompt is put into, in place of its `{}`. Null or absent: the prompt alone.
+    # Marks a JSONL file, or a folder that `datasets` has saved, of rows with a prompt, a chosen and a rejected answer.
+    dataset_name: Literal["BinaryPreferenceDataset"]
+    # The file or folder, relative to the folder that the run is started in.
+    data_path: NonEmptyStr
+    # Split of a folder that has several. Null or absent: a file, or a folder without splits.
+    split: NotRequired[NonEmptyStr | None]
+    # Field of the prompt, a text or a list of messages. Recommended: prompt.
+    prompt_key: NonEmptyStr
+    # Field of the preferred answer: a text, or messages of which the last is the answer. Recommended: chosen.
+    chosen_key: NonEmptyStr
+    # Field of the other answer, in the same forms. Recommended: rejected.
+    rejected_key: NonEmptyStr
+
+
+@with_config(STRICT)
+class PreferenceDataset(TypedDict):
+    """`data.train` or `data.validation` of DPO with `dataset_name: PreferenceDataset`: rows of ranked completions."""
+
+    # Marks a JSONL file, or a folder that `datasets` has saved, of rows with a `context` and two ranked `completions`.
+    dataset_name: Literal["PreferenceDataset"]
+    # The file or folder, relative to the folder that the run is started in.
+    data_path: NonEmptyStr
+    # Split of a folder that has several. Null or absent: a file, or a folder without splits.
+    split: NotRequired[NonEmptyStr | None]
+
+
+PairDataset = Annotated[
+    ArithmeticDataset | BinaryPreferenceDataset | PreferenceDataset, Field(discriminator="dataset_name")
+]
+
+
+@with_config(STRICT)
+class PromptFiles(TypedDict):
+    """Section `data.default` of a DPO recipe: what every dataset of the recipe shares."""
+
+    # A text file that the prompt is put into (of several messages, the user's first), in place of its `{}`. Null or
+    # absent: the prompt alone.
     prompt_file: NotRequired[NonEmptyStr | None]
     # A text file with the system message. Null or absent: none.
     system_prompt_file: NotRequired[NonEmptyStr | None]
 
 
 @with_config(STRICT)
-class DataConfig(TypedDict):
-    """Section `data`."""
+class DataDefaults(PromptFiles):
+    """Section `data.default`: what every dataset of the recipe shares."""
 
-    # Most tokens of a prompt (GRPO) or of prompt and answer (SFT); what is longer is cut and left out of the loss.
-    # Recommended: "${policy.max_total_sequence_length}".
+    # The key under `env` whose reward judges the answers; needed by GRPO. Absent: no reward (SFT).
+    env_name: NotRequired[NonEmptyStr]
+
+
+@with_config(STRICT)
+class DataOrder(TypedDict):
+    """What the section `data` of every recipe has."""
+
+    # Most tokens of a prompt (GRPO) or of prompt and answer (SFT, DPO); what is longer is cut and left out of the loss,
+    # in DPO the whole pair. Recommended: "${policy.max_total_sequence_length}".
     max_input_seq_length: PositiveInt
     # Draw the training data in a new order each epoch. Recommended: true.
     shuffle: bool
+
+
+@with_config(STRICT)
+class AnswerTokens(TypedDict):
+    """What the section `data` of a recipe has that trains on given answers."""
+
+    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one.
+    add_bos: bool
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: bool
+    # End prompts with the chat template's opening of an answer. Recommended: true with a chat template, else false.
+    add_generation_prompt: bool
+
+
+@with_config(STRICT)
+class DataConfig(DataOrder):
+    """Section `data`."""
+
     # Training data.
     train: Dataset
     # Validation data. Null or absent: none.
@@ -84,12 +145,17 @@ class DataConfig(TypedDict):
 
 
 @with_config(STRICT)
-class SFTDataConfig(DataConfig):
+class SFTDataConfig(DataConfig, AnswerTokens):
     """Section `data` of an SFT recipe."""
 
-    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one.
-    add_bos: bool
-    # End answers with the end-of-sequence token. Recommended: true.
-    add_eos: bool
-    # End prompts with the chat template's opening of an answer. Recommended: true with a chat template, else false.
-    add_generation_prompt: bool
+
+@with_config(STRICT)
+class PreferenceDataConfig(DataOrder, AnswerTokens):
+    """Section `data` of a DPO recipe."""
+
+    # Training pairs.
+    train: PairDataset
+    # Validation pairs. Null or absent: none.
+    validation: NotRequired[PairDataset | None]
+    # What both share. Absent: nothing.
+    default: NotRequired[PromptFiles]

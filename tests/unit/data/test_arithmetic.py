@@ -1,6 +1,6 @@
 import pytest
 
-from nemo_offload_rl.data.arithmetic import make_arithmetic
+from nemo_offload_rl.data.arithmetic import make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.errors import DataError
 
 
@@ -45,3 +45,21 @@ def test_too_many_problems_are_refused_with_the_number_there_is():
         make_arithmetic("validation", 2, 700, seed=0)
     with pytest.raises(DataError, match="1 to 9, found 0"):
         make_arithmetic("train", 0, 1, seed=0)
+
+
+@pytest.mark.parametrize("num_digits", [1, 2, 9])
+def test_a_pair_has_the_right_sum_and_one_that_is_off_by_one_in_one_place(num_digits):
+    pairs = make_arithmetic_pairs("train", num_digits, 50, seed=3)
+    for pair, problem in zip(pairs, make_arithmetic("train", num_digits, 50, seed=3), strict=True):
+        (message,) = pair.context
+        assert (message.role, message.content, pair.chosen) == ("user", problem.prompt, problem.answer)
+        assert len(pair.rejected) == len(pair.chosen)
+        assert 0 <= int(pair.rejected) <= 2 * (10**num_digits - 1)
+        assert abs(int(pair.chosen) - int(pair.rejected)) in [10**place for place in range(num_digits + 1)]
+    assert make_arithmetic_pairs("train", num_digits, 50, seed=3) == pairs
+    assert make_arithmetic_pairs("train", num_digits, 50, seed=4) != pairs
+
+
+def test_pairs_of_training_and_validation_share_no_problem():
+    train = {pair.context for pair in make_arithmetic_pairs("train", 2, 5000, seed=1)}
+    assert train.isdisjoint(pair.context for pair in make_arithmetic_pairs("validation", 2, 256, seed=1))

@@ -5,7 +5,7 @@ import os
 import datasets
 import pytest
 
-from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.limits import MAX_LINE_CHARS
 from nemo_offload_rl.data.problem import Problem
@@ -19,7 +19,7 @@ def error_of(tmp_path, *lines: bytes) -> str:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"".join([GOOD, *lines]))
     with pytest.raises(DataError) as caught:
-        load_jsonl(path, "question", "answer")
+        load_jsonl(path, ProblemForm("question", "answer"))
     assert len(str(caught.value)) < 600
     return str(caught.value)
 
@@ -54,7 +54,7 @@ def test_what_is_odd_and_right_is_read(tmp_path):
         b'{"question": "2", "answer": ' + b"9" * 400 + b"}\r"
         b'{"id": 1, "question": "a\xe2\x80\xa8b", "answer": "\\ud83d\\ude00", "id": 2}'
     )
-    problems = load_jsonl(path, "question", "answer")
+    problems = load_jsonl(path, ProblemForm("question", "answer"))
     assert [problem.prompt for problem in problems] == ["1", "\0", "2", "a\u2028b"]
     assert [problem.answer[:3] for problem in problems] == ["xxx", "2.5", "999", "\U0001f600"]
     assert problems[3].where == f"{path}:4"
@@ -73,7 +73,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, make, message):
     path = tmp_path / "odd"
     make(path)
     with pytest.raises(DataError, match=f"The dataset .*odd cannot be read: {message}"):
-        load_jsonl(path, "question", "answer")
+        load_jsonl(path, ProblemForm("question", "answer"))
     with pytest.raises(DataError, match=f"data.default.prompt_file: .*odd cannot be read: {message}"):
         read_text_file(str(path), "data.default.prompt_file")
 
@@ -81,7 +81,7 @@ def test_what_is_no_file_is_not_waited_for(tmp_path, make, message):
 def test_a_fifo_in_the_folder_of_a_dataset_is_not_waited_for(tmp_path):
     os.mkfifo(tmp_path / "state.json")
     with pytest.raises(DataError, match=r"state\.json, in the folder of a dataset, is neither a file nor a folder"):
-        load_hf_folder(tmp_path, None, "question", "answer")
+        load_hf_folder(tmp_path, None, ProblemForm("question", "answer"))
 
 
 def test_a_prompt_file_is_limited(tmp_path):
@@ -123,7 +123,7 @@ def test_a_damaged_dataset_is_named(tmp_path, name, content):
     else:
         (folder / name).write_bytes(content)
     with pytest.raises(DataError, match="saved is not what datasets' save_to_disk writes, or is damaged"):
-        load_hf_folder(folder, None, "question", "answer")
+        load_hf_folder(folder, None, ProblemForm("question", "answer"))
 
 
 @pytest.mark.parametrize(

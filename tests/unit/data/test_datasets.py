@@ -3,7 +3,7 @@ import json
 import datasets
 import pytest
 
-from nemo_offload_rl.data.datasets import load_hf_folder, load_jsonl
+from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
 
@@ -17,7 +17,7 @@ def write_lines(path, *lines):
 
 def test_jsonl_gives_a_problem_a_line(tmp_path):
     path = write_lines(tmp_path / "a.jsonl", json.dumps(ROWS[0]), "", json.dumps(ROWS[1]))
-    assert load_jsonl(path, "question", "answer") == [Problem("1+1", "2"), Problem("2+3", "5")]
+    assert load_jsonl(path, ProblemForm("question", "answer")) == [Problem("1+1", "2"), Problem("2+3", "5")]
 
 
 @pytest.mark.parametrize(
@@ -37,23 +37,23 @@ def test_jsonl_gives_a_problem_a_line(tmp_path):
 def test_a_wrong_line_is_named(tmp_path, line, message):
     path = write_lines(tmp_path / "a.jsonl", json.dumps(ROWS[0]), line)
     with pytest.raises(DataError, match=message):
-        load_jsonl(path, "question", "answer")
+        load_jsonl(path, ProblemForm("question", "answer"))
 
 
 def test_a_byte_order_mark_and_other_ends_of_lines_are_no_mistake(tmp_path):
     path = tmp_path / "a.jsonl"
     rows = [{"q": "1\u20281\x85", "a": "2"}, {"q": "2+3", "a": "5"}]
     path.write_bytes("\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode("utf-8-sig"))
-    problems = load_jsonl(path, "q", "a")
+    problems = load_jsonl(path, ProblemForm("q", "a"))
     assert problems == [Problem("1\u20281\x85", "2"), Problem("2+3", "5")]
     assert [problem.where for problem in problems] == [f"{path}:1", f"{path}:2"]
 
 
 def test_missing_and_empty_files_are_named(tmp_path):
     with pytest.raises(DataError, match=r"absent\.jsonl cannot be read"):
-        load_jsonl(tmp_path / "absent.jsonl", "question", "answer")
+        load_jsonl(tmp_path / "absent.jsonl", ProblemForm("question", "answer"))
     with pytest.raises(DataError, match=r"empty\.jsonl is empty"):
-        load_jsonl(write_lines(tmp_path / "empty.jsonl", ""), "question", "answer")
+        load_jsonl(write_lines(tmp_path / "empty.jsonl", ""), ProblemForm("question", "answer"))
 
 
 @pytest.fixture
@@ -69,15 +69,15 @@ def check(problems):
 
 def test_a_saved_dataset_is_opened(tmp_path, table):
     table.save_to_disk(tmp_path / "data")
-    check(load_hf_folder(tmp_path / "data", None, "question", "answer"))
+    check(load_hf_folder(tmp_path / "data", None, ProblemForm("question", "answer")))
 
 
 def test_a_split_of_a_saved_dictionary_is_opened(tmp_path, table):
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "data")
-    check(load_hf_folder(tmp_path / "data", "train", "question", "answer"))
+    check(load_hf_folder(tmp_path / "data", "train", ProblemForm("question", "answer")))
     for split in (None, "valid"):
         with pytest.raises(DataError, match=r"has the splits train, test; found split: " + repr(split)):
-            load_hf_folder(tmp_path / "data", split, "question", "answer")
+            load_hf_folder(tmp_path / "data", split, ProblemForm("question", "answer"))
 
 
 def test_a_folder_of_parquet_files_is_opened(tmp_path, table):
@@ -85,23 +85,23 @@ def test_a_folder_of_parquet_files_is_opened(tmp_path, table):
     table.select(range(3)).to_parquet(tmp_path / "data" / "train-00000-of-00002.parquet")
     table.select(range(3, 5)).to_parquet(tmp_path / "data" / "train-00001-of-00002.parquet")
     table.select([0]).to_parquet(tmp_path / "data" / "test-00000-of-00001.parquet")
-    check(load_hf_folder(tmp_path, "train", "question", "answer"))
-    assert len(load_hf_folder(tmp_path, "test", "question", "answer")) == 1
+    check(load_hf_folder(tmp_path, "train", ProblemForm("question", "answer")))
+    assert len(load_hf_folder(tmp_path, "test", ProblemForm("question", "answer"))) == 1
     with pytest.raises(DataError, match="no dataset of the split 'valid'"):
-        load_hf_folder(tmp_path, "valid", "question", "answer")
+        load_hf_folder(tmp_path, "valid", ProblemForm("question", "answer"))
 
 
 def test_missing_columns_and_folders_are_named(tmp_path, table):
     table.save_to_disk(tmp_path / "data")
     with pytest.raises(DataError, match="no column 'solution'; it has question, answer"):
-        load_hf_folder(tmp_path / "data", None, "question", "solution")
+        load_hf_folder(tmp_path / "data", None, ProblemForm("question", "solution"))
     with pytest.raises(DataError, match="does not exist"):
-        load_hf_folder(tmp_path / "absent", None, "question", "answer")
+        load_hf_folder(tmp_path / "absent", None, ProblemForm("question", "answer"))
 
 
 def test_a_row_without_an_answer_is_named(tmp_path):
     datasets.Dataset.from_list([{"q": "1", "a": "1"}, {"q": "2", "a": None}]).save_to_disk(tmp_path / "data")
-    problems = load_hf_folder(tmp_path / "data", None, "q", "a")
+    problems = load_hf_folder(tmp_path / "data", None, ProblemForm("q", "a"))
     with pytest.raises(DataError, match=r"data row 1: the field 'a' must be a text or a number"):
         problems[1]
 
@@ -109,4 +109,4 @@ def test_a_row_without_an_answer_is_named(tmp_path):
 def test_a_broken_parquet_file_is_named(tmp_path):
     (tmp_path / "train.parquet").write_bytes(b"not parquet")
     with pytest.raises(DataError, match=r"parquet files of .* cannot be read"):
-        load_hf_folder(tmp_path, None, "q", "a")
+        load_hf_folder(tmp_path, None, ProblemForm("q", "a"))

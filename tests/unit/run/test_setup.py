@@ -1,13 +1,15 @@
 import json
 from pathlib import Path
 
+import datasets
 import pytest
 
 from nemo_offload_rl import config
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.preferences import PreferencePair
+from nemo_offload_rl.data.problem import Message, Problem
 from nemo_offload_rl.run.job import Job
-from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
+from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_pairs, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopTarget
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
@@ -33,6 +35,27 @@ def test_datasets_by_their_names(tmp_path):
     assert len(validation) == 5
     assert read_data({"train": arithmetic, "validation": None, "shuffle": False}, seed=0)[1] == []
     assert read_data({"train": arithmetic, "shuffle": False}, seed=0)[1] == []
+
+
+def test_pairs_by_the_names_of_their_datasets(tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": "1+1=", "good": "2", "bad": "3"}))
+    keys = {"prompt_key": "prompt", "chosen_key": "good", "rejected_key": "bad"}
+    binary = {"dataset_name": "BinaryPreferenceDataset", "data_path": str(path), "split": None} | keys
+    expected = PreferencePair((Message("user", "1+1="),), "2", "3")
+    arithmetic = {"dataset_name": "arithmetic", "num_digits": 2, "num_problems": 5, "seed": 1}
+    train, validation = read_pairs({"train": binary, "validation": arithmetic, "shuffle": False}, seed=0)
+    assert train.next_batch(1) == [expected]
+    assert len(validation) == 5
+    ranked = {"dataset_name": "PreferenceDataset", "data_path": str(tmp_path), "split": "train"}
+    completions = [{"rank": rank, "completion": [{"role": "assistant", "content": f"{rank + 1}"}]} for rank in (2, 1)]
+    rows = [{"context": [{"role": "user", "content": "1+1="}], "completions": completions}]
+    datasets.Dataset.from_list(rows).to_parquet(tmp_path / "train.parquet")
+    train, validation = read_pairs({"train": ranked, "shuffle": False}, seed=0)
+    assert train.next_batch(1) == [expected]
+    assert validation == []
+    with pytest.raises(DataError, match=r"data\.train\.split is 'train', but .*rows\.jsonl is no folder"):
+        read_pairs({"train": binary | {"split": "train"}, "shuffle": False}, seed=0)
 
 
 def test_an_explicit_null_leaves_no_chat_template():

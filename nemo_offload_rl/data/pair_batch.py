@@ -1,0 +1,71 @@
+"""Turns preference pairs into batches, and checks before a run that all of them can be turned."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.preferences import ROWS_OF_A_PAIR, PreferencePair
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.data.sequences import response_batch
+
+_TOKENS_OF_MASKED_PART = 4  # of the prompt, and of the answer, of a pair that is too long; NeMo-RL keeps as many
+
+
+def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> BatchedData:
+    """Makes a training batch of pairs: row 2i has the chosen answer of pair i, row 2i + 1 the rejected one.
+
+    If either answer of a pair exceeds the format's limit, both rows are cut to a few tokens and left out of the loss.
+
+    Args:
+        answer_format: turns a prompt and its answer into tokens.
+        pairs: one or more.
+
+    Returns:
+        The columns of ``response_batch``, in groups of two rows. token_mask is 1 on the last turn alone; sample_mask is
+        0 for both rows of a pair that is too long.
+
+    Raises:
+        DataError: the chat template cannot render a conversation.
+    """
+    rows = answer_format.examples([answer for pair in pairs for answer in pair.answers])
+    fits = [
+        both_fit
+        for chosen, rejected in zip(rows[::2], rows[1::2], strict=True)
+        for both_fit in [chosen.fits and rejected.fits] * ROWS_OF_A_PAIR
+    ]
+    few = min(_TOKENS_OF_MASKED_PART, answer_format.max_tokens // 2)
+    batch = response_batch(
+        [row.prompt_ids if fit else row.prompt_ids[: max(few, 1)] for row, fit in zip(rows, fits, strict=True)],
+        [row.answer_ids if fit else row.answer_ids[:few] for row, fit in zip(rows, fits, strict=True)],
+        answer_format.tokenizer.pad_token_id,
+    )
+    batch["sample_mask"] *= torch.tensor(fits, dtype=torch.float32)
+    return batch.in_groups(ROWS_OF_A_PAIR)
+
+
+def num_left_out(batch: BatchedData) -> int:
+    """Counts the pairs of a batch that are left out of the loss, since an answer exceeds the limit on the length."""
+    return int((batch["sample_mask"][::ROWS_OF_A_PAIR] == 0).sum())
+
+
+def check_pairs(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> None:
+    """Reads every pair and renders one of each sequence of roles, so that a run does not fail in its middle.
+
+    Args:
+        answer_format: with which ``pair_batch`` will be called.
+        pairs: all that a run may use.
+
+    Raises:
+        DataError: a row cannot be read, a word has no token, or the chat template cannot render such a conversation;
+            names the first.
+    """
+    answer_format.check_vocabulary((answer for pair in pairs for answer in pair.answers), with_answers=True)
+    rendered = set()
+    for pair in pairs:
+        roles = tuple(message.role for message in pair.context)
+        if roles not in rendered:
+            rendered.add(roles)
+            answer_format.examples(pair.answers)
