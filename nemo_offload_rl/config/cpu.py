@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.rules.base import OPTIMIZER
 from nemo_offload_rl.config.rules.optimizer import STATE_TYPES
 
 _TE = "needs Transformer Engine on a GPU"
@@ -32,6 +33,7 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "delay_offload_until_cuda_graph": (False, _GRAPHS),
     "cuda_graph_impl": ("none", _GRAPHS),
     "optimizer.use_precision_aware_optimizer": (False, _TE),
+    "optimizer.optimizer_cpu_offload": (False, "is for GPUs; here all of the optimizer is on the CPU"),
     **{f"optimizer.{name}": ("float32", _FOLLOWS) for name in STATE_TYPES},
     "distributed_data_parallel_config.overlap_param_gather": (False, "needs CUDA streams"),
     "distributed_data_parallel_config.overlap_grad_reduce": (False, "needs CUDA streams"),
@@ -63,6 +65,12 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
             state = "off" if off in (False, "none") else off
             lines.append(f"policy.megatron_cfg.{path} is {state} on this machine: it {why}")
     policy = adapted["policy"]
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    if optimizer["optimizer"] == "sgd" and optimizer["use_distributed_optimizer"]:
+        optimizer["use_distributed_optimizer"] = False
+        lines.append(
+            f"{OPTIMIZER}.use_distributed_optimizer is off on this machine: it takes sgd with the CPU optimizer only"
+        )
     if "sequence_packing" in policy and policy["sequence_packing"]["enabled"]:
         policy["sequence_packing"]["enabled"] = False
         lines.append("policy.sequence_packing.enabled is off on this machine: batches are padded, packing " + _TE)

@@ -46,7 +46,8 @@ _PAGED_STASH = (
 )
 _MTP = "multi-token prediction is not supported here; leave it off"
 _FSDP = "Megatron-FSDP is not supported here; leave it off"
-_CPU_OPTIMIZER = "the CPU optimizer is not supported here yet; leave it off"
+_PINNED = "host memory of the CPU optimizer is always page-locked here; leave it at true"
+_TORCH_ON_GPU = "megatron-core 0.19.2 does not read it; leave it off"
 _NOT_HERE = "is not supported here; leave it off"
 _OTHER_OPTIMIZER = "is of another optimizer than adam and sgd, which is not supported here; delete it"
 _FLOAT16_ONLY = "counts in float16 training only, which is not supported here; delete it"
@@ -161,7 +162,8 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         "fp16": Owned((False,), "float16 training is not supported here; use bfloat16"),
         "fp8_recipe": Owned((None,), _FP8),
         "reuse_grad_buf_for_mxfp8_param_ag": Owned(OFF, _FP8),
-        "optimizer_cpu_offload": Owned((False,), _CPU_OPTIMIZER),
+        **dict.fromkeys(("pin_cpu_grads", "pin_cpu_params"), Owned((True,), _PINNED)),
+        "use_torch_optimizer_for_cpu_offload": Owned(OFF, _TORCH_ON_GPU),
         "use_layer_wise_distributed_optimizer": Owned(OFF, _NOT_HERE),
         "overlap_param_gather_with_optimizer_step": Owned(OFF, _NOT_HERE),
         "optimizer_cuda_graph": Owned(OFF, _OPTIMIZER_GRAPHS),

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from megatron.core.distributed import finalize_model_grads
-from megatron.core.optimizer import MegatronOptimizer, get_megatron_optimizer
+from megatron.core.optimizer import MegatronOptimizer
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
@@ -22,6 +22,7 @@ from nemo_offload_rl.mcore.model_config import (
     make_optimizer_config,
     make_provider,
 )
+from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.weight_names import check_weights
 
@@ -93,8 +94,7 @@ def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimize
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
-        optimizer_config = make_optimizer_config(policy)
-        optimizer = get_megatron_optimizer(optimizer_config, model, use_gloo_process_groups=False)
+        optimizer = build_optimizer(make_optimizer_config(policy), model)
         init_optimizer_state(optimizer)
         scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
         config.grad_scale_func = optimizer.scale_loss
@@ -106,10 +106,7 @@ def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimize
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning-rate and weight-decay schedule of the recipe, counted in optimizer steps.
-
-    Without it the param groups of `HybridDeviceOptimizer` have no learning rate at all and nothing says so.
-    """
+    """The learning-rate and weight-decay schedule of the recipe, counted in optimizer steps."""
     section, optim = megatron_cfg["scheduler"], megatron_cfg["optimizer"]
     scheduler = OptimizerParamScheduler(
         optimizer,

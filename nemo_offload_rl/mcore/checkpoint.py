@@ -24,9 +24,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint_writer import HashingSaveStrategy
+from nemo_offload_rl.mcore.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.parallel import ParallelSizes
+from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -234,6 +236,8 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         assert state.optimizer is not None and state.scheduler is not None
         with torch.no_grad():  # it copies into parameters
             state.optimizer.load_state_dict(loaded["optimizer"])
+        for optimizer in cpu_optimizers(state.optimizer):
+            optimizer.finish_load()
         _restore_torch_steps(state)
         state.scheduler.load_state_dict(loaded["scheduler"])
         rng = loaded["rng_state"]
@@ -241,4 +245,4 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         torch.cuda.set_rng_state(rng["cuda"])
         tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
     elif state.optimizer is not None:
-        state.optimizer.reload_model_params()
+        reload_masters(state.optimizer)

@@ -14,6 +14,9 @@ MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
 ACTIVATIONS = "activations"
 """The name in `RankNeed.fixed_bytes` of the pool that activations are offloaded to."""
 
+CPU_OPTIMIZER = "cpu_optimizer"
+"""The name in `RankNeed.fixed_bytes` of the state that the CPU optimizer keeps."""
+
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
 _PARAMS_STAY = "++policy.residency.table.generate.params=keep"
@@ -21,6 +24,10 @@ _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 _LESS_ACTIVATIONS = (
     "a lower policy.activation_offload.host_memory_limit_gib or fewer policy.megatron_cfg.offload_modules (so much at "
     "most; activations that do not fit stay on the GPU)"
+)
+_LESS_ON_CPU = (
+    "a lower policy.megatron_cfg.optimizer.optimizer_offload_fraction (so much at most; what is stepped on the GPU "
+    "takes host memory where it leaves for generation)"
 )
 _MORE_RANKS = (
     "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
@@ -210,6 +217,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU)": optimizer}
     freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
     freed[_LESS_ACTIVATIONS] = sum(_bytes_of(need, ACTIVATIONS) for need in needs)
+    freed[_LESS_ON_CPU] = sum(_bytes_of(need, CPU_OPTIMIZER) for need in needs)
     # Params have host memory for the swap with reference weights, too.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0
@@ -217,5 +225,5 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
         if size:
             enough = "enough" if size >= missing_bytes else "not enough alone"
             yield f"frees {show_gib(size)} GiB, {enough}: {remedy}"
-    if optimizer:
+    if optimizer or freed[_LESS_ON_CPU]:
         yield _MORE_RANKS

@@ -38,12 +38,34 @@ def torch_optimizers(optimizer: Any) -> Iterator[Any]:
         yield from getattr(inner, "sub_optimizers", [inner])
 
 
+def _moving_optimizers(optimizer: Any) -> Iterator[Any]:
+    """Yields those whose state moves: not those that step on the CPU, whose state never does."""
+    for inner in stepped_optimizers(optimizer):
+        on_cpu = getattr(inner, "cpu_optimizers", ())
+        yield from (
+            one for one in getattr(inner, "sub_optimizers", [inner]) if all(one is not other for other in on_cpu)
+        )
+
+
 def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
     """Yields the tensors that an optimizer keeps on a device beside the model's: masters and state, by a lasting name.
 
-    The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter.
+    The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter. Beside a CPU
+    optimizer, megatron-core may have masters on the GPU also of what is stepped on the CPU.
     """
-    for index, inner in enumerate(torch_optimizers(optimizer)):
+    seen = set()
+    for name, tensor in _inner_tensors(optimizer, device):
+        seen.add(id(tensor))
+        yield name, tensor
+    for index, outer in enumerate(stepped_optimizers(optimizer)):
+        params = (param for group in outer.param_groups for param in group["params"])
+        for number, parameter in enumerate(params):
+            if id(parameter) not in seen and parameter.device == device:
+                yield f"outer master[{index}.{number}]", parameter
+
+
+def _inner_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
+    for index, inner in enumerate(_moving_optimizers(optimizer)):
         number = -1
         for group in inner.param_groups:
             for parameter in group["params"]:

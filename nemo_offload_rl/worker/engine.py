@@ -1,18 +1,21 @@
 """Puts the residency engine on one rank: its NUMA node, then the host's budget, then pinned memory, then the engine."""
 
+import contextlib
+import dataclasses
 import logging
 from collections.abc import Mapping, Sequence
 
 import torch
 
 from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
 from nemo_offload_rl.mcore.graph_capture import CaptureObserver
 from nemo_offload_rl.memory.numa import Binding, bind_process
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.placement.machine import HostFacts, host_facts
-from nemo_offload_rl.plan.host_budget import RankNeed, check_host_budget, usable_bytes
+from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER, RankNeed, check_host_budget, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.attach import Engine, attach, needed_host_bytes
 from nemo_offload_rl.residency.context import Options
@@ -60,8 +63,13 @@ def make_engine(
     options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, with_reference=with_reference)
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)
+    on_cpu = sum(optimizer.host_bytes for optimizer in cpu_optimizers(state.optimizer))
+    fixed_bytes = {**fixed_bytes, **({CPU_OPTIMIZER: on_cpu} if on_cpu else {})}
     _require_host_memory(need, fixed_bytes, plan.host_memory_limit_bytes)
-    return attach(state.model, state.optimizer, arena, table=plan.table, options=options)
+    with contextlib.ExitStack() as undo:
+        undo.callback(take_host_memory(state.optimizer, arena))
+        engine = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
+        return dataclasses.replace(engine, hooks=[*engine.hooks, undo.pop_all().close])
 
 
 def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver | None) -> StepGraphs:

@@ -7,6 +7,7 @@ from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them register
     activations,
     architectures,
     batches,
+    cpu_optimizer,
     experts,
     graphs,
     grpo,

@@ -47,10 +47,10 @@ def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bo
     return f"is true, which needs {missing} to be true"
 
 
-@rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer")
-def distributed_optimizer_is_adam(optimizer: str, distributed: bool) -> Verdict:
-    """megatron-core shards the state of Adam only."""
-    if optimizer == "adam" or not distributed:
+@rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer_cpu_offload?")
+def distributed_optimizer_is_adam(optimizer: str, distributed: bool, on_cpu: bool | None) -> Verdict:
+    """megatron-core shards the state of Adam only, and that of its CPU optimizer."""
+    if optimizer == "adam" or not distributed or on_cpu:
         return None
     return f"is {optimizer}, which needs {OPTIMIZER}.use_distributed_optimizer to be false"
 

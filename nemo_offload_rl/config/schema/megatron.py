@@ -57,14 +57,15 @@ class MegatronOptimizerConfig(TypedDict):
     # Largest norm of the gradient; larger ones are scaled down to it, 0 clips nothing. Recommended:
     # "${policy.max_grad_norm}".
     clip_grad: NonNegativeFloat
-    # Keep a share of the optimizer on the CPU and step it there. Only false: not supported here yet.
-    # Absent: false.
+    # Keep gradients, masters and moments of a share of the parameters in host memory and step them on the CPU, slower
+    # (docs/optimizer-offload.md). Needs the distributed optimizer and a GPU, switched off on a CPU. Recommended: false
+    # while optimizer state fits on the GPU in training. Absent: false.
     optimizer_cpu_offload: NotRequired[bool]
-    # Share of the parameters whose optimizer lives on the CPU, 0 to 1; read only with optimizer_cpu_offload.
-    # Absent: 0.
+    # Share of the parameters that is stepped on the CPU, at most; read only with optimizer_cpu_offload. Above 0 there,
+    # up to 1; recommended 1.0, less where the rest fits on the GPU. Absent: 0, which optimizer_cpu_offload refuses.
     optimizer_offload_fraction: NotRequired[Fraction]
-    # Overlap the CPU optimizer's copies with its steps; read only with optimizer_cpu_offload.
-    # Absent: false.
+    # Copy gradients and parameters of the CPU optimizer in parts, beside its steps on other parts. Only false without
+    # optimizer_cpu_offload; recommended true with it. Absent: false.
     overlap_cpu_optimizer_d2h_h2d: NotRequired[bool]
 
 

@@ -10,6 +10,7 @@ WRITTEN_FOR = {
     "activation_offload": {"megatron-core": TESTED_MEGATRON_CORE},
     "checkpoint_writer": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "cpu_device": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
+    "cpu_optimizer": {"megatron-core": TESTED_MEGATRON_CORE},
     "gradient_nodes": {"megatron-core": TESTED_MEGATRON_CORE},
     "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
     "process_groups": {"megatron-core": TESTED_MEGATRON_CORE},

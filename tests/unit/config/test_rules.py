@@ -15,7 +15,17 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
-from nemo_offload_rl.config.rules import NOTES, RULES, activations, architectures, batches, experts, graphs, model
+from nemo_offload_rl.config.rules import (
+    NOTES,
+    RULES,
+    activations,
+    architectures,
+    batches,
+    cpu_optimizer,
+    experts,
+    graphs,
+    model,
+)
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from tests.unit.config.conftest import CONFIGS
 
@@ -279,8 +289,8 @@ BROKEN = {
 }
 
 
-# Those of activations, of experts, of graphs and of the model have test files of their own.
-ELSEWHERE = (activations.__name__, architectures.__name__, experts.__name__, graphs.__name__, model.__name__)
+# Those of activations, of the CPU optimizer, of experts, of graphs and of the model have test files of their own.
+ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model))
 
 
 # No built-in algorithm has groups: see test_recipes_keep_groups_whole.

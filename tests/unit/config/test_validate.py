@@ -102,7 +102,7 @@ MEGATRON = "policy.megatron_cfg"
         ),
         (f"+{MEGATRON}.hidden_size=8", "comes from the model's Hugging Face config; set it there"),
         (f"+{MEGATRON}.params_dtype=bfloat16", "follows from policy.precision; set that; found 'bfloat16'"),
-        (f"{MEGATRON}.optimizer.optimizer_cpu_offload=true", "the CPU optimizer is not supported here yet"),
+        (f"+{MEGATRON}.optimizer.pin_cpu_grads=false", "host memory of the CPU optimizer is always page-locked here"),
         (f"+{MEGATRON}.num_microbatches_with_partial_activation_checkpoints=1", "is not supported here; leave it off"),
         (f"{MEGATRON}.optimizer.fp16=true", "float16 training is not supported here; use bfloat16"),
         (f"+{MEGATRON}.distributed_data_parallel_config.use_megatron_fsdp=true", "Megatron-FSDP is not supported here"),

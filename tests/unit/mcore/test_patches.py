@@ -67,6 +67,26 @@ SIGNATURES = {
     f"{CORE}.tensor_parallel.random:_get_cuda_rng_state": "(device='cuda', clone=False, graph_safe=False)",
     f"{CORE}.tensor_parallel.random:_set_cuda_rng_state": "(new_state, device=-1, graph_safe=False)",
     f"{CORE}.transformer.moe.moe_utils:maybe_move_tensor_to_cpu": "(tensor, as_numpy=False, record_stream=False)",
+    # cpu_optimizer: what megatron-core calls of it, and what reloads masters
+    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.__init__": (
+        "(self, params, offload_fraction=0.5, cpu_optimizer_cls=None, gpu_optimizer_cls=None, "
+        "param_update_in_fp32=False, pin_cpu_grads=True, pin_cpu_params=True, overlap_cpu_optimizer_d2h_h2d=True, "
+        "**kwargs)"
+    ),
+    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.step": "(self, closure=None)",
+    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.update_fp32_param_by_new_param": "(self)",
+    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer.dummy_step": "(self)",
+    f"{CORE}.optimizer.cpu_offloading.hybrid_optimizer:HybridDeviceOptimizer._sync_hdo_state_to_sub_optimizers": (
+        "(self)"
+    ),
+    f"{CORE}.optimizer:get_megatron_optimizer": (
+        "(config, model_chunks, config_overrides=None, use_gloo_process_groups=True, pg_collection=None, "
+        "dump_param_to_param_group_map=None)"
+    ),
+    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._get_model_param_range_map": "(self, param)",
+    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._set_main_param_and_optimizer_states": (
+        "(self, model_param, tensors)"
+    ),
     # gradient_nodes
     f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel._make_backward_post_hook": "(self, param)",
     # graph_inputs
@@ -96,6 +116,10 @@ ATTRIBUTES = {
     f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": {
         "per_param_grad_ready_counts", "grad_reduce_handle",
     },
+    # cpu_optimizer
+    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": {
+        "model_float16_groups", "shard_fp32_from_float16_groups",
+    },
     # gradient_nodes, saved_state
     f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": {
         "grad_accs", "bucket_groups", "expert_parallel_bucket_groups",
@@ -109,6 +133,8 @@ ATTRIBUTES = {
 """Module and class: attributes that its source sets."""
 
 GLOBALS = {
+    f"{CORE}.optimizer": {"HybridDeviceOptimizer"},
+    f"{CORE}.optimizer.distrib_optimizer": {"HybridDeviceOptimizer"},
     f"{CORE}.dist_checkpointing.strategies.filesystem_async": {"_results_queue"},
     f"{CORE}.transformer.moe.token_dispatcher": {"maybe_move_tensor_to_cpu"},
     **{name: {"torch"} for name in MODULES_WITH_LITERAL_CUDA},

@@ -1,0 +1,81 @@
+"""The CPU optimizer."""
+
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.base import OPTIMIZER, Verdict, note, rule
+from nemo_offload_rl.config.rules.optimizer import STATE_TYPES
+
+SWITCH = f"{OPTIMIZER}.optimizer_cpu_offload"
+FRACTION = f"{OPTIMIZER}.optimizer_offload_fraction"
+OVERLAP = f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d"
+PRECISION_AWARE = f"{OPTIMIZER}.use_precision_aware_optimizer"
+
+
+@rule(f"{FRACTION}?", f"{SWITCH}?")
+def cpu_optimizer_has_a_share(fraction: float | None, enabled: bool | None) -> Verdict:
+    """megatron-core's default of 0 leaves everything on the GPU."""
+    if not enabled or fraction:
+        return None
+    found = "is absent, which means 0" if fraction is None else f"is {show(fraction)}"
+    return FRACTION, (
+        f"{found}, with which {SWITCH} puts nothing on the CPU; give a share above 0, up to 1, or set {SWITCH} to false"
+    )
+
+
+@rule(f"{SWITCH}?", f"{OPTIMIZER}.use_distributed_optimizer")
+def cpu_optimizer_is_distributed(enabled: bool | None, distributed: bool) -> Verdict:
+    """The other optimizers of megatron-core do not look for it."""
+    if not enabled or distributed:
+        return None
+    return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer; set that to true, or this to false"
+
+
+@rule(f"{SWITCH}?", f"{OPTIMIZER}.decoupled_weight_decay?")
+def cpu_optimizer_decouples_weight_decay(enabled: bool | None, decoupled: bool | None) -> Verdict:
+    """The kernel on the CPU is AdamW's."""
+    if not enabled or decoupled is not False:
+        return None
+    return (
+        f"{OPTIMIZER}.decoupled_weight_decay",
+        f"is false, but with {SWITCH} weight decay is decoupled (AdamW); set it to true, or {SWITCH} to false",
+    )
+
+
+@rule(f"{OVERLAP}?", f"{SWITCH}?")
+def overlap_is_of_the_cpu_optimizer(overlap: bool | None, enabled: bool | None) -> Verdict:
+    """Without it there are no such copies."""
+    if not overlap or enabled:
+        return None
+    return f"is true, which needs {SWITCH}; set that to true, or this to false"
+
+
+@rule(f"{SWITCH}?", *(f"{OPTIMIZER}.{name}?" for name in STATE_TYPES))
+def cpu_optimizer_keeps_float32(enabled: bool | None, *types: str | None) -> Verdict:
+    """On the CPU and on the GPU beside it."""
+    other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
+    if not enabled or other is None:
+        return None
+    return (
+        f"{OPTIMIZER}.{other}",
+        f"must be float32 with {SWITCH}, which keeps its state in float32; set it so, or {SWITCH} to false",
+    )
+
+
+@note(f"{PRECISION_AWARE}", f"{SWITCH}?", f"{OPTIMIZER}.optimizer", "policy.precision")
+def masters_stay_on_the_gpu(aware: bool, enabled: bool | None, optimizer: str, precision: str) -> Verdict:
+    """megatron-core's own trainer refuses the CPU optimizer so."""
+    if not enabled or aware or precision != "bfloat16":
+        return None
+    remedy = "; true leaves them to the CPU optimizer" if optimizer == "adam" else ", as with any sgd"
+    return f"is false, so float32 masters of all parameters stay on the GPU, 4 bytes each{remedy}"
+
+
+@note(f"{FRACTION}?", f"{SWITCH}?")
+def fractions_count_with_the_cpu_optimizer(fraction: float | None, enabled: bool | None) -> Verdict:
+    """The share alone moves nothing."""
+    return f"has no effect, since {SWITCH} is not true" if fraction and not enabled else None
+
+
+@note(f"{OPTIMIZER}.store_param_remainders?", f"{SWITCH}?")
+def the_cpu_optimizer_stores_no_remainders(store: bool | None, enabled: bool | None) -> Verdict:
+    """Its masters are whole."""
+    return f"has no effect with {SWITCH}, which keeps whole float32 masters" if store and enabled else None

@@ -1,0 +1,188 @@
+"""The CPU optimizer under a worker, with every tensor on the CPU; test_gpu_cpu_optimizer.py has a GPU."""
+
+import pytest
+import torch
+from megatron.core.optimizer import OptimizerConfig
+from support.phases import run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.cpu_optimizer import CpuOptimizer, cpu_optimizers, largest_within, take_host_memory
+from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer, reload_masters
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.plan.host_budget import HostBudgetError
+from nemo_offload_rl.residency.table import Target
+
+FRACTIONS = [0.3, 0.5, 1.0]
+
+
+def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
+    policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, kind.split()[-1])
+    if fraction:
+        policy["megatron_cfg"]["optimizer"] |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+            "overlap_cpu_optimizer_d2h_h2d": True,
+            "use_precision_aware_optimizer": aware,
+            **optimizer,
+        }
+    return policy
+
+
+def offloading(policy):
+    policy["residency"] = {"verify": True, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    return policy
+
+
+def masters(worker):
+    """Each parameter of megatron-core's optimizers with its float32 copies, on the CPU and on the GPU."""
+    for optimizer in cpu_optimizers(worker.state.optimizer):
+        for part in optimizer._parts:
+            yield from ((entry.param, entry.master.tensor) for entry in part.params)
+        yield from optimizer._on_gpu
+
+
+def steps(worker, count=3, first=0):
+    return (
+        run_steps(worker, count, visit_phases=False)
+        if not first
+        else [worker.train(random_batch(8, seed=first + step), NLLLoss(), gbs=8, mbs=2) for step in range(count)]
+    )
+
+
+def test_the_largest_parameters_that_fit_make_up_the_fraction():
+    assert largest_within([10, 60, 30], 0.5) == {2, 0}
+    assert largest_within([10, 60, 30], 1.0) == {0, 1, 2}
+    assert largest_within([10, 60, 30], 0.05) == set()
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+@pytest.mark.parametrize("kind", ["bfloat16", "float32", "moe bfloat16"])
+def test_every_master_equals_the_model_from_the_start_and_after_each_step(make_worker, fraction, kind):
+    worker = make_worker(policy_of(fraction, kind))
+    for _ in range(2):
+        pairs = list(masters(worker))
+        assert len(pairs) == len(list(worker.state.parameters()))
+        for param, master in pairs:
+            assert torch.equal(param, master.to(param.dtype))
+        steps(worker, 1)
+    on_cpu = sum(optimizer.num_on_cpu for optimizer in cpu_optimizers(worker.state.optimizer))
+    assert 0.8 * fraction <= on_cpu / sum(p.numel() for _, p in worker.state.parameters()) <= fraction
+
+
+@pytest.mark.parametrize("aware", [True, False])
+def test_weights_loaded_apart_from_a_step_reach_every_master(make_worker, aware):
+    worker = make_worker(policy_of(0.5, aware=aware))
+    with torch.no_grad():
+        for _, param in worker.state.parameters():
+            param.mul_(2)
+    reload_masters(worker.state.optimizer)
+    for param, master in masters(worker):
+        assert torch.equal(param.float(), master)
+    before = [param.clone() for _, param in worker.state.parameters()]
+    steps(worker, 1)
+    for (name, param), was in zip(worker.state.parameters(), before, strict=True):
+        torch.testing.assert_close(param, was, rtol=0.02, atol=0.01, msg=name)
+
+
+@pytest.mark.parametrize("fraction", FRACTIONS)
+def test_numbers_are_those_of_the_resident_optimizer(make_worker, fraction):
+    """Bit-equal where the kernels get the same gradients: without the precision-aware optimizer, in bf16."""
+    assert steps(make_worker(policy_of(fraction, aware=False))) == steps(make_worker(policy_of(None)))
+    got, want = steps(make_worker(policy_of(fraction))), steps(make_worker(policy_of(None)))
+    for one, other in zip(got, want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=1e-3)  # gradients are clipped in bf16
+
+
+def test_parts_and_the_whole_are_equal(make_worker, monkeypatch):
+    whole = steps(make_worker(policy_of(1.0, overlap_cpu_optimizer_d2h_h2d=False)))
+    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PART", 10_000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PIECE", 1000)
+    worker = make_worker(policy_of(1.0))
+    (optimizer,) = cpu_optimizers(worker.state.optimizer)
+    assert len(optimizer.cpu_optimizers) > 3
+    assert steps(worker) == whole
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+def test_phases_move_the_gpus_share_alone(make_worker, fraction):
+    plain = run_steps(make_worker(policy_of(fraction)), 4, visit_phases=False)
+    worker = make_worker(offloading(policy_of(fraction)))
+    (optimizer,) = cpu_optimizers(worker.state.optimizer)
+    on_gpu = sum(p.numel() for _, p in worker.state.parameters()) - optimizer.num_on_cpu
+    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(12 * on_gpu, rel=0.02)
+    places = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
+    assert run_steps(worker, 4, visit_phases=True) == plain
+    worker.offload_after_refit()
+    assert worker.engine.mapped_bytes == 0
+    now = [(entry.master.tensor.data_ptr(), entry.grad.tensor.data_ptr()) for entry in optimizer._parts[0].params]
+    assert now == places
+
+
+def test_masters_that_megatron_core_keeps_on_the_gpu_leave_too(make_worker):
+    worker = make_worker(offloading(policy_of(1.0, aware=False)))
+    count = sum(p.numel() for _, p in worker.state.parameters())
+    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(4 * count, rel=0.02)
+    plain = run_steps(make_worker(policy_of(1.0, aware=False)), 3, visit_phases=False)
+    assert run_steps(make_worker(offloading(policy_of(1.0, aware=False))), 3, visit_phases=True) == plain
+
+
+def test_sgd_is_stepped_there_too(make_worker):
+    policy = policy_of(0.5, aware=False, optimizer="sgd", sgd_momentum=0.9)
+    plain = policy_of(None)
+    plain["megatron_cfg"]["optimizer"] |= {"optimizer": "sgd", "sgd_momentum": 0.9, "use_distributed_optimizer": False}
+    got, want = steps(make_worker(policy)), steps(make_worker(plain))
+    assert [one["checksums"] for one in got] == [one["checksums"] for one in want]
+
+
+def test_its_host_memory_is_in_the_budget_before_any_is_taken(make_worker):
+    policy = offloading(policy_of(1.0))
+    policy["residency"]["host_memory_limit_gib"] = 2.0 / 1024
+    before = PinnedArena.live_bytes()
+    with pytest.raises(HostBudgetError, match="cpu_optimizer") as caught:
+        make_worker(policy)
+    assert PinnedArena.live_bytes() == before
+    assert "policy.megatron_cfg.optimizer.optimizer_offload_fraction" in str(caught.value)
+
+
+def test_its_host_memory_is_given_back(make_worker):
+    worker = make_worker(policy_of(0.5))
+    (optimizer,) = cpu_optimizers(worker.state.optimizer)
+    assert worker.engine.context.arena.allocated_bytes >= optimizer.host_bytes > 0
+    steps(worker, 1)
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+    make_worker()
+
+
+def test_the_learning_rate_reaches_every_optimizer_without_a_schedule(make_worker):
+    worker = make_worker(policy_of(0.5))
+    config = OptimizerConfig(
+        optimizer="adam", lr=0.25, bf16=True, use_distributed_optimizer=True, use_precision_aware_optimizer=True,
+        optimizer_cpu_offload=True, optimizer_offload_fraction=0.5,
+    )  # fmt: skip
+    optimizer = build_optimizer(config, worker.state.model)
+    (inner,) = cpu_optimizers(optimizer)
+    with PinnedArena() as arena:
+        give_back = take_host_memory(optimizer, arena)
+        for group in inner.param_groups:
+            for param in group["params"]:
+                param.decoupled_grad = torch.ones_like(param)
+        inner.step()
+        assert len(inner.sub_optimizers) == 2
+        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.25}
+        inner.param_groups[0]["lr"] = 0.125
+        inner.step()
+        assert {group["lr"] for one in inner.sub_optimizers for group in one.param_groups} == {0.125, 0.25}
+        inner.param_groups[0]["lr"] = None
+        with pytest.raises(ValueError, match=r"has no learning rate; give one in OptimizerConfig\.lr"):
+            inner.step()
+        give_back()
+
+
+def test_megatron_cores_own_class_is_left_as_it_was(make_worker):
+    from megatron.core import optimizer
+    from megatron.core.optimizer import distrib_optimizer
+
+    make_worker(policy_of(0.5))
+    assert optimizer.HybridDeviceOptimizer is distrib_optimizer.HybridDeviceOptimizer is not CpuOptimizer
