@@ -52,6 +52,18 @@ class WithoutEffect:
 
 _FALSE = (False, None)
 _NULL = (None,)
+_KEYS_OF_DATASETS = (
+    "chosen_key",
+    "data_path",
+    "dataset_name",
+    "input_key",
+    "output_key",
+    "prompt_key",
+    "rejected_key",
+    "split",
+    "subset",
+)
+_KEY_OF_EACH = "write it into data.train and data.validation"
 _FILE_OF_BOTH = "leave it at {off} and name it in data.default, for both"
 
 OFF_ONLY: tuple[OffOnly, ...] = (
@@ -64,12 +76,16 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
     OffOnly("cluster.segment_size", _NULL, "placement by NVLink domain"),
+    *(
+        OffOnly(f"data.default.{key}", _NULL, f"one {key} for training and validation data", _KEY_OF_EACH)
+        for key in _KEYS_OF_DATASETS
+    ),
     OffOnly("data.train.prompt_file", _NULL, "a prompt file for the training data alone", _FILE_OF_BOTH),
     OffOnly("data.train.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
     OffOnly("data.train.system_prompt_file", _NULL, "a system prompt for the training data alone", _FILE_OF_BOTH),
     OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
     OffOnly(
-        "data.val_data_paths", _NULL, "several validation sets", "join them in one, and name it in data.validation"
+        "data.val_data_paths", _NULL, "more than one validation set", "join them in one, and name it in data.validation"
     ),
     OffOnly("data.validation.prompt_file", _NULL, "a prompt file for the validation data alone", _FILE_OF_BOTH),
     OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
