@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import stat
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, overload
@@ -82,6 +82,8 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
 # What datasets and pyarrow raise of files that are damaged or of another form: they look up what is not there.
 _DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
+_ROWS_AT_ONCE = 1000
+
 
 class HFRows[Sample](Sequence[Sample]):
     """Rows of a Hugging Face dataset as samples."""
@@ -102,14 +104,27 @@ class HFRows[Sample](Sequence[Sample]):
 
     def __getitem__(self, index: int | slice) -> Sample | list[Sample]:
         if isinstance(index, slice):
-            return [self[row] for row in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
+            return self._samples(range(len(self))[index])
+        number = range(len(self))[index]
+        return self._samples(range(number, number + 1))[0]
+
+    def __iter__(self) -> Iterator[Sample]:
+        """Reads many rows at a time, which takes a tenth of the time of single ones."""
+        for start in range(0, len(self), _ROWS_AT_ONCE):
+            yield from self[start : start + _ROWS_AT_ONCE]
+
+    def _samples(self, numbers: range) -> list[Sample]:
         try:
-            row = self._rows[index]
+            columns = self._rows[numbers]
         except _DAMAGED as error:
-            raise DataError(f"{self._path} row {index} cannot be read: {type(error).__name__}: {error}") from error
-        return sample_of(self._form, row, f"{self._path} row {index}")
+            if len(numbers) > 1:  # finds the row
+                return [self[number] for number in numbers]
+            raise DataError(f"{self._path} row {numbers[0]} cannot be read: {type(error).__name__}: {error}") from error
+        rows = zip(*columns.values(), strict=True)
+        return [
+            sample_of(self._form, dict(zip(columns, values, strict=True)), f"{self._path} row {number}")
+            for number, values in zip(numbers, rows, strict=True)
+        ]
 
 
 def _open_folder(path: Path, split: str | None) -> Any:
