@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from itertools import zip_longest
 from typing import Any
 
 from nemo_offload_rl.data.errors import DataError
@@ -170,9 +171,11 @@ def _last_turn(value: list[Any], context: tuple[Message, ...], field_name: str) 
         found = f"ends with one of the role {messages[-1].role!r}" if messages else "is empty"
         raise DataError(f"{field_name} {found}: its last message must be the assistant's, which is the answer.")
     if len(messages) > 1 and messages[:-1] != context:
+        pairs = zip_longest(messages[:-1], context)
+        first = next(number for number, (found, expected) in enumerate(pairs, start=1) if found != expected)
         raise DataError(
-            f"{field_name} has {len(messages) - 1} messages before the answer, which are not those of the prompt: "
-            "write the answer alone, or after exactly the prompt's messages."
+            f"{field_name}: message {first} is not that of the prompt: write the answer alone, or after exactly the "
+            "prompt's messages."
         )
     return messages[-1].content
 

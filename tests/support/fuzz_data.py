@@ -11,6 +11,7 @@ from typing import Any
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
+from support.fuzz_pairs import pair_lines
 from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 
@@ -48,7 +49,8 @@ def prepare(folder: Path) -> None:
 
 
 def run_case(rng: random.Random, folder: Path) -> bool:
-    case = rng.choices([_lines, _bytes_of_lines, _no_file, _prompt_file, _template, _folder], [5, 4, 1, 2, 2, 2])[0]
+    cases = [_lines, _bytes_of_lines, _pairs, _no_file, _prompt_file, _template, _folder]
+    case = rng.choices(cases, [5, 4, 4, 1, 2, 2, 2])[0]
     try:
         case(rng, folder)
     except DataError as error:
@@ -124,6 +126,10 @@ def _lines(rng: random.Random, folder: Path) -> None:
     encoding = rng.choice(["utf-8"] * 8 + ["utf-16", "latin-1", "utf-8-sig"])
     path.write_bytes(text.encode(encoding, "replace" if encoding == "latin-1" else "surrogatepass"))
     _check_lines(path, _read(_jsonl(path)))
+
+
+def _pairs(rng: random.Random, folder: Path) -> None:
+    pair_lines(rng, folder, _tokenizer_folder)
 
 
 def _mutated(rng: random.Random, content: bytes) -> bytes:

@@ -91,7 +91,7 @@ def test_of_two_completions_the_lower_rank_is_chosen(tmp_path):
         (binary(chosen=[said("2"), USER]), "'chosen' ends with one of the role 'user'"),
         (
             binary(chosen=[{"role": "user", "content": "1+2"}, said("2")]),
-            "'chosen' has 1 messages before the answer, which are not those of the prompt",
+            "'chosen': message 1 is not that of the prompt: write the answer alone, or after exactly",
         ),
         (binary(prompt=["1+1"]), "'prompt', message 1, must be an object with 'role' and 'content', found '1.1'"),
         (binary(chosen=[USER, {"role": "asistant", "content": "2"}]), "message 2, has the role 'asistant': it must be"),
