@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+from support.forked_python import ray_forks_its_workers
 
 from nemo_offload_rl.placement.cluster import Cluster
 
@@ -16,7 +17,9 @@ from nemo_offload_rl.placement.cluster import Cluster
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
     """Ray on this machine with two bundles, started once: rank 0 and 1 of a test's worker group or generation."""
-    with Cluster(num_nodes=1, gpus_per_node=2) as cluster:
+    with ray_forks_its_workers():
+        cluster = Cluster(num_nodes=1, gpus_per_node=2)
+    with cluster:
         yield cluster
 
 

@@ -190,9 +190,9 @@ class Cluster:
         if num_gpus:
             _require_one_node(num_nodes)
         _require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine")
-        os.environ.setdefault(
-            "RAY_enable_worker_prestart", "0"
-        )  # idle workers cannot become actors with an environment
+        # Idle workers cannot become actors with an environment of their own.
+        os.environ.setdefault("RAY_enable_worker_prestart", "0")
+        os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         with ending_signals_blocked(), _handlers_kept():
             self._reaper = Reaper(get_default_ray_temp_dir())
             context = ray.init(

@@ -2,10 +2,10 @@
 
 import re
 import subprocess
-import sys
 
 import pytest
 from support.examples import ROOT, environment
+from support.forked_python import forked_python
 
 pytestmark = pytest.mark.slow
 
@@ -14,7 +14,7 @@ SCRIPT = ROOT / "examples" / "bare_megatron.py"
 
 def run(*arguments: str) -> str:
     done = subprocess.run(
-        [sys.executable, str(SCRIPT), *arguments],
+        [forked_python(), str(SCRIPT), *arguments],
         cwd=ROOT,
         env=environment() | {"OMP_NUM_THREADS": "1"},
         capture_output=True,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from nemo_offload_rl.metrics.names import MEASUREMENTS
+from support.forked_python import forked_python
 
 ROOT = Path(__file__).parents[2]
 
@@ -48,9 +49,9 @@ class Finished:
         }
 
 
-def command(script: str, folder: Path, overrides: list[str]) -> list[str]:
+def command(script: str, folder: Path, overrides: list[str], *, python: str = sys.executable) -> list[str]:
     places = [f"logger.log_dir={folder / 'logs'}", f"checkpointing.checkpoint_dir={folder / 'checkpoints'}"]
-    return [sys.executable, str(ROOT / "examples" / script), *places, *overrides]
+    return [python, str(ROOT / "examples" / script), *places, *overrides]
 
 
 def environment() -> dict[str, str]:
@@ -59,9 +60,9 @@ def environment() -> dict[str, str]:
 
 
 def run_example(script: str, folder: Path, overrides: list[str]) -> Finished:
-    """Run an example as a user would, with its logs and checkpoints in a folder."""
+    """Run an example to its end, with its logs and checkpoints in a folder; it and its workers are forked."""
     done = subprocess.run(
-        command(script, folder, overrides),
+        command(script, folder, overrides, python=forked_python()),
         cwd=ROOT,
         env=environment(),
         capture_output=True,

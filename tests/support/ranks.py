@@ -60,7 +60,7 @@ def worker_of_rank(
     )
 
 
-def _context() -> SpawnContext | ForkServerContext:
+def fork_context() -> SpawnContext | ForkServerContext:
     """How ranks are started: forked from a process that has imported what takes each of them ten seconds.
 
     CUDA does not live through a fork, so ranks with GPUs are started afresh.
@@ -88,7 +88,7 @@ def run_ranks(
     Raises:
         AssertionError: a rank raised, with its traceback, or did not answer in time.
     """
-    context = _context()
+    context = fork_context()
     ports = [free_port() for _ in range(num_ports)]
     environ = dict(os.environ)
     pipes, processes = [], []

@@ -1,0 +1,205 @@
+"""A `python` whose scripts are forked from a process that has imported what runs and Ray's workers need.
+
+A whole run starts four processes that import torch, Megatron or transformers for ten seconds each; forked they are up
+at once. `forked_python()` is the path of an executable to use in place of `sys.executable`. What it is asked to run
+is forked from the prepared process, with the arguments, environment, folder, signal mask and open files of the caller,
+which waits for its end. It is no child of its caller: tests of signals and of deaths start the real one.
+"""
+
+import atexit
+import contextlib
+import ctypes
+import functools
+import json
+import multiprocessing
+import os
+import runpy
+import selectors
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+
+from support.ranks import fork_context
+
+_SIGKILL_ME_WITH_MY_PARENT = (1, signal.SIGKILL)  # of prctl
+_NUM_STREAMS = 3
+
+# What `forked_python()` is: up in 30 ms. Scripts that it does not know, and code on the command line, are not forked.
+_CALLER = """#!{python} -IS
+import json, os, signal, socket, sys
+arguments = sys.argv[1:]
+while arguments and arguments[0] in ("-u", "-I", "-S"):
+    del arguments[0]
+forked = arguments[:1] == ["-m"] or arguments and os.path.basename(arguments[0]) in {scripts}
+if not forked:
+    os.execv({python!r}, [{python!r}, *sys.argv[1:]])
+umask = os.umask(0)
+os.umask(umask)
+asked = dict(
+    arguments=arguments, environ=dict(os.environ), folder=os.getcwd(), umask=umask,
+    blocked=[int(one) for one in signal.pthread_sigmask(signal.SIG_BLOCK, [])], python=sys.argv[0],
+)
+with socket.socket(socket.AF_UNIX) as server:
+    server.connect({address!r})
+    message = json.dumps(asked).encode()
+    socket.send_fds(server, [len(message).to_bytes(8, "big")], [0, 1, 2])
+    server.sendall(message)
+    status = int(server.makefile().read() or 1)
+if status < 0:
+    signal.signal(-status, signal.SIG_DFL) if -status != signal.SIGKILL else None
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [-status])
+    os.kill(os.getpid(), -status)
+sys.exit(status)
+"""
+_SCRIPTS = {"default_worker.py", "run_grpo.py", "run_sft.py", "bare_megatron.py"}
+
+
+@functools.cache
+def forked_python() -> str:
+    """Start the prepared process, once, and return the path of an executable that has it fork.
+
+    CUDA does not live through a fork: where there is a GPU, it is Python itself.
+    """
+    if torch.cuda.is_available():
+        return sys.executable
+    folder = Path(tempfile.mkdtemp(prefix="forked-python-"))
+    atexit.register(shutil.rmtree, folder)
+    address = str(folder / "socket")
+    listener = socket.socket(socket.AF_UNIX)
+    listener.bind(address)
+    listener.listen(64)
+    fork_context().Process(target=_serve, args=(listener,), daemon=True).start()
+    listener.close()
+    executable = folder / "python"
+    executable.write_text(_CALLER.format(python=sys.executable, scripts=sorted(_SCRIPTS), address=address))
+    executable.chmod(0o755)
+    return str(executable)
+
+
+@contextmanager
+def ray_forks_its_workers() -> Iterator[None]:
+    """Ray that is started inside forks its workers from the prepared process."""
+    python = sys.executable
+    sys.executable = forked_python()
+    try:
+        yield
+    finally:
+        sys.executable = python
+
+
+def _serve(listener: socket.socket) -> None:
+    """Fork for each caller, tell it the status of what was forked, and kill that where the caller has died before."""
+    ctypes.CDLL(None).prctl(*_SIGKILL_ME_WITH_MY_PARENT)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    woken, wakes = socket.socketpair()
+    for one in (woken, wakes):
+        one.setblocking(False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wakes.fileno(), warn_on_full_buffer=False)
+    callers: dict[int, socket.socket] = {}
+    with selectors.DefaultSelector() as selector:
+        selector.register(listener, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        while True:
+            for key, _ in selector.select():
+                if key.fileobj is listener:
+                    caller, _ = listener.accept()
+                    try:
+                        asked, streams = _receive(caller)
+                    except ValueError:  # it died while it asked
+                        caller.close()
+                        continue
+                    pid = os.fork()
+                    if pid == 0:
+                        selector.close()
+                        for inherited in (listener, woken, wakes, caller, *callers.values()):
+                            inherited.close()
+                        _run(asked, streams)
+                    for stream in streams:
+                        os.close(stream)
+                    callers[pid] = caller
+                    selector.register(caller, selectors.EVENT_READ, pid)
+                elif key.fileobj is woken:
+                    woken.recv(4096)
+                elif key.data in callers:  # it says nothing more: it has died
+                    os.kill(key.data, signal.SIGKILL)
+                    selector.unregister(key.fileobj)
+            for pid in list(callers):
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    caller = callers.pop(pid)
+                    if caller in {key.fileobj for key in selector.get_map().values()}:
+                        selector.unregister(caller)
+                    with contextlib.suppress(BrokenPipeError):
+                        caller.sendall(str(os.waitstatus_to_exitcode(status)).encode())
+                    caller.close()
+
+
+def _receive(caller: socket.socket) -> tuple[dict, list[int]]:
+    length, streams, _, _ = socket.recv_fds(caller, 8, _NUM_STREAMS)
+    with caller.makefile("rb") as file:
+        return json.loads(file.read(int.from_bytes(length, "big"))), streams
+
+
+def _run(asked: dict, streams: list[int]) -> None:
+    """Be the process that was asked for; does not return."""
+    status = 1
+    try:
+        ctypes.CDLL(None).prctl(*_SIGKILL_ME_WITH_MY_PARENT)
+        os.setpgid(0, 0)
+        for number, stream in enumerate(streams):
+            os.dup2(stream, number)
+            os.close(stream)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, asked["blocked"])
+        os.chdir(asked["folder"])
+        os.umask(asked["umask"])
+        os.environ.clear()
+        os.environ.update(asked["environ"])
+        sys.executable = asked["python"]
+        sys.stdin = open(0, closefd=False)  # noqa: SIM115
+        multiprocessing.current_process().name = "MainProcess"
+        multiprocessing.current_process()._config["daemon"] = False  # it may have children
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
+        status = _status_of(asked["arguments"])
+        threading._shutdown()
+        atexit._run_exitfuncs()
+        sys.stdout.flush()
+        sys.stderr.flush()
+    except BaseException:  # noqa: BLE001  (what a process that was forked may not do is return)
+        traceback.print_exc()
+    finally:
+        os._exit(status)
+
+
+def _status_of(arguments: list[str]) -> int:
+    """Run a script or a module as the main one, and return its status as Python would."""
+    try:
+        if arguments[0] == "-m":
+            sys.argv = arguments[1:]
+            sys.path.insert(0, os.getcwd())
+            runpy.run_module(arguments[1], run_name="__main__", alter_sys=True)
+        else:
+            sys.argv = arguments
+            sys.path.insert(0, str(Path(arguments[0]).parent))
+            runpy.run_path(arguments[0], run_name="__main__")
+    except SystemExit as exit_:
+        if exit_.code is None or isinstance(exit_.code, int):
+            return exit_.code or 0
+        sys.stderr.write(f"{exit_.code}\n")
+        return 1
+    except BaseException:  # noqa: BLE001  (as Python itself does)
+        traceback.print_exc()
+        return 1
+    return 0

@@ -1,0 +1,48 @@
+"""What `forked_python()` runs is as what Python itself would run, but for what is imported already."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.forked_python import forked_python
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="CUDA does not live through a fork")
+
+MODULE = """
+import os, signal, sys
+print(sys.argv[1:], __name__, os.getcwd(), os.environ["ASKED"], sys.stdin.read(), "megatron.bridge" in sys.modules)
+print("to stderr", file=sys.stderr)
+if sys.argv[1] == "die":
+    os.kill(os.getpid(), signal.SIGTERM)
+if sys.argv[1] == "raise":
+    raise ValueError("on purpose")
+sys.exit(3)
+"""
+
+
+@pytest.mark.parametrize(("what", "status"), [("exit", 3), ("raise", 1), ("die", -15)])
+def test_a_module_has_arguments_streams_folder_environment_and_status_of_its_own(tmp_path, what, status):
+    (tmp_path / "asked.py").write_text(MODULE)
+    done = subprocess.run(
+        [forked_python(), "-m", "asked", what],
+        cwd=tmp_path,
+        env=os.environ | {"ASKED": "yes"},
+        input="to stdin",
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == status
+    if what != "die":  # with what was printed unflushed
+        assert done.stdout == f"['{what}'] __main__ {tmp_path} yes to stdin True\n"
+        assert done.stderr.startswith("to stderr\n")
+    assert ("ValueError: on purpose" in done.stderr) == (what == "raise")
+
+
+def test_code_is_run_by_python_itself():
+    code = "import sys; print(sys.executable)"
+    done = subprocess.run([forked_python(), "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.strip() == sys.executable
