@@ -6,14 +6,15 @@ MAKEFLAGS += --no-print-directory
 
 # Extras to install beside the base: `make setup EXTRAS="te wandb"`. Once installed they stay.
 EXTRAS ?=
-# What `make grpo` and `make sft` run, and what they change in it: `make grpo ARGS="grpo.max_num_steps=20"`.
+# What `make grpo`, `make sft` and `make dpo` run, and what they change in it: `make grpo ARGS="grpo.max_num_steps=20"`.
 CONFIG_grpo ?= examples/configs/grpo_tiny_cpu.yaml
 CONFIG_sft ?= examples/configs/sft_tiny_cpu.yaml
+CONFIG_dpo ?= examples/configs/dpo_tiny_cpu.yaml
 ARGS ?=
 
 PYTHON := .venv/bin/python
 
-.PHONY: help setup grpo sft test lint docs lock clean
+.PHONY: help setup grpo sft dpo test lint docs lock clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -26,6 +27,9 @@ grpo: setup ## Train the tiny model with GRPO (ARGS="key=value ..." changes the 
 
 sft: setup ## Train the tiny model with SFT
 	$(PYTHON) examples/run_sft.py --config $(CONFIG_sft) $(ARGS)
+
+dpo: setup ## Train the tiny model with DPO, after its SFT
+	$(PYTHON) examples/run_dpo.py --config $(CONFIG_dpo) $(ARGS)
 
 test: setup ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
 	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)

@@ -1,6 +1,6 @@
 """Losses over next-token log-probs.
 
-Both follow the contract of ``nemo_offload_rl.data.loss_contract``: what they return is a micro-batch's share of a mean
+All follow the contract of ``nemo_offload_rl.data.loss_contract``: what they return is a micro-batch's share of a mean
 over the global batch, so cutting a batch into micro-batches never changes the gradient.
 """
 
@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from math import inf
 
 import torch
+from torch.nn.functional import logsigmoid
 
 from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl, kl_penalty
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
@@ -35,6 +36,72 @@ class NLLLoss:
                 "answer_probability": _share(answer_logprobs.exp(), sample_mask, counts.valid_seqs),
                 "num_valid_samples": sample_mask.sum(),
             }
+        return loss, metrics
+
+
+@dataclass(frozen=True)
+class DPOLoss:
+    """Loss of direct preference optimisation (https://arxiv.org/abs/2305.18290, equation 7), averaged over pairs.
+
+    The reward of an answer is log p(answer) - log p_reference(answer). With beta, the reference policy's KL penalty,
+    a pair's preference loss is -log sigmoid(beta * (reward of the chosen answer - reward of the rejected one)). The
+    negative log-likelihood of the chosen answer may be added. Every name is that of NeMo-RL's ``dpo`` section.
+
+    Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of a pair, and have the same ``sample_mask``.
+
+    Metrics, all means over pairs: ``preference_loss`` and ``sft_loss`` without their weights;
+    ``rewards_chosen_mean``, ``rewards_rejected_mean`` and ``rewards_margin_mean`` without beta, as NeMo-RL's;
+    ``accuracy``, the share of pairs whose chosen answer has the higher reward; ``logprobs_chosen_mean`` and
+    ``logprobs_rejected_mean`` of whole answers; and ``num_valid_samples``, the number of pairs.
+
+    Attributes:
+        reference_policy_kl_penalty: beta; above 0.
+        preference_loss_weight: of the preference loss.
+        sft_loss_weight: of the negative log-likelihood of the chosen answer.
+        preference_average_log_probs: divide the reward of an answer by its number of tokens.
+        sft_average_log_probs: divide the likelihood loss of an answer by its number of tokens.
+    """
+
+    reference_policy_kl_penalty: float
+    preference_loss_weight: float
+    sft_loss_weight: float
+    preference_average_log_probs: bool
+    sft_average_log_probs: bool
+
+    def __call__(
+        self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
+    ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        """See ``LossFunction``; needs ``reference_policy_logprobs``."""
+        token_mask = data["token_mask"][:, 1:]
+        num_tokens = token_mask.sum(dim=1).clamp(min=1)
+        answers, reference = (
+            torch.where(token_mask > 0, values[:, 1:], 0.0).sum(dim=1)
+            for values in (logprobs, data["reference_policy_logprobs"])
+        )
+        rewards = answers - reference
+        if self.preference_average_log_probs:
+            rewards = rewards / num_tokens
+        likelihoods = answers / num_tokens if self.sft_average_log_probs else answers
+        rewards_chosen, rewards_rejected = rewards[::2], rewards[1::2]
+        margins = rewards_chosen - rewards_rejected
+
+        pair_mask = data["sample_mask"][::2]
+        num_pairs = counts.valid_seqs / 2
+        preference_loss = -_share(logsigmoid(self.reference_policy_kl_penalty * margins), pair_mask, num_pairs)
+        sft_loss = -_share(likelihoods[::2], pair_mask, num_pairs)
+        loss = self.preference_loss_weight * preference_loss + self.sft_loss_weight * sft_loss
+        with torch.no_grad():
+            per_pair = {
+                "accuracy": (margins > 0).float(),
+                "rewards_chosen_mean": rewards_chosen,
+                "rewards_rejected_mean": rewards_rejected,
+                "rewards_margin_mean": margins,
+                "logprobs_chosen_mean": answers[::2],
+                "logprobs_rejected_mean": answers[1::2],
+            }
+            metrics = {name: _share(values, pair_mask, num_pairs) for name, values in per_pair.items()}
+        metrics |= {"preference_loss": preference_loss.detach(), "sft_loss": sft_loss.detach()}
+        metrics["num_valid_samples"] = pair_mask.sum()
         return loss, metrics
 
 

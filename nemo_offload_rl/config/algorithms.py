@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
-from nemo_offload_rl.config.schema import GRPOMasterConfig, SFTMasterConfig
+from nemo_offload_rl.config.schema import DPOMasterConfig, GRPOMasterConfig, SFTMasterConfig
 from nemo_offload_rl.residency.table import Phase
 
 
@@ -19,9 +19,10 @@ class AlgorithmSpec:
         schema: the TypedDict of its recipes.
         phases: of a step, in their order; the planner follows them.
         validation_metrics: what its ``validate`` measures; a recipe writes ``val:NAME``.
+        computes_logprobs: whether a step computes log-probs outside of training, in micro-batches of their own size.
         has_reference: whether a validated recipe keeps reference weights.
-        group_size: consecutive rows of a batch that belong together, such as a chosen and a rejected answer, and are
-            never separated; 1 where each row is on its own.
+        group_size: rows of a sample: consecutive rows of a batch that belong together, such as a chosen and a rejected
+            answer, and are never separated; 1 where each row is a sample. Batch sizes in recipes count samples.
     """
 
     name: str
@@ -29,6 +30,7 @@ class AlgorithmSpec:
     schema: type
     phases: tuple[Phase, ...]
     validation_metrics: tuple[str, ...]
+    computes_logprobs: bool
     has_reference: Callable[[Mapping[str, Any]], bool]
     group_size: int
 
@@ -40,6 +42,7 @@ _SPECS = (
         schema=GRPOMasterConfig,
         phases=(Phase.LOGPROB, Phase.TRAIN, Phase.REFIT, Phase.GENERATE),
         validation_metrics=("accuracy", "reward", "mean_gen_tokens_per_sample"),
+        computes_logprobs=True,
         has_reference=lambda config: bool(config["loss_fn"]["reference_policy_kl_penalty"] != 0),
         group_size=1,
     ),
@@ -49,8 +52,30 @@ _SPECS = (
         schema=SFTMasterConfig,
         phases=(Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
         validation_metrics=("val_loss", "answer_probability"),
+        computes_logprobs=False,
         has_reference=lambda config: False,
         group_size=1,
+    ),
+    AlgorithmSpec(
+        name="dpo",
+        module="nemo_offload_rl.algorithms.dpo",
+        schema=DPOMasterConfig,
+        phases=(Phase.LOGPROB, Phase.TRAIN),
+        validation_metrics=(
+            "loss",
+            "accuracy",
+            "preference_loss",
+            "sft_loss",
+            "rewards_chosen_mean",
+            "rewards_rejected_mean",
+            "rewards_margin_mean",
+            "logprobs_chosen_mean",
+            "logprobs_rejected_mean",
+            "num_overlong_pairs",
+        ),
+        computes_logprobs=True,
+        has_reference=lambda config: True,
+        group_size=2,
     ),
 )
 ALGORITHMS: Mapping[str, AlgorithmSpec] = MappingProxyType({spec.name: spec for spec in _SPECS})

@@ -295,7 +295,6 @@ OTHER_DATASETS: dict[str, str] = {
     "a rejected answer (BinaryPreferenceDataset) or ranked completions (PreferenceDataset)",
 }
 OTHER_ALGORITHMS: dict[str, str] = {
-    "dpo": "DPO",
     "rm": "reward-model training",
     "distillation": "distillation",
     "ppo": "PPO",

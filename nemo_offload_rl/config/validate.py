@@ -231,11 +231,11 @@ def _warm_start(
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
     other = cast(dict[str, Any], warm_start.config)
     if value_at(other, "sft.export_hf") is not True:
-        yield "warm_start.recipe", "its sft.export_hf must be true, since GRPO starts from that folder"
+        yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from that folder"
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
         if ours is not ABSENT and ours != theirs:
-            yield path, f"must be as in the warm_start recipe, which GRPO goes on from; there it is {show(theirs)}"
+            yield path, f"must be as in the warm_start recipe, from which the run goes on; there it is {show(theirs)}"
 
 
 def _switch_off_lone_sequence_parallel(config: dict[str, Any]) -> None:

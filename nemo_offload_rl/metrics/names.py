@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+# NeMo-RL's DPO names a metric by its validation set, such as val:validation-default_loss; here there is the one set.
+_DEFAULT_SET = "validation-default_"
 _SECTIONS = {"val": "validation", "train": "train"}
 
 MEASUREMENTS = ("timing/", "performance/", "residency/")
@@ -17,12 +19,17 @@ def logged_name(recipe_name: str) -> str:
     Raises:
         ValueError: the name has neither ``val:`` nor ``train:`` in front.
     """
-    section, separator, metric = recipe_name.partition(":")
+    section, separator, metric = without_default_set(recipe_name).partition(":")
     if not separator or section not in _SECTIONS:
         raise ValueError(
             f"A metric is named val:NAME or train:NAME in a recipe, such as val:accuracy; found {recipe_name!r}."
         )
     return f"{_SECTIONS[section]}/{metric}"
+
+
+def without_default_set(recipe_name: str) -> str:
+    """Shortens NeMo-RL's names of DPO's metrics: ``val:validation-default_loss`` is ``val:loss``."""
+    return recipe_name.replace(f"val:{_DEFAULT_SET}", "val:", 1)
 
 
 def memory_metrics(owner: str, stats: Mapping[str, float]) -> dict[str, float]:

@@ -28,16 +28,20 @@ class Panel:
 
 LOSS = Panel("train/loss", "Training loss", "#0072B2", every_step=True)
 REWARD = Panel("train/reward", "Training reward", "#0072B2", every_step=True)
+MARGIN = Panel("train/rewards_margin_mean", "Margin of chosen over rejected", "#0072B2", every_step=True)
+PREFERENCE_ACCURACY = Panel("train/accuracy", "Training accuracy", "#0072B2", every_step=True)
 ANSWER_PROBABILITY = Panel(
     "validation/answer_probability", "Probability of the right answer", "#C0461B", every_step=False
 )
 ACCURACY = Panel("validation/accuracy", "Validation accuracy", "#C0461B", every_step=False)
+PANELS = (LOSS, REWARD, MARGIN, PREFERENCE_ACCURACY, ANSWER_PROBABILITY, ACCURACY)
 
 
 def plot_training(run_dir: Path, name: str) -> Path:
     """Draws a run's curves over its steps to `run_dir/NAME.png`.
 
-    Reward runs show the reward, others the loss; beside it is what validation measured.
+    Reward runs show the reward, others the loss, preference runs their margin and accuracy, too; beside it is what
+    validation measured.
 
     Args:
         run_dir: A run's folder, with its metrics.jsonl.
@@ -72,7 +76,7 @@ def smoothed(values: Sequence[float], num_steps: int = SMOOTHING_STEPS) -> list[
 
 
 def _panels_of(rows: Sequence[MetricRow]) -> list[Panel]:
-    measured = [panel for panel in (LOSS, REWARD, ANSWER_PROBABILITY, ACCURACY) if _points(rows, panel.metric)]
+    measured = [panel for panel in PANELS if _points(rows, panel.metric)]
     return [panel for panel in measured if panel is not LOSS or REWARD not in measured]
 
 

@@ -34,6 +34,7 @@ HEADLINES = (
     Headline("reward", "train/reward", ".3f"),
     Headline("loss", "train/loss", ".4f"),
     Headline("accuracy", "validation/accuracy", ".3f"),
+    Headline("margin", "train/rewards_margin_mean", ".3f"),
     Headline("p(answer)", "validation/answer_probability", ".3f"),
     Headline("KL", "train/kl_penalty", ".2e"),
     Headline("tokens/s", "performance/tokens_per_sec", ",.0f"),

@@ -14,7 +14,7 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
 
 def activation_facts(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, group_size: int = 1
 ) -> tuple[ActivationFacts, ...]:
     """Returns the facts of one rank of each pipeline stage, for a training step with the longest micro-batches.
 
@@ -26,6 +26,7 @@ def activation_facts(
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         policy: the recipe's section, validated.
         world_size: ranks of the whole cluster.
+        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
 
     Returns:
         One entry a pipeline stage.
@@ -42,7 +43,7 @@ def activation_facts(
             "worker moves what there is."
         )
     tensor, stages = cfg["tensor_model_parallel_size"], cfg["pipeline_model_parallel_size"]
-    num_tokens = _num_tokens(policy)
+    num_tokens = _num_tokens(policy, group_size)
     num_residual_tokens = -(-num_tokens // tensor) if cfg["sequence_parallel"] else num_tokens
     top_k = model.experts_per_token or 0
     expert_ranks = cfg["expert_tensor_parallel_size"]
@@ -74,14 +75,14 @@ def activation_facts(
     )
 
 
-def _num_tokens(policy: Mapping[str, Any]) -> int:
+def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
     """Returns the tokens of the longest micro-batch, as the worker pads it."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
     length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
-        return int(length * policy["train_micro_batch_size"])
-    # A sequence longer than a row gets a row of its own.
-    return round_up(max(packing["train_mb_tokens"], length), packing["sequence_length_round"])
+        return int(length * policy["train_micro_batch_size"] * group_size)
+    # A group of sequences longer than a row gets a row of its own.
+    return round_up(max(packing["train_mb_tokens"], length * group_size), packing["sequence_length_round"])
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:

@@ -107,7 +107,7 @@ def plan_run(
     plan = make_plan(
         policy,
         shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config)),
-        activations=activation_facts(hf_config, policy, world_size=world_size),
+        activations=activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size),
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )

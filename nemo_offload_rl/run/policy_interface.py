@@ -1,5 +1,7 @@
 """The verbs of a policy that loops use: those of ``worker.group.PolicyWorkerGroup``, with global batches.
 
+Batch sizes count samples: rows of the batch, or groups of rows that belong together (``BatchedData.group_size``).
+
 Each verb enters the phase that it needs; docs/decisions/phases.md says why.
 """
 
@@ -18,7 +20,7 @@ class Policy(WeightSource, Protocol):
     """A policy that is trained, asked for log-probs, and saved."""
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
-        """Runs one optimizer step for every ``gbs`` rows; returns loss, grad_norm, lr, num_skipped and metrics."""
+        """Runs one optimizer step for every ``gbs`` samples; returns loss, grad_norm, lr, num_skipped and metrics."""
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
         """Forward only; returns loss and metrics."""

@@ -34,7 +34,7 @@ class NoEffectError(ValueError):
 
 
 def activation_bytes(
-    hf_config: Mapping[str, Any], policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], plan: OffloadPlan, *, world_size: int, group_size: int
 ) -> int:
     """Compute the host memory for this rank's activations; 0 where they stay on the GPU.
 
@@ -43,6 +43,7 @@ def activation_bytes(
         policy: the recipe's section, adapted to this machine.
         plan: made from it.
         world_size: ranks of the whole cluster.
+        group_size: rows of a sample that belong together.
 
     Raises:
         ValueError: it cannot be computed for this architecture, and the recipe does not say it either.
@@ -50,7 +51,7 @@ def activation_bytes(
     if plan.activations is None:
         return 0
     try:
-        facts = activation_facts(hf_config, policy, world_size=world_size)
+        facts = activation_facts(hf_config, policy, world_size=world_size, group_size=group_size)
     except UnknownArchitectureError as error:
         return limit_where_unknown(plan.activations, error)
     return slab_bytes(facts[mpu.get_pipeline_model_parallel_rank()], plan.activations)

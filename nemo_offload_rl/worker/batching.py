@@ -45,7 +45,7 @@ class MicroBatcher:
 
         Args:
             data: the rows.
-            mbs: rows of a padded micro-batch.
+            mbs: samples of a padded micro-batch, each a row or a group of rows.
             tokens_key: of policy.sequence_packing, the tokens of a packed one.
             fixed_shapes: pad rows to the recipe's longest sequence, packed rows to all of their tokens.
         """
@@ -55,7 +55,8 @@ class MicroBatcher:
             length = round_up(self._limit, self._divisible_by)
         data = with_length(data, length)
         if self._packing is None:
-            return padded_microbatches(data.to(self._device), mbs), None  # one copy of each field, not of each cut
+            on_device = data.to(self._device)  # one copy of each field, not of each cut
+            return padded_microbatches(on_device, mbs * data.group_size), None
         row_tokens = self._packing[tokens_key]
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)

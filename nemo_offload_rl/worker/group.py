@@ -87,6 +87,7 @@ class PolicyWorkerGroup:
         seed: int,
         init_reference_model: bool,
         init_optimizer: bool = True,
+        group_size: int = 1,
         worker_cls: str = MEGATRON_POLICY_WORKER,
     ) -> None:
         """Start to build every rank and return at once; `wait_until_ready`, or the first verb, waits for them.
@@ -97,6 +98,7 @@ class PolicyWorkerGroup:
             seed: Of random weights and of dropout.
             init_reference_model: Whether the weights of the start are kept as the reference policy.
             init_optimizer: Whether the policy will be trained.
+            group_size: Rows of a sample that belong together, such as a chosen and a rejected answer.
             worker_cls: "package.module:Class" of the worker, imported in the ranks' processes alone.
 
         Raises:
@@ -128,6 +130,7 @@ class PolicyWorkerGroup:
             "seed": seed,
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
+            "group_size": group_size,
         }
         self._process_refs = [actor.process.remote() for actor in self._actors]
         rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range, on_one_node=cluster.num_nodes == 1)

@@ -18,7 +18,7 @@ class InferenceShards:
     Attributes:
         shards: One a rank; rows that only fill up have `sample_mask` 0 where the batch has one.
         num_rows: How many leading rows of each shard are the batch's own.
-        mbs: Samples of a micro-batch, which divides every shard.
+        mbs: Groups of rows of a micro-batch, which divides every shard; a row is a group where each is on its own.
     """
 
     shards: list[BatchedData]
@@ -32,7 +32,9 @@ class InferenceShards:
 
 
 def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -> list[BatchedData]:
-    """Deal out every chunk of `gbs` rows contiguously: rank r takes rows [r x gbs/dp, (r + 1) x gbs/dp) of each.
+    """Deal out every chunk of `gbs` samples contiguously: rank r takes [r x gbs/dp, (r + 1) x gbs/dp) of each.
+
+    A sample is a row of the batch, or a group of rows that belong together, such as a chosen and a rejected answer.
 
     Args:
         data: The global batch.
@@ -41,15 +43,16 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ValueError: If the sizes do not divide, or a micro-batch would split a group of rows that belong together.
+        ValueError: If the sizes do not divide.
     """
     if gbs < 1 or mbs < 1:
         raise ValueError(
             f"Training takes batches of at least 1 sample, found a global batch of {gbs}, micro-batches of {mbs}."
         )
-    if data.size == 0 or data.size % gbs:
+    num_samples = data.size // data.group_size
+    if num_samples == 0 or num_samples % gbs:
         raise ValueError(
-            f"Training got {data.size} samples, which is not a multiple of policy.train_global_batch_size {gbs}; "
+            f"Training got {num_samples} samples, which is not a multiple of policy.train_global_batch_size {gbs}; "
             "change the one or the other."
         )
     if gbs % (mbs * dp_size):
@@ -57,15 +60,13 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
             f"policy.train_global_batch_size {gbs} is not a multiple of policy.train_micro_batch_size {mbs} x the "
             f"data-parallel size {dp_size}; change the one or the other."
         )
-    if mbs % data.group_size:
-        raise ValueError(
-            f"policy.train_micro_batch_size {mbs} would split groups of {data.group_size} samples that belong "
-            f"together; make it a multiple of {data.group_size}."
-        )
-    rows_per_rank = gbs // dp_size
+    rows_per_rank, rows_per_step = gbs // dp_size * data.group_size, gbs * data.group_size
     return [
         BatchedData.concat(
-            [data.slice(start, start + rows_per_rank) for start in range(rank * rows_per_rank, data.size, gbs)]
+            [
+                data.slice(start, start + rows_per_rank)
+                for start in range(rank * rows_per_rank, data.size, rows_per_step)
+            ]
         )
         for rank in range(dp_size)
     ]
@@ -76,26 +77,25 @@ def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> Inferen
 
     Args:
         data: The global batch.
-        mbs: The most samples of one micro-batch on one rank.
+        mbs: The most samples of one micro-batch on one rank, each a row or a group of rows.
         dp_size: Number of data-parallel ranks.
 
     Raises:
-        ValueError: If the batch is empty, `mbs` is below 1 or less than a group of rows that belong together.
+        ValueError: If the batch is empty or `mbs` is below 1.
     """
     if data.size == 0:
         raise ValueError("A forward pass got a batch without samples; it needs at least 1.")
     if mbs < 1:
         raise ValueError(f"A micro-batch has at least 1 sample, found {mbs}.")
     group_size = data.group_size
-    if mbs < group_size:
-        raise ValueError(f"A micro-batch holds a group of {group_size} samples at least, found {mbs}; raise it.")
     groups_per_rank = -(-(data.size // group_size) // dp_size)
-    num_microbatches = -(-groups_per_rank // (mbs // group_size))
-    rows_per_rank, mbs = groups_per_rank * group_size, -(-groups_per_rank // num_microbatches) * group_size
+    num_microbatches = -(-groups_per_rank // mbs)
+    mbs = -(-groups_per_rank // num_microbatches)
+    rows_per_rank = groups_per_rank * group_size
     shards, num_rows = [], []
     for rank in range(dp_size):
         own = range(min(rank * rows_per_rank, data.size), min((rank + 1) * rows_per_rank, data.size))
-        num_fill = num_microbatches * mbs - len(own)
+        num_fill = num_microbatches * mbs * group_size - len(own)
         filler = [*range(group_size)] * (num_fill // group_size)
         shard = data.select([*own, *filler]) if num_fill else data.slice(own.start, own.stop)
         if num_fill and "sample_mask" in shard:

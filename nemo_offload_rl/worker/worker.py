@@ -55,6 +55,7 @@ class MegatronPolicyWorker:
         seed: seed of random weights and of the model-parallel random states.
         init_reference_model: keep the weights of the start for `get_reference_policy_logprobs`.
         init_optimizer: False for a policy that is only evaluated or exported.
+        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
         hf_config: the model's Hugging Face config, where the caller has read it already.
 
     Attributes:
@@ -78,6 +79,7 @@ class MegatronPolicyWorker:
         seed: int,
         init_reference_model: bool,
         init_optimizer: bool = True,
+        group_size: int = 1,
         hf_config: Any = None,
     ) -> None:
         self._config = config
@@ -106,7 +108,9 @@ class MegatronPolicyWorker:
             facts = hf_config.to_dict()  # before the bridge changes the config
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer)
             undo.callback(self.state.close)
-            nbytes = activation_bytes(facts, config, plan, world_size=world_size) if init_optimizer else 0
+            nbytes = 0
+            if init_optimizer:
+                nbytes = activation_bytes(facts, config, plan, world_size=world_size, group_size=group_size)
             self.engine: Final = make_engine(
                 self.state,
                 plan,
@@ -160,24 +164,26 @@ class MegatronPolicyWorker:
     # --- training ---------------------------------------------------------------------------------------------------
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
-        """Train on this data-parallel rank's rows, one optimizer step for each global batch of `gbs` rows.
+        """Train on this data-parallel rank's rows, one optimizer step for each global batch of `gbs` samples.
+
+        A sample is a row, or a group of rows that belong together (`data.group_size`).
 
         Args:
-            data: the training batch's fields (see data/batch.py); a multiple of gbs / dp rows.
+            data: the training batch's fields (see data/batch.py); a multiple of gbs / dp samples.
             loss_fn: the loss contract's function.
-            gbs: rows of a global batch, over all data-parallel ranks.
-            mbs: rows of a micro-batch (padded batches).
+            gbs: samples of a global batch, over all data-parallel ranks.
+            mbs: samples of a micro-batch (padded batches).
 
         Returns:
             loss, grad_norm, lr, num_steps, num_skipped, num_microbatches, tokens, and metrics by name: means over the
             optimizer steps, equal on every rank.
 
         Raises:
-            ValueError: the rows are no multiple of gbs / dp, or a sequence is too long.
+            ValueError: the samples are no multiple of gbs / dp, or a sequence is too long.
             TooManySkippedStepsError: more than policy.max_skipped_steps steps of this run were not finite.
         """
         self.prepare_for_training()
-        local = gbs // parallel.mpu.get_data_parallel_world_size()
+        local = gbs // parallel.mpu.get_data_parallel_world_size() * data.group_size
         if data.size == 0 or data.size % local:
             raise ValueError(
                 f"train got {data.size} rows on a rank, no multiple of its {local} rows of a global batch."

@@ -78,12 +78,12 @@ class ToyPolicy:
     def train(self, data: BatchedData, loss_fn, gbs: int, mbs: int) -> dict:
         self.calls.append("train")
         self._enter("train", moved_gb=4.0)
-        assert data.size % gbs == 0
-        for batch in data.chunks(gbs):
+        assert data.size % (gbs * data.group_size) == 0
+        for batch in data.chunks(gbs * data.group_size):
             counts = GlobalCounts.of(batch)
             self.optimizer.zero_grad()
             total, metrics = 0.0, {}
-            for part in batch.chunks(mbs):
+            for part in batch.chunks(mbs * data.group_size):
                 loss, shares = loss_fn(table_logprobs(self.table, part["input_ids"]), part, counts)
                 loss.backward()
                 total += loss.item()

@@ -48,7 +48,9 @@ LAYERS = {
     "residency": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload.schedule": layer(never="torch ray megatron"),
-    "config": layer("storage", "residency.table", never="torch ray megatron transformer_engine transformers"),
+    "config": layer(
+        "storage", "residency.table", "metrics.names", never="torch ray megatron transformer_engine transformers"
+    ),
     "placement.signals": layer(never="torch ray megatron"),
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),

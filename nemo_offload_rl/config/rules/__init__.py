@@ -8,6 +8,7 @@ from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them register
     architectures,
     batches,
     cpu_optimizer,
+    dpo,
     experts,
     graphs,
     grpo,

@@ -1,7 +1,6 @@
 """Batches and lengths fit each other."""
 
 import math
-from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY as GRAPHS
@@ -28,20 +27,20 @@ def micro_batches_fill_global_batch(gbs: int, mbs: int, tp: int, pp: int, cp: in
     return _fills(gbs, mbs, "policy.train_micro_batch_size", tp * pp * cp, gpus * nodes)
 
 
-@rule("policy.train_micro_batch_size", SPEC)
-def groups_fill_micro_batches(mbs: int, spec: AlgorithmSpec) -> Verdict:
-    """Rows that belong together are in one micro-batch."""
-    if mbs % spec.group_size == 0:
-        return None
-    return f"must be a multiple of {spec.group_size}, the rows that belong together in {spec.name}; found {mbs}"
-
-
 @rule("sft.val_global_batch_size", "sft.val_micro_batch_size", TP, PP, CP, GPUS, NODES)
 def micro_batches_fill_validation_batch(
     gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int
 ) -> Verdict:
     """Every data-parallel rank gets the same number of whole micro-batches."""
     return _fills(gbs, mbs, "sft.val_micro_batch_size", tp * pp * cp, gpus * nodes)
+
+
+@rule("dpo.val_global_batch_size", "dpo.val_micro_batch_size", TP, PP, CP, GPUS, NODES)
+def micro_batches_of_pairs_fill_validation_batch(
+    gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int
+) -> Verdict:
+    """Every data-parallel rank gets the same number of whole micro-batches."""
+    return _fills(gbs, mbs, "dpo.val_micro_batch_size", tp * pp * cp, gpus * nodes)
 
 
 def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) -> Verdict:
@@ -78,7 +77,6 @@ def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
     LENGTH,
     DIVISOR,
     GRAPHS,
-    "policy.generation?",
     SPEC,
 )
 def packing_has_its_sizes(
@@ -90,7 +88,6 @@ def packing_has_its_sizes(
     longest: int,
     divisible_by: int,
     impl: str,
-    generation: dict[str, Any] | None,
     spec: AlgorithmSpec,
 ) -> Verdict:
     """A packed row has a stated size that the longest sequence, or group of them that belong together, fits into.
@@ -100,7 +97,7 @@ def packing_has_its_sizes(
     if not enabled:
         return None
     sizes = {"train_mb_tokens": train, "sequence_length_round": rounding, "algorithm": algorithm}
-    if generation is not None:
+    if spec.computes_logprobs:
         sizes["logprob_mb_tokens"] = logprob
     missing = [name for name, size in sizes.items() if size is None]
     if missing:

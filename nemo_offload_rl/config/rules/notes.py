@@ -2,8 +2,9 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, TP, Verdict, note
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, SPEC, TP, Verdict, note
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules
 
 _MOMENTUM_OF_EVERY_RECIPE = 0.9
@@ -99,14 +100,22 @@ def scores_of_attention_are_not_planned(
     f"{MEGATRON}.attention_backend?",
     PACKING,
     "policy.train_micro_batch_size",
+    SPEC,
     f"{MEGATRON}.offload_modules",
     f"{MEGATRON}.fine_grained_activation_offloading",
     f"{ACTIVATION_OFFLOAD}.host_memory_limit_gib?",
 )
 def outputs_of_flash_attention_are_planned_once(
-    backend: str | None, packs: bool, rows: int, modules: list[str] | None, enabled: bool, limit: float | None
+    backend: str | None,
+    packs: bool,
+    samples: int,
+    spec: AlgorithmSpec,
+    modules: list[str] | None,
+    enabled: bool,
+    limit: float | None,
 ) -> Verdict:
     """flash-attn works on [batch, sequence], and what attn_proj keeps of several padded rows is a copy."""
+    rows = samples * spec.group_size
     is_copied = backend == "flash" and rows > 1 and not packs
     if not is_copied or not enabled or "attn_proj" not in (modules or []) or limit is not None:
         return None
@@ -148,12 +157,13 @@ def graph_modules_count_with_graphs(modules: list[str], impl: str) -> Verdict:
     "checkpointing.metric_name",
     "grpo.val_period?",
     "sft.val_period?",
+    "dpo.val_period?",
 )
 def checkpoints_are_saved_with_their_metric(
-    save: int, enabled: bool, metric: str | None, grpo_period: int | None, sft_period: int | None
+    save: int, enabled: bool, metric: str | None, *periods: int | None
 ) -> Verdict:
     """A checkpoint between validations has no fresh metric."""
-    period = grpo_period or sft_period or 0
+    period = next((period for period in periods if period is not None), 0)
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None
     return f"{save} is no multiple of val_period ({period}), so some checkpoints are saved without {metric}"

@@ -5,6 +5,7 @@ from typing import Any
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
+from nemo_offload_rl.metrics.names import without_default_set
 
 
 @rule("data.validation?", f"{SECTION}.val_period", f"{SECTION}.val_at_start", f"{SECTION}.val_at_end", SPEC)
@@ -30,7 +31,7 @@ def stop_target_is_whole(metric: str | None, threshold: float | None, period: in
     if metric is None or threshold is None:
         return "stop_at_validation_metric and stop_at_validation_threshold come together; give both or neither"
     known = [f"val:{name}" for name in spec.validation_metrics]
-    if metric not in known:
+    if without_default_set(metric) not in known:
         return f"must be {show_choices(known)}; found {show(metric)}"
     return None if period > 0 else f"needs validation during the run; set {spec.name}.val_period above 0"
 
@@ -41,7 +42,9 @@ def checkpoint_metric_is_measured(metric: str | None, enabled: bool, spec: Algor
     if metric is None or not enabled or metric.startswith("train:"):
         return None
     known = [f"val:{name}" for name in spec.validation_metrics]
-    return None if metric in known else f"must be {show_choices(known)}, train:NAME or null; found {show(metric)}"
+    if without_default_set(metric) in known:
+        return None
+    return f"must be {show_choices(known)}, train:NAME or null; found {show(metric)}"
 
 
 @rule("logger.wandb_enabled", "logger.wandb?")

@@ -6,14 +6,16 @@ from pydantic import with_config
 
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.cluster import ClusterConfig
-from nemo_offload_rl.config.schema.data import DataConfig, SFTDataConfig
+from nemo_offload_rl.config.schema.data import DataConfig, PreferenceDataConfig, SFTDataConfig
+from nemo_offload_rl.config.schema.dpo import DPOConfig
 from nemo_offload_rl.config.schema.env import EnvConfig
-from nemo_offload_rl.config.schema.grpo import GRPOConfig, WarmStartConfig
+from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.logger import LoggerConfig
 from nemo_offload_rl.config.schema.loss_fn import LossConfig
 from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig, PolicyConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
+from nemo_offload_rl.config.schema.warm_start import WarmStartConfig
 
 
 @with_config(STRICT)
@@ -36,7 +38,7 @@ class GRPOMasterConfig(TypedDict):
     logger: LoggerConfig
     # What is saved.
     checkpointing: CheckpointingConfig
-    # An SFT run before GRPO. Absent: GRPO starts from policy.model_name itself.
+    # An SFT run first. Absent: GRPO starts from policy.model_name itself.
     warm_start: NotRequired[WarmStartConfig]
 
 
@@ -58,6 +60,26 @@ class SFTMasterConfig(TypedDict):
     checkpointing: CheckpointingConfig
 
 
-MasterConfig = GRPOMasterConfig | SFTMasterConfig
+@with_config(STRICT)
+class DPOMasterConfig(TypedDict):
+    """A DPO recipe."""
 
-__all__ = ["GRPOMasterConfig", "MasterConfig", "PolicyConfig", "SFTMasterConfig"]
+    # The algorithm.
+    dpo: DPOConfig
+    # The model that is trained; its weights of the start are the reference.
+    policy: PolicyConfig
+    # Pairs of a chosen and a rejected answer.
+    data: PreferenceDataConfig
+    # The machines.
+    cluster: ClusterConfig
+    # Where metrics go.
+    logger: LoggerConfig
+    # What is saved.
+    checkpointing: CheckpointingConfig
+    # An SFT run first. Absent: DPO starts from policy.model_name itself.
+    warm_start: NotRequired[WarmStartConfig]
+
+
+MasterConfig = DPOMasterConfig | GRPOMasterConfig | SFTMasterConfig
+
+__all__ = ["DPOMasterConfig", "GRPOMasterConfig", "MasterConfig", "PolicyConfig", "SFTMasterConfig"]

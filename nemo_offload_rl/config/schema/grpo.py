@@ -1,8 +1,8 @@
-"""The sections `grpo` and `warm_start`."""
+"""The section `grpo`: group relative policy optimisation."""
 
-from typing import Annotated, Literal, NotRequired, TypedDict
+from typing import Literal, NotRequired, TypedDict
 
-from pydantic import Field, with_config
+from pydantic import with_config
 
 from nemo_offload_rl.config.schema.value_types import STRICT, FiniteFloat, NonEmptyStr, NonNegativeInt, PositiveInt
 
@@ -85,13 +85,3 @@ class GRPOConfig(TypedDict):
     stop_at_validation_metric: NotRequired[NonEmptyStr | None]
     # Value of that metric at which the run ends: reached from below. Null or absent: nothing does.
     stop_at_validation_threshold: NotRequired[FiniteFloat | None]
-
-
-@with_config(STRICT)
-class WarmStartConfig(TypedDict):
-    """Section `warm_start`: an SFT run before GRPO, which then starts from its weights."""
-
-    # The SFT recipe, relative to the file that names it.
-    recipe: NonEmptyStr
-    # Overrides of that recipe, each written as on the command line. Absent: none.
-    overrides: NotRequired[list[Annotated[str, Field(min_length=1)]]]

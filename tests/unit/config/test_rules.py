@@ -117,6 +117,14 @@ BROKEN = {
         ["sft.val_micro_batch_size=100"],
         "sft.val_global_batch_size: is 256, which is no multiple of data-parallel size 1 x sft.val_micro_batch_size",
     ),
+    "micro_batches_of_pairs_fill_validation_batch": (
+        ["dpo.val_micro_batch_size=100"],
+        "dpo.val_global_batch_size: is 256, which is no multiple of data-parallel size 1 x dpo.val_micro_batch_size",
+    ),
+    "a_part_of_the_loss_counts": (
+        ["dpo.preference_loss_weight=0.0", "dpo.sft_loss_weight=0.0"],
+        "dpo.preference_loss_weight: is 0, and so is dpo.sft_loss_weight, which leaves no loss; set one above 0",
+    ),
     "prompts_fit_into_sequences": (
         ["data.max_input_seq_length=17"],
         "data.max_input_seq_length: is 17, above policy.max_total_sequence_length (16)",
@@ -293,19 +301,15 @@ BROKEN = {
 ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model))
 
 
-# No built-in algorithm has groups: see test_recipes_keep_groups_whole.
-OF_GROUPS = batches.groups_fill_micro_batches
-
-
 @pytest.mark.parametrize(
     "rule",
-    [rule for rule in RULES if rule.check.__module__ not in ELSEWHERE and rule.check is not OF_GROUPS],
+    [rule for rule in RULES if rule.check.__module__ not in ELSEWHERE],
     ids=lambda rule: rule.check.__name__,
 )
 def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     overrides, message = BROKEN[rule.check.__name__]
-    is_sft = any(read.startswith("sft.") for read in rule.reads)
-    error = error_of(*overrides, recipe=CONFIGS / ("sft_tiny_cpu.yaml" if is_sft else "grpo_tiny_cpu.yaml"))
+    sections = {read.partition(".")[0] for read in rule.reads} & {"sft", "dpo"}
+    error = error_of(*overrides, recipe=CONFIGS / f"{next(iter(sections), 'grpo')}_tiny_cpu.yaml")
     assert message in error
 
 
@@ -374,11 +378,7 @@ def test_an_override_of_momentum_does_nothing_with_adam(one_problem_of, tmp_path
 
 def test_recipes_keep_groups_whole():
     pairs = replace(ALGORITHMS["sft"], name="pairs", group_size=2)
-    assert batches.groups_fill_micro_batches(4, pairs) is None
-    assert batches.groups_fill_micro_batches(3, pairs) == (
-        "must be a multiple of 2, the rows that belong together in pairs; found 3"
-    )
-    packing = (True, 96, None, 64, "modified_first_fit_decreasing", 64, 1, "none", None)
+    packing = (True, 96, None, 64, "modified_first_fit_decreasing", 64, 1, "none")
     assert batches.packing_has_its_sizes(*packing, ALGORITHMS["sft"]) is None
     assert "train_mb_tokens (96) to be at least 2 x policy.max_total_seq" in batches.packing_has_its_sizes(
         *packing, pairs

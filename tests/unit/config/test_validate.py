@@ -81,8 +81,8 @@ MEGATRON = "policy.megatron_cfg"
         ("policy.precision=float16", "'float16' is not supported here; set policy.precision=bfloat16"),
         (f"{MEGATRON}.enabled=false", "false is not supported here; set policy.megatron_cfg.enabled=true"),
         ("data.train.dataset_name=squad", "data.train.dataset_name: 'squad' is not supported here; give your data as"),
-        ("+dpo.seed=1", "dpo: DPO is not supported here; delete the section"),
-        ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo' or 'sft', found grpo and sft; delete one"),
+        ("+rm.seed=1", "rm: reward-model training is not supported here; delete the section"),
+        ("+sft.seed=1", "sft: a recipe has one of the sections 'grpo', 'sft' or 'dpo', found grpo and sft; delete one"),
         # Fields that this package owns or does not support yet.
         (f"+{MEGATRON}.moe_paged_stash=true", "name expert_fc1 and moe_act in policy.megatron_cfg.offload_modules"),
         (f"{MEGATRON}.context_parallel_size=2", "context parallelism is not supported here yet"),
@@ -259,11 +259,11 @@ def test_a_model_from_scratch_has_sizes_that_can_be(error_of):
 def test_a_recipe_without_an_algorithm(tmp_path, error_of):
     (tmp_path / "recipe.yaml").write_text("policy: {}\n")
     error = error_of(recipe=tmp_path / "recipe.yaml")
-    assert "recipe.yaml: no section says which algorithm to run; a recipe has one of 'grpo' or 'sft'" in error
+    assert "recipe.yaml: no section says which algorithm to run; a recipe has one of 'grpo', 'sft' or 'dpo'" in error
     (tmp_path / "recipe.yaml").write_text("gpro: {}\n")
     assert "did you mean grpo?" in error_of(recipe=tmp_path / "recipe.yaml")
-    (tmp_path / "recipe.yaml").write_text("a: 1\ndpo: {}\n")
-    assert "recipe.yaml:2: dpo: DPO is not supported here" in error_of(recipe=tmp_path / "recipe.yaml")
+    (tmp_path / "recipe.yaml").write_text("a: 1\nrm: {}\n")
+    assert "recipe.yaml:2: rm: reward-model training is not supported here" in error_of(recipe=tmp_path / "recipe.yaml")
 
 
 def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):

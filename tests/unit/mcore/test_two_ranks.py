@@ -28,8 +28,8 @@ def hf_config_of(layout: str) -> dict[str, Any] | None:
 
 
 def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
-    """Three steps, then log-probs, with all rows on every rank but those that data parallelism deals out."""
-    from nemo_offload_rl.algorithms.losses import NLLLoss
+    """Four steps, the last on pairs, then log-probs; each rank has all rows but those that go to another DP rank."""
+    from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
 
     worker = worker_of_rank(
         tiny_policy(hf_config_of(layout), **overrides), rank, world_size, port, init_reference_model=True
@@ -42,6 +42,10 @@ def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port
     for step in range(3):
         data = random_batch(8, seed=step)
         steps.append(worker.train(data.slice(mine.start, mine.stop), NLLLoss(), gbs=8, mbs=2))
+    pairs = random_batch(8, seed=8).in_groups(2).slice(mine.start, mine.stop)
+    reference = worker.get_reference_policy_logprobs(pairs, mbs=1)
+    pairs["reference_policy_logprobs"] = reference["reference_logprobs"]
+    steps.append(worker.train(pairs, DPOLoss(0.5, 1.0, 0.1, False, False), gbs=4, mbs=1))
     probe = random_batch(8, seed=9).slice(mine.start, mine.stop)
     out = {
         "losses": [s["loss"] for s in steps],

@@ -70,31 +70,30 @@ def test_any_number_of_rows_comes_back_in_order(num_rows, dp_size, mbs):
 def test_groups_stay_whole_on_their_rank_and_in_their_micro_batch(seed):
     rng = random.Random(seed)
     group_size, dp_size, per_rank = rng.randint(1, 4), rng.randint(1, 4), rng.randint(1, 3)
-    mbs = group_size * rng.randint(1, 4)
+    mbs = rng.randint(1, 4)
     gbs = mbs * dp_size * per_rank
-    training = _batch(gbs * rng.randint(1, 3)).in_groups(group_size)
+    training = _batch(gbs * group_size * rng.randint(1, 3)).in_groups(group_size)
     shards = shard_for_training(training, gbs=gbs, mbs=mbs, dp_size=dp_size)
     assert sorted(row for shard in shards for row in shard["row"].tolist()) == list(range(training.size))
 
     inference = _batch(group_size * rng.randint(1, 20)).in_groups(group_size)
-    filled = shard_for_inference(inference, mbs=rng.randint(group_size, 3 * group_size), dp_size=dp_size)
+    filled = shard_for_inference(inference, mbs=rng.randint(1, 3), dp_size=dp_size)
     assert filled.gather(filled.shards)["row"].tolist() == list(range(inference.size))
     assert sum(float(shard["sample_mask"].sum()) for shard in filled.shards) == inference.size
 
-    for shard, rows in [(shard, mbs) for shard in shards] + [(shard, filled.mbs) for shard in filled.shards]:
-        for micro_batch in shard.chunks(rows):
-            assert micro_batch.size == rows
+    for shard, samples in [(shard, mbs) for shard in shards] + [(shard, filled.mbs) for shard in filled.shards]:
+        for micro_batch in shard.chunks(samples * group_size):
+            assert micro_batch.size == samples * group_size
             numbers = micro_batch["row"].view(-1, group_size)
             assert torch.equal(numbers % group_size, torch.arange(group_size).expand_as(numbers))
             assert torch.equal(numbers // group_size, numbers[:, :1] // group_size + torch.zeros_like(numbers))
 
 
-def test_micro_batches_that_would_split_a_group_are_refused():
+def test_sizes_count_groups_where_rows_belong_together():
     batch = _batch(12).in_groups(2)
-    with pytest.raises(ValueError, match="train_micro_batch_size 3 would split groups of 2 samples"):
-        shard_for_training(batch, gbs=6, mbs=3, dp_size=2)
-    with pytest.raises(ValueError, match="holds a group of 2 samples at least, found 1"):
-        shard_for_inference(batch, mbs=1, dp_size=2)
+    assert _rows(shard_for_training(batch, gbs=6, mbs=1, dp_size=2)) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+    with pytest.raises(ValueError, match=r"6 samples, which is not a multiple of policy\.train_global_batch_size 12"):
+        shard_for_training(batch, gbs=12, mbs=1, dp_size=2)
 
 
 def test_filling_up_changes_nothing_in_the_batch_itself():

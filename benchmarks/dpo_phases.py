@@ -1,0 +1,164 @@
+"""What do the phases of a DPO step cost in seconds and GPU memory, with and without offloading, on one GPU?
+
+Each way trains the same model on the same pairs in a process of its own: every answer has `--seq-length` tokens with
+its prompt. A step is a pass of the reference and one of training. Seconds are medians of the steps after the first.
+Memory is the driver's own reading, the largest in a phase; that of steps 2 to the last is also compared with step 1's,
+since NeMo-RL #2859 ran out of memory behind its first step.
+
+    python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json
+    python benchmarks/dpo_phases.py --config examples/configs/dpo_tiny_cpu.yaml --seq-length 16
+"""
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_watch import GpuWatch
+from model_shapes import QWEN2_1_5B
+from result_file import TableValue, print_rows, write_result
+
+from nemo_offload_rl.algorithms.losses import DPOLoss
+from nemo_offload_rl.data.batch import BatchedData
+
+MODULES = "policy.megatron_cfg.offload_modules=[qkv_linear,core_attn,attn_proj]"
+ACTIVATIONS = ["policy.megatron_cfg.fine_grained_activation_offloading=true", MODULES]
+OPTIMIZER = ["policy.offload_optimizer_for_logprob=true"]
+# What each way changes in the recipe.
+WAYS: Mapping[str, list[str]] = {
+    "resident": [],
+    "optimizer offloaded": OPTIMIZER,
+    "activations offloaded": ACTIVATIONS,
+    "both offloaded": [*OPTIMIZER, *ACTIVATIONS],
+}
+PHASES = ("reference_logprobs", "training")
+
+
+def main() -> None:
+    """Measures each way and writes the result."""
+    arguments = parse_arguments()
+    context = multiprocessing.get_context("spawn")
+    rows: list[Mapping[str, TableValue]] = []
+    for way in arguments.ways:
+        ours, theirs = context.Pipe(duplex=False)
+        process = context.Process(target=measure, args=(way, arguments, theirs))
+        process.start()
+        theirs.close()
+        try:
+            rows.append(ours.recv())
+        except EOFError:
+            raise SystemExit(f"the way {way!r} failed; see above") from None
+        finally:
+            process.join()
+        print_rows(rows)
+    write_result(Path(arguments.out), rows)
+
+
+def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
+    """Trains one way and sends its row."""
+    from nemo_offload_rl.config import for_machine, load
+    from nemo_offload_rl.run.setup import fields_from
+    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+    overrides = [
+        f"policy.max_total_sequence_length={arguments.seq_length}",
+        f"policy.train_global_batch_size={arguments.pairs}",
+        f"policy.train_micro_batch_size={arguments.mbs}",
+        *WAYS[way],
+    ]
+    config, _ = for_machine(load(Path(arguments.config), overrides).config, has_gpus=torch.cuda.is_available())
+    policy = dict(config["policy"])
+    if not policy.get("hf_config"):
+        policy["hf_config"] = QWEN2_1_5B
+    with GpuWatch() as watch:
+        worker = MegatronPolicyWorker(
+            policy,
+            rank=0,
+            world_size=1,
+            local_rank=0,
+            master_addr="localhost",
+            master_port=free_port(),
+            seed=0,
+            init_reference_model=True,
+            group_size=2,
+        )
+        loss_fn = DPOLoss(**fields_from(DPOLoss, config["dpo"]))
+        seconds: list[dict[str, float]] = []
+        peaks: list[dict[str, float]] = []
+        for step in range(arguments.steps):
+            batch = pairs(arguments.pairs, arguments.seq_length, policy["hf_config"]["vocab_size"], seed=step)
+            took, peak = {}, {}
+            with watch.peak("reference_logprobs", peak):
+                start = time.perf_counter()
+                reference = worker.get_reference_policy_logprobs(batch, arguments.mbs)["reference_logprobs"]
+                took["reference_logprobs"] = time.perf_counter() - start
+            batch["reference_policy_logprobs"] = reference
+            with watch.peak("training", peak):
+                start = time.perf_counter()
+                result = worker.train(batch, loss_fn, arguments.pairs, arguments.mbs)
+                took["training"] = time.perf_counter() - start
+            seconds.append(took)
+            peaks.append(peak)
+            print(f"{way}: step {step + 1} loss {result['loss']:.6f} {took} {peak}", flush=True)
+        host_gib = worker.memory_stats()["host_rss_gib"]
+        worker.shutdown()
+    row: dict[str, TableValue] = {"way": way}
+    for phase in PHASES:
+        row[f"{phase}_s"] = round(statistics.median(took[phase] for took in seconds[1:]), 4)
+        if peaks[0]:
+            row[f"{phase}_peak_gib"] = round(max(peak[phase] for peak in peaks), 3)
+            row[f"{phase}_peak_growth_gib"] = round(max(peak[phase] for peak in peaks[1:]) - peaks[0][phase], 3)
+    row |= {
+        "host_rss_gib": round(host_gib, 2),
+        "last_loss": float(result["loss"]),
+        "pairs": arguments.pairs,
+        "micro_batch_pairs": arguments.mbs,
+        "seq_length": arguments.seq_length,
+        "steps": arguments.steps,
+    }
+    pipe.send(row)
+
+
+def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> BatchedData:
+    """Random tokens: the prompt of a pair is an eighth of the row, and the same in both rows."""
+    generator = torch.Generator().manual_seed(seed)
+    prompt = max(1, seq_length // 8)
+    ids = torch.randint(0, vocab_size, (2 * num_pairs, seq_length), generator=generator)
+    ids[1::2, :prompt] = ids[::2, :prompt]
+    token_mask = torch.ones(2 * num_pairs, seq_length)
+    token_mask[:, :prompt] = 0
+    return BatchedData(
+        input_ids=ids,
+        input_lengths=torch.full((2 * num_pairs,), seq_length),
+        token_mask=token_mask,
+        sample_mask=torch.ones(2 * num_pairs),
+    ).in_groups(2)
+
+
+def free_port() -> int:
+    """Returns a port that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Returns the command line's."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--config", default="examples/configs/dpo.yaml", help="a DPO recipe")
+    parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))
+    parser.add_argument("--pairs", type=int, default=16, help="of a step")
+    parser.add_argument("--mbs", type=int, default=2, help="pairs of a micro-batch")
+    parser.add_argument("--seq-length", type=int, default=1024)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--out", default="build/dpo_phases.json")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

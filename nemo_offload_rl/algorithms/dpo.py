@@ -1,0 +1,166 @@
+"""DPO: move the policy towards chosen answers and away from rejected ones."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.algorithms.losses import DPOLoss
+from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.pair_batch import check_pairs, num_left_out, pair_batch
+from nemo_offload_rl.data.preferences import PreferencePair
+from nemo_offload_rl.data.prompts import PromptFormat
+from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.policy_interface import Policy
+from nemo_offload_rl.run.setup import (
+    Preparation,
+    fields_from,
+    make_prompt_format,
+    make_schedule,
+    read_pairs,
+    read_tokenizer,
+)
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.config.schema import DPOMasterConfig
+    from nemo_offload_rl.config.schema.policy import PolicyConfig
+    from nemo_offload_rl.placement.cluster import Cluster
+
+
+@dataclass(frozen=True)
+class PairBatchSizes:
+    """Pairs of an optimizer step (over all ranks), of a micro-batch on a rank, and of one in validation."""
+
+    train_global: int
+    train_micro: int
+    validation_micro: int
+
+
+class DPO(Algorithm):
+    """DPO of one policy, whose weights of the start are the reference.
+
+    Args:
+        policy: what is trained; it keeps its reference weights.
+        answer_format: turns prompts and answers into tokens.
+        pairs: the training data.
+        validation: the pairs of a validation; may be empty.
+        loss_fn: what is trained on them.
+        batch_sizes: of the policy's passes.
+        save_optimizer: whether checkpoints hold the optimizer's state.
+    """
+
+    def __init__(
+        self,
+        *,
+        policy: Policy,
+        answer_format: PromptFormat,
+        pairs: ProblemLoader[PreferencePair],
+        validation: Sequence[PreferencePair],
+        loss_fn: DPOLoss,
+        batch_sizes: PairBatchSizes,
+        save_optimizer: bool,
+    ) -> None:
+        super().__init__(policy, pairs, save_optimizer=save_optimizer)
+        self._format = answer_format
+        self._validation = validation
+        self._loss_fn = loss_fn
+        self._batch_sizes = batch_sizes
+        self._validation_batch: BatchedData | None = None
+
+    def step(self, step: int, timer: Timer) -> dict[str, float]:
+        """Trains on the next global batch of pairs; see ``Algorithm``."""
+        sizes = self._batch_sizes
+        with timer.phase("data"):
+            batch = pair_batch(self._format, self._data.next_batch(sizes.train_global))
+        with timer.phase("reference_logprobs"):
+            self._add_reference_logprobs(batch, sizes.train_micro)
+        metrics = self._train(batch, self._loss_fn, timer, gbs=sizes.train_global, mbs=sizes.train_micro)
+        return metrics | {"train/num_overlong_pairs": float(num_left_out(batch))}
+
+    def validate(self, step: int) -> dict[str, float]:
+        """Measures the loss on the validation pairs, and its metrics.
+
+        Their reference log-probs never change, and are computed by the first validation.
+        """
+        if not self._validation:
+            return {}
+        mbs = self._batch_sizes.validation_micro
+        if self._validation_batch is None:
+            batch = pair_batch(self._format, self._validation)
+            self._add_reference_logprobs(batch, mbs)
+            self._validation_batch = batch
+        result = self._policy.evaluate(self._validation_batch, self._loss_fn, mbs=mbs)
+        means = result["metrics"]
+        return {
+            "validation/loss": result["loss"],
+            "validation/accuracy": means["accuracy"],
+            "validation/preference_loss": means["preference_loss"],
+            "validation/sft_loss": means["sft_loss"],
+            "validation/rewards_chosen_mean": means["rewards_chosen_mean"],
+            "validation/rewards_rejected_mean": means["rewards_rejected_mean"],
+            "validation/rewards_margin_mean": means["rewards_margin_mean"],
+            "validation/logprobs_chosen_mean": means["logprobs_chosen_mean"],
+            "validation/logprobs_rejected_mean": means["logprobs_rejected_mean"],
+            "validation/num_overlong_pairs": float(num_left_out(self._validation_batch)),
+        }
+
+    def _add_reference_logprobs(self, batch: BatchedData, mbs: int) -> None:
+        reference = self._policy.get_reference_policy_logprobs(batch, mbs=mbs)
+        batch["reference_policy_logprobs"] = reference["reference_logprobs"]
+
+
+def prepare(config: DPOMasterConfig) -> Preparation:
+    """Reads what a DPO recipe names; see ``setup.Preparation``.
+
+    Raises:
+        DataError: the data, a template or the tokenizer cannot be used.
+    """
+    section, data, policy_config = config["dpo"], config["data"], config["policy"]
+    train, validation = read_pairs(data, section["seed"])
+    train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
+    tokenizer = read_tokenizer(policy_config["tokenizer"])
+    answers = make_prompt_format(
+        data,
+        tokenizer,
+        policy_config["tokenizer"],
+        add_bos=data["add_bos"],
+        add_eos=data["add_eos"],
+        add_generation_prompt=data["add_generation_prompt"],
+    )
+    for pairs in (train.problems, validation):
+        check_pairs(answers, pairs)
+    num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)
+    loss_fn = DPOLoss(**fields_from(DPOLoss, section))
+    schedule = make_schedule(section, config["checkpointing"])
+
+    def build(fitted_policy: PolicyConfig, cluster: Cluster) -> DPO:
+        from nemo_offload_rl.worker.group import PolicyWorkerGroup
+
+        spec = ALGORITHMS["dpo"]
+        policy = PolicyWorkerGroup(
+            fitted_policy,
+            cluster,
+            seed=section["seed"],
+            init_reference_model=spec.has_reference(config),
+            group_size=spec.group_size,
+        )
+        policy.wait_until_ready()
+        return DPO(
+            policy=policy,
+            answer_format=answers,
+            pairs=train,
+            validation=validation[:num_validation],
+            loss_fn=loss_fn,
+            batch_sizes=PairBatchSizes(
+                train_global=fitted_policy["train_global_batch_size"],
+                train_micro=fitted_policy["train_micro_batch_size"],
+                validation_micro=section["val_micro_batch_size"],
+            ),
+            save_optimizer=config["checkpointing"]["save_optimizer"],
+        )
+
+    return Preparation(build, schedule, tokenizer)

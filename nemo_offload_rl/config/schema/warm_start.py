@@ -1,0 +1,17 @@
+"""The section `warm_start`: an SFT run before the run itself."""
+
+from typing import Annotated, NotRequired, TypedDict
+
+from pydantic import Field, with_config
+
+from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr
+
+
+@with_config(STRICT)
+class WarmStartConfig(TypedDict):
+    """Section `warm_start`: an SFT run first, from whose weights the run then starts."""
+
+    # The SFT recipe, relative to the file that names it.
+    recipe: NonEmptyStr
+    # Overrides of that recipe, each written as on the command line. Absent: none.
+    overrides: NotRequired[list[Annotated[str, Field(min_length=1)]]]

@@ -1,0 +1,25 @@
+"""The DPO recipe as a user runs it, shortened."""
+
+import pytest
+from support.examples import run_example
+
+pytestmark = pytest.mark.slow
+
+SHORT_DPO = [
+    "~warm_start",
+    "dpo.max_num_steps=12",
+    "dpo.val_period=6",
+    "policy.train_global_batch_size=32",
+    "policy.train_micro_batch_size=16",
+    "policy.megatron_cfg.optimizer.lr=1e-3",
+    "checkpointing.save_period=6",
+]
+
+
+def test_a_run_learns_to_prefer_and_a_resumed_one_ends_alike(tmp_path):
+    whole = run_example("run_dpo.py", tmp_path / "whole", SHORT_DPO)
+    assert whole.status == 0, whole.output
+    metrics = whole.metrics()
+    assert metrics[0]["validation/accuracy"] == 0
+    assert metrics[12]["validation/accuracy"] > 0.55
+    assert metrics[12]["train/rewards_margin_mean"] > 0 == metrics[1]["train/rewards_margin_mean"]
