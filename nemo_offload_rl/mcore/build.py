@@ -24,6 +24,7 @@ from nemo_offload_rl.mcore.model_config import (
 )
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
+from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
 from nemo_offload_rl.mcore.weight_names import check_weights
 
 
@@ -60,7 +61,14 @@ class TrainingState:
             hook.remove()
 
 
-def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimizer: bool) -> TrainingState:
+def build(
+    policy: Mapping[str, Any],
+    hf_config: Any,
+    *,
+    seed: int,
+    init_optimizer: bool,
+    stream_optimizer_state: bool = False,
+) -> TrainingState:
     """Build the policy of this rank; the process groups must exist.
 
     Args:
@@ -68,6 +76,7 @@ def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimize
         hf_config: the model's Hugging Face config.
         seed: seed of random weights (`policy.hf_config`), the same on every rank.
         init_optimizer: False for a policy that is only evaluated.
+        stream_optimizer_state: leave it to the residency engine to make masters and moments, in host memory.
 
     Raises:
         ValueError: what megatron-core's checks of the configs say.
@@ -94,8 +103,10 @@ def build(policy: Mapping[str, Any], hf_config: Any, *, seed: int, init_optimize
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
-        optimizer = build_optimizer(make_optimizer_config(policy), model)
-        init_optimizer_state(optimizer)
+        with masters_without_memory() if stream_optimizer_state else contextlib.nullcontext():
+            optimizer = build_optimizer(make_optimizer_config(policy), model)
+        if not stream_optimizer_state:
+            init_optimizer_state(optimizer)
         scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
         config.grad_scale_func = optimizer.scale_loss
     config.finalize_model_grads_func = finalize_model_grads

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import torch
 from megatron.core.optimizer import MegatronOptimizer
 
+from nemo_offload_rl.residency.new_state import make_state
 from nemo_offload_rl.residency.optimizer_state import torch_optimizers
 
 
@@ -25,15 +26,7 @@ def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
     a way that Transformer Engine 2.20 does not know.
     """
     for inner in torch_optimizers(optimizer):
-        for parameter in (p for group in inner.param_groups for p in group["params"]):
-            if inner.state[parameter]:
-                continue
-            if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)):
-                inner.state[parameter] = {
-                    "step": torch.tensor(0.0),
-                    "exp_avg": torch.zeros_like(parameter.detach()),
-                    "exp_avg_sq": torch.zeros_like(parameter.detach()),
-                }
-            elif hasattr(inner, "initialize_state"):  # FusedAdam, with the argument that its own step gives
-                remainders = inner.store_param_remainders and parameter.dtype == torch.bfloat16
-                inner.initialize_state(parameter, remainders)
+        for group in inner.param_groups:
+            for parameter in group["params"]:
+                if not inner.state[parameter]:
+                    make_state(inner, group, parameter)

@@ -220,6 +220,7 @@ def train_step(
     *,
     temperature: float,
     device: torch.device,
+    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Forward, backward and one optimizer step over one global batch.
 
@@ -230,6 +231,7 @@ def train_step(
         loss_fn: the loss contract's function.
         temperature: of the sampling; log-probs are those of logits / temperature.
         device: where the model computes.
+        before_update: called behind the backward pass, before the gradients' norm is known.
     """
     assert state.optimizer is not None and state.scheduler is not None
     for chunk in state.model:
@@ -249,6 +251,7 @@ def train_step(
     assert isinstance(optimizer, ChainedOptimizer)
     with router_updates(state.model, state.config) as undo_router_updates:
         _run(state, batches, on_output, temperature=temperature, forward_only=False, device=device)
+        before_update()
         # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())

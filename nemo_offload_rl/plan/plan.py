@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
-from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
@@ -104,6 +104,7 @@ class OffloadPlan:
         huge_pages: host buffers are of huge pages.
         host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
         numa: "auto", "none" or the number of a node.
+        stream_window_bytes: GPU memory that optimizer state passes through where it is streamed.
         link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
         activations: what activation offloading is to do; None where it is off.
         ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
@@ -116,9 +117,15 @@ class OffloadPlan:
     huge_pages: bool
     host_memory_limit_bytes: int | None
     numa: str | int
+    stream_window_bytes: int
     link_bytes_per_s: float
     activations: ActivationOptions | None = None
     ranks: tuple[RankPlan, ...] = ()
+
+    @property
+    def streams_optimizer_state(self) -> bool:
+        """Whether optimizer state is on the host in training, too, and streamed through a window."""
+        return self.table[Phase.TRAIN][Target.OPTIMIZER_STATE] is Placement.STREAMED
 
     def bytes_per_s(self, target: Target) -> float:
         """Speed of a target's copies in one direction."""
@@ -146,6 +153,7 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
         huge_pages=section["huge_pages"],
         host_memory_limit_bytes=None if limit is None else int(limit * GIB),
         numa=policy["numa"],
+        stream_window_bytes=section["stream_window_mib"] * MIB,
         link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
         activations=_activation_settings(policy),
     )

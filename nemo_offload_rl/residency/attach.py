@@ -3,7 +3,7 @@
 import contextlib
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,6 +19,7 @@ from nemo_offload_rl.residency.optimizer_state import OptimizerState, stepped_op
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.reference_weights import ReferenceWeights
 from nemo_offload_rl.residency.residency import Residency
+from nemo_offload_rl.residency.streamed.target import StreamedState
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
 from nemo_offload_rl.residency.target import OffloadTarget
 from nemo_offload_rl.residency.targets import TARGETS
@@ -77,7 +78,9 @@ class Engine:
             and no larger; any other tensor as it is. Good until the next phase.
         """
         self.residency.wait_until_released()
-        away = [target for name, target in self.targets.items() if self.residency.where(name) is Placement.HOST]
+        self.context.mover.check()
+        on_host = (Placement.HOST, Placement.STREAMED)
+        away = [target for name, target in self.targets.items() if self.residency.where(name) in on_host]
         if any(target.needs_gpu_to_save for target in away):
             self.load_all_to_gpu()
             away = []
@@ -97,6 +100,19 @@ class Engine:
         for name in self.targets:
             if self.residency.where(name) is Placement.GPU:
                 self.residency.require(name)
+
+    @contextlib.contextmanager
+    def streamed_state_on_host(self) -> Iterator[None]:
+        """Have streamed masters and state be CPU tensors meanwhile, into whose memory a checkpoint is loaded."""
+        state = self.targets.get(Target.OPTIMIZER_STATE)
+        with state.on_host() if isinstance(state, StreamedState) else contextlib.nullcontext():
+            yield
+
+    def prefetch_streamed_state(self) -> None:
+        """Let the first chunks of streamed optimizer state come in before the step, such as beside a backward pass."""
+        state = self.targets.get(Target.OPTIMIZER_STATE)
+        if isinstance(state, StreamedState):
+            state.prefetch()
 
     def adopt_new_tensors(self) -> None:
         """Bring into ranges what has got memory of its own, such as optimizer state that a checkpoint replaced.

@@ -13,6 +13,7 @@ from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.flat_buffer import FlatBuffer
 from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.residency import Residency
+from nemo_offload_rl.residency.streamed.window import DEFAULT_WINDOW_BYTES
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Table, Target
 from nemo_offload_rl.residency.target import OffloadTarget
 from nemo_offload_rl.residency.transfer import Mover
@@ -27,11 +28,13 @@ class Options:
             ring, slowly, and locks no more than that.
         verify: compare checksums of everything that leaves and comes back.
         with_reference: keep the weights of now for `Engine.reference`.
+        stream_window_bytes: GPU memory that streamed optimizer state passes through.
     """
 
     pinned_optimizer_state: bool = True
     verify: bool = False
     with_reference: bool = False
+    stream_window_bytes: int = DEFAULT_WINDOW_BYTES
 
 
 DEFAULT_OPTIONS = Options()
@@ -91,11 +94,16 @@ class TargetContext:
         """Moves the targets; to be asked for when all of them are made."""
         # A generator loads its weights during a refit, beside what is still being copied to the host.
         room = {Phase.REFIT: self.targets[Target.PARAMS].nbytes}
-        return Residency(self.targets, self.table, meter=self.meter, room=room, check=lambda: self.mover.check())
+        return Residency(self.targets, self.table, meter=self.meter, room=room, check=self.mover.check)
 
     def visits_host(self, target: Target) -> bool:
         """Whether the table has a target on the host in some phase."""
         return any(placements[target] is Placement.HOST for placements in self.table.values() if target in placements)
+
+    @property
+    def streams_optimizer_state(self) -> bool:
+        """Whether the table has optimizer state streamed while the model is trained."""
+        return self.table[Phase.TRAIN].get(Target.OPTIMIZER_STATE) is Placement.STREAMED
 
     def flat_buffer(self, target: Target, *, with_host_side: bool, pin: bool = True) -> FlatBuffer:
         """Make an empty flat buffer for a target; `pin` as `PinnedArena.allocate` takes it."""

@@ -107,8 +107,9 @@ class MoveRecord:
                 "gb_per_s": speed / 1e9,
             }
             if self.link is not None:
-                to_gpu = self.goal is Placement.GPU
-                limit = self.link.h2d_bytes_per_s if to_gpu else self.link.d2h_bytes_per_s
+                directions = {Placement.GPU: (0, 1), Placement.STREAMED: (1, 1)}.get(self.goal, (1, 0))
+                out, back = directions
+                limit = out * self.link.d2h_bytes_per_s + back * self.link.h2d_bytes_per_s
                 values["share_of_link"] = speed / limit
         return values
 

@@ -20,8 +20,8 @@ def estimate_bytes(facts: ShardFacts) -> int:
     return facts.num_optimizer_params * facts.optimizer_size
 
 
-def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields the torch optimizers inside.
+def optimizer_parts(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:
+    """Yields each optimizer of a chain, and the torch optimizer inside of it, which may be itself.
 
     Args:
         optimizer: one of torch's, or of megatron-core's: chained, distributed, mixed-precision or fp32.
@@ -29,7 +29,12 @@ def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         inner = part if isinstance(part, torch.optim.Optimizer) else part.optimizer
         if inner is not None:  # a rank without trainable parameters has a stub
-            yield inner
+            yield part, inner
+
+
+def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
+    """Yields the torch optimizers inside of what `optimizer_parts` takes."""
+    return (inner for _, inner in optimizer_parts(optimizer))
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
@@ -97,7 +102,7 @@ def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) ->
     """Returns an optimizer's tensors with their names, those of one storage together.
 
     Args:
-        optimizer: see `stepped_optimizers`.
+        optimizer: see `optimizer_parts`.
         device: where the optimizer steps.
         but_in: addresses of storages that belong to another target, or are in a flat buffer already.
     """
@@ -137,7 +142,7 @@ def host_bytes(context: TargetContext) -> int:
     """Returns the bytes that optimizer state will take of the arena."""
     if context.optimizer is None or not context.visits_host(Target.OPTIMIZER_STATE):
         return 0
-    groups = _by_storage(context.optimizer, context.device, _model_storages(context))
+    groups = _by_storage(context.optimizer, context.device, model_storages(context))
     return flat_buffer_bytes(BufferEntry(named[0][0], named[0][1].untyped_storage(), []) for named in groups)
 
 
@@ -152,14 +157,15 @@ def make(context: TargetContext) -> "OptimizerState | None":
     )
     return OptimizerState(
         context.optimizer,
-        lambda: _model_storages(context),
+        lambda: model_storages(context),
         flat_buffer,
         context.mover,
         verify=context.options.verify,
     )
 
 
-def _model_storages(context: TargetContext) -> set[int]:
+def model_storages(context: TargetContext) -> set[int]:
+    """Returns the addresses of the storages of the model's parameters, as they are now."""
     tensors = (tensor for chunk in context.model for tensor in chunk.parameters())
     return {tensor.untyped_storage().data_ptr() for tensor in tensors}
 

@@ -87,7 +87,7 @@ class ReferenceWeights:
         self._are_lost = False
         # Between them they see every use: what computes passes through the model, and the rest enters a phase or waits
         # for what has moved.
-        mover.check = self._check
+        mover.checks.append(self._check)
         self._hooks = [chunk.register_forward_pre_hook(self._check) for chunk in model]
 
     @property

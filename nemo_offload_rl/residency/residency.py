@@ -12,6 +12,8 @@ from nemo_offload_rl.residency.target import NoRoomError, OffloadTarget, Residen
 from nemo_offload_rl.residency.transfer import ChunkError
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError, ChunkError)
+_ON_GPU = (Placement.GPU, Placement.STREAMED)
+"""Where a target has GPU memory, all or a window, and may be used."""
 _LEAVES_THE_GPU = (Placement.HOST, Placement.DROPPED)
 _OTHERS_NEED_MEMORY = (Phase.REFIT, Phase.GENERATE)
 """A generator in another process takes memory: what torch caches is given back."""
@@ -49,7 +51,7 @@ class Residency:
         self._targets = dict(targets)
         self._table = table
         self._where = {
-            name: Placement.GPU if Placement.GPU in target.placements else Placement.HOST
+            name: next((placement for placement in _ON_GPU if placement in target.placements), Placement.HOST)
             for name, target in targets.items()
         }
         self._last: dict[Target, Started] = {}
@@ -138,7 +140,7 @@ class Residency:
             NoRoomError: the GPU has no memory for it; it is on the host, unharmed.
         """
         self._check()
-        if self._where[target] is not Placement.GPU:
+        if self._where[target] not in _ON_GPU:
             phase = f"in phase {self.phase}" if self.phase else "now"
             raise ResidencyError(
                 f"{target} is needed on the GPU, but it is {self._where[target]} {phase}; enter a phase that has it on "
@@ -164,7 +166,7 @@ class Residency:
 
     def _move(self, goals: Mapping[Target, Placement], phase: Phase) -> bool:
         """Start the moves, those to the host first, and wait for targets without a lazy wait."""
-        order = sorted(goals, key=lambda target: goals[target] is Placement.GPU)
+        order = sorted(goals, key=lambda target: goals[target] in _ON_GPU)
         sources = {target: self._where[target] for target in order}
         done: list[Target] = []
         try:
@@ -182,7 +184,7 @@ class Residency:
     def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
         # A target that is offloaded again before its first use has to have arrived: hence `hold`.
         try:
-            self._wait(target, hold=self._where[target] is Placement.GPU, retry=False)
+            self._wait(target, hold=self._where[target] in _ON_GPU, retry=False)
         except NoRoomError:
             if self._where[target] is not placement:
                 raise
@@ -227,7 +229,7 @@ class Residency:
                 self._wait(target)
             if self._where[target] is not placement:
                 self._start(target, placement, phase)
-                self._wait(target, hold=placement is Placement.GPU)
+                self._wait(target, hold=placement in _ON_GPU)
 
     def _make_room(self, nbytes: int) -> None:
         for target in sorted(self._last, key=lambda target: self._targets[target].nbytes):
@@ -240,7 +242,7 @@ class Residency:
     @contextlib.contextmanager
     def _in_words(self, target: Target, placement: Placement, phase: Phase) -> Iterator[None]:
         """Say of an error which target could not go where."""
-        doing = "come back to the GPU" if placement is Placement.GPU else "leave the GPU"
+        doing = "come back to the GPU" if placement in _ON_GPU else "leave the GPU"
         try:
             yield
         except MEMORY_ERRORS as error:

@@ -30,6 +30,8 @@ class Placement(StrEnum):
 
     GPU = "gpu"
     HOST = "host"
+    STREAMED = "streamed"
+    """On the host; a step passes it through a window of GPU memory, chunk by chunk."""
     DROPPED = "dropped"
     """Its memory is given back and its contents are lost; it comes back as zeros."""
     UNCHANGED = "keep"
@@ -38,7 +40,7 @@ class Placement(StrEnum):
 
 Table = Mapping[Phase, Mapping[Target, Placement]]
 
-DEFAULT_TABLE: Table = {
+DEFAULT_TABLE: Mapping[Phase, dict[Target, Placement]] = {
     Phase.TRAIN: {
         Target.PARAMS: Placement.GPU,
         Target.GRADS: Placement.GPU,
@@ -64,6 +66,12 @@ DEFAULT_TABLE: Table = {
         Target.REFERENCE_WEIGHTS: Placement.HOST,
     },
 }
+
+STREAMED_TABLE: Table = {
+    phase: cells | ({Target.OPTIMIZER_STATE: Placement.STREAMED} if phase is Phase.TRAIN else {})
+    for phase, cells in DEFAULT_TABLE.items()
+}
+"""The same with optimizer state that is never whole on the GPU."""
 
 
 @dataclass(frozen=True)

@@ -176,17 +176,22 @@ class Mover:
         arena: of the backed ranges' host memory; gives staging buffers where a segment could not be page-locked.
 
     Attributes:
-        check: called before each move and each wait for one; raises once ranges hold invalid data.
+        checks: called before each move and each wait for one; they raise once state is invalid.
     """
 
     def __init__(self, device: torch.device, arena: PinnedArena) -> None:
         self.device = device
-        self.check: Callable[[], None] = lambda: None
+        self.checks: list[Callable[[], None]] = []
         self._arena = arena
         self._staging: StagingRing | None = None
         self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both want it
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
+
+    def check(self) -> None:
+        """Raises once state is invalid."""
+        for check in self.checks:
+            check()
 
     def out(self, backed_ranges: Sequence[BackedRange], gate: Gate | None = None) -> Transfer:
         """Copy every chunk to the host, after all that the current stream has been given, and give each one back.
@@ -314,7 +319,7 @@ class Mover:
 
     def _transfer(self, nbytes: int, job: Callable[[], _Span | None]) -> Transfer:
         self.check()
-        return Transfer(self.device, nbytes, self._helper.submit(job), lambda: self.check())
+        return Transfer(self.device, nbytes, self._helper.submit(job), self.check)
 
     def _queued(self, nbytes: int, span: _Span) -> Transfer:
         helper: Future[_Span | None] = Future()

@@ -60,7 +60,12 @@ def make_engine(
         HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
         ValueError: see `attach`.
     """
-    options = Options(pinned_optimizer_state=plan.pinned, verify=plan.verify, with_reference=with_reference)
+    options = Options(
+        pinned_optimizer_state=plan.pinned,
+        verify=plan.verify,
+        with_reference=with_reference,
+        stream_window_bytes=plan.stream_window_bytes,
+    )
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)
     on_cpu = sum(optimizer.host_bytes for optimizer in cpu_optimizers(state.optimizer))

@@ -106,7 +106,13 @@ class MegatronPolicyWorker:
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
             facts = hf_config.to_dict()  # before the bridge changes the config
-            self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer)
+            self.state: Final = build(
+                config,
+                hf_config,
+                seed=seed,
+                init_optimizer=init_optimizer,
+                stream_optimizer_state=plan.streams_optimizer_state,
+            )
             undo.callback(self.state.close)
             nbytes = 0
             if init_optimizer:
@@ -214,7 +220,13 @@ class MegatronPolicyWorker:
                 batches, _ = self.batcher.cut(chunk, mbs, "train_mb_tokens", fixed_shapes=self.graphs.fixed_shapes)
                 with self.graphs.step(batches), self.activations.step():
                     result = step.train_step(
-                        self.state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
+                        self.state,
+                        batches,
+                        counts,
+                        loss_fn,
+                        temperature=self._temperature,
+                        device=self.device,
+                        before_update=self.engine.prefetch_streamed_state,
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
@@ -368,7 +380,8 @@ class MegatronPolicyWorker:
         self._catch_up()
         self.graphs.delete()
         self.engine.load_all_to_gpu()
-        checkpoint.load(self.state, Path(folder), self._sizes, with_optimizer=self.state.optimizer is not None)
+        with self.engine.streamed_state_on_host():
+            checkpoint.load(self.state, Path(folder), self._sizes, with_optimizer=self.state.optimizer is not None)
         self.engine.adopt_new_tensors()
 
     # --- the rest ---------------------------------------------------------------------------------------------------

@@ -4,11 +4,13 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import Conflict, Verdict, rule
+from nemo_offload_rl.config.rules.base import OPTIMIZER, Conflict, Verdict, rule
 
 TABLE = "policy.residency.table"
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
+_STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"
+_STATE_TYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 # The phases whose cell of optimizer_state a flag of NeMo-RL's writes.
 FLAG_PHASES: Mapping[str, tuple[str, ...]] = {FOR_LOGPROB: ("logprob",), FOR_REFIT: ("refit", "generate")}
@@ -24,10 +26,57 @@ def flag_cell(enabled: bool) -> str:
 @rule(f"{TABLE}?")
 def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
     """A step reads and writes all of it."""
-    for target in ("params", "grads", "optimizer_state"):
+    for target in ("params", "grads"):
         cell = _cell(table, "train", target)
         if cell not in (None, "gpu"):
             return f"{TABLE}.train.{target}", f"must be gpu, since a training step works on it; found {show(cell)}"
+    cell = _cell(table, "train", "optimizer_state")
+    if cell not in (None, "gpu", "streamed"):
+        return (
+            _STATE_IN_TRAIN,
+            f"must be gpu, or streamed, which passes it through the GPU in each step; found {show(cell)}",
+        )
+    return None
+
+
+@rule(f"{TABLE}?")
+def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdict:
+    """Only a step streams it, and what is streamed is never whole on the GPU."""
+    for phase in ("logprob", "refit", "generate"):
+        cell = _cell(table, phase, "optimizer_state")
+        if cell == "streamed":
+            return (
+                f"{TABLE}.{phase}.optimizer_state",
+                f"must be gpu, host or keep, since no step is made then; write streamed to {_STATE_IN_TRAIN}",
+            )
+        if cell == "gpu" and _is_streamed(table):
+            return (
+                f"{TABLE}.{phase}.optimizer_state",
+                f"is gpu, but {_STATE_IN_TRAIN} is streamed, so that it is never whole on the GPU; give host or keep",
+            )
+    return None
+
+
+@rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer")
+def streamed_state_is_adams(table: _Cells | None, optimizer: str) -> Verdict:
+    """State is made on the host before the first step, which only Adam's can be."""
+    if optimizer == "adam" or not _is_streamed(table):
+        return None
+    return _STATE_IN_TRAIN, f"is streamed, which needs {OPTIMIZER}.optimizer adam; found {optimizer}"
+
+
+@rule(f"{TABLE}?", *(f"{OPTIMIZER}.{name}?" for name in _STATE_TYPES))
+def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Verdict:
+    """Transformer Engine scales types of few bits by the largest element of the whole tensor."""
+    if not _is_streamed(table):
+        return None
+    for name, found in zip(_STATE_TYPES, types, strict=True):
+        if found not in (None, "float32"):
+            return (
+                f"{OPTIMIZER}.{name}",
+                f"must be float32 with {_STATE_IN_TRAIN} streamed, since other types have a scale for the whole "
+                f"tensor; found {found}",
+            )
     return None
 
 
@@ -65,6 +114,10 @@ def _agreement(table: _Cells | None, flag: str, enabled: bool) -> Verdict:
             )
             return Conflict(path, message, also=flag)
     return None
+
+
+def _is_streamed(table: _Cells | None) -> bool:
+    return _cell(table, "train", "optimizer_state") == "streamed"
 
 
 def _cell(table: _Cells | None, phase: str, target: str) -> Any:

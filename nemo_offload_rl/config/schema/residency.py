@@ -4,7 +4,7 @@ from typing import Literal, NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib
+from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib, PositiveInt
 
 
 @with_config(STRICT)
@@ -17,9 +17,10 @@ class PhaseCells(TypedDict):
     # The gradient buffers: gpu, dropped (given back, and zeroed when they return) or keep. Absent: dropped; in train
     # gpu.
     grads: NotRequired[Literal["gpu", "dropped", "keep"]]
-    # Moments and fp32 master weights: gpu, host or keep. Only gpu in train. Absent: what offload_optimizer_for_refit
-    # (refit, generate) and offload_optimizer_for_logprob (logprob) say.
-    optimizer_state: NotRequired[Literal["gpu", "host", "keep"]]
+    # Moments and fp32 master weights: gpu, host or keep. In train gpu, or streamed: they are made on the host, stay
+    # there, and pass through a window of GPU memory in each step; then they are never gpu elsewhere. Absent: gpu in
+    # train; what offload_optimizer_for_refit (refit, generate) and offload_optimizer_for_logprob (logprob) say.
+    optimizer_state: NotRequired[Literal["gpu", "host", "keep", "streamed"]]
     # The reference policy's weights, which are swapped in for their log-probs. Only host. Absent: host.
     reference_weights: NotRequired[Literal["host"]]
 
@@ -52,5 +53,9 @@ class ResidencyConfig(TypedDict):
     # Most host memory that one rank may take for everything that moves, in GiB. Above 0; null for what the machine and
     # its cgroup have free, shared by the ranks of a host. Recommended: null.
     host_memory_limit_gib: PositiveGib | None
+    # GPU memory that streamed optimizer state passes through, in MiB; read only with table.train.optimizer_state
+    # streamed. 1 or more; recommended 512: less slows the copies, more shortens the step by hardly anything.
+    # Absent: 512.
+    stream_window_mib: NotRequired[PositiveInt]
     # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}.
     table: ResidencyTable | None

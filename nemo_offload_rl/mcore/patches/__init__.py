@@ -13,6 +13,7 @@ WRITTEN_FOR = {
     "cpu_optimizer": {"megatron-core": TESTED_MEGATRON_CORE},
     "gradient_nodes": {"megatron-core": TESTED_MEGATRON_CORE},
     "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
+    "optimizer_masters": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "process_groups": {"megatron-core": TESTED_MEGATRON_CORE},
     "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
     "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},

@@ -98,7 +98,9 @@ def _manual_seed(seed: int) -> None:
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
     """Replaces `Tensor.type`, to call a CPU tensor 'torch.cuda.FloatTensor', which megatron-core compares with."""
     result = _tensor_type(tensor, *args, **kwargs)
-    return result.replace("torch.", "torch.cuda.", 1) if isinstance(result, str) else result
+    if not isinstance(result, str) or result.startswith("torch.cuda."):  # a TorchFunctionMode calls this one inside
+        return result
+    return result.replace("torch.", "torch.cuda.", 1)
 
 
 _tensor_type = torch.Tensor.type

@@ -204,6 +204,30 @@ BROKEN = {
         ["+policy.residency.table.train.grads=dropped"],
         "policy.residency.table.train.grads: must be gpu, since a training step works on it; found 'dropped'",
     ),
+    "optimizer_state_is_streamed_in_training_alone": (
+        [
+            "~policy.offload_optimizer_for_logprob",
+            "policy.residency.table={train: {optimizer_state: streamed}, logprob: {optimizer_state: gpu}}",
+        ],
+        "policy.residency.table.logprob.optimizer_state: is gpu, but policy.residency.table.train.optimizer_state is "
+        "streamed, so that it is never whole on the GPU; give host or keep",
+    ),
+    "streamed_state_is_adams": (
+        [
+            "+policy.residency.table.train.optimizer_state=streamed",
+            f"{MEGATRON}.optimizer.optimizer=sgd",
+            f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
+        ],
+        f"policy.residency.table.train.optimizer_state: is streamed, which needs {MEGATRON}.optimizer.optimizer adam",
+    ),
+    "streamed_state_has_no_scales": (
+        [
+            "+policy.residency.table.train.optimizer_state=streamed",
+            f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true",
+            f"+{MEGATRON}.optimizer.exp_avg_dtype=bfloat16",
+        ],
+        "exp_avg_dtype: must be float32 with policy.residency.table.train.optimizer_state streamed",
+    ),
     "forward_passes_have_params_on_the_gpu": (
         ["+policy.residency.table.refit.params=keep"],
         "policy.residency.table.refit.params: must be gpu, since they are sent to generation; found 'keep'",

@@ -1,0 +1,36 @@
+"""Has megatron-core's optimizers make their fp32 masters without memory, for optimizer state that lives on the host.
+
+DistributedOptimizer and Float16OptimizerWithFloat16Params make all masters on the GPU when they are built: 4 bytes a
+parameter, which is what streamed state is to save.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from nemo_offload_rl.residency.streamed.placeholder import placeholder
+
+
+class _MastersWithoutMemory(TorchFunctionMode):
+    """Answers `parameter.clone().float()` with a placeholder, which the residency engine fills on the host."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Sequence[type],
+        args: Sequence[Any] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        if func is torch.Tensor.float and args[0].dtype in (torch.bfloat16, torch.float16):
+            return placeholder(args[0], torch.float32)
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def masters_without_memory() -> Iterator[None]:
+    """Build an optimizer of megatron-core inside; then attach an engine whose table streams optimizer state."""
+    with _MastersWithoutMemory():
+        yield

@@ -1,0 +1,178 @@
+"""Makes masters and moments in host memory, chunk by chunk through the window: the GPU never holds all of them."""
+
+from collections.abc import Container, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.new_state import make_state
+from nemo_offload_rl.residency.streamed.layout import MASTER, Field, FlatLayout
+from nemo_offload_rl.residency.streamed.masters import model_shards
+from nemo_offload_rl.residency.streamed.pieces import (
+    ParameterArrays,
+    PlacedPiece,
+    StreamedParameter,
+    flat_part,
+    placed_pieces,
+    twin_of,
+)
+from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed.window import Window
+from nemo_offload_rl.residency.table import Target
+
+
+def parameters_to_stream(
+    part: Any, optimizer: torch.optim.Optimizer, but_in: Container[int]
+) -> list[StreamedParameter]:
+    """Returns the parameters of an optimizer whose state can be streamed.
+
+    Args:
+        part: the optimizer of megatron-core around it, or itself.
+        optimizer: a torch optimizer.
+        but_in: addresses of the storages of the model's parameters.
+
+    Raises:
+        ValueError: the state of one cannot be stepped in pieces.
+    """
+    shards = model_shards(part)
+    found = []
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if not parameter.numel():
+                continue
+            is_master = parameter.untyped_storage().data_ptr() not in but_in
+            if is_master and id(parameter) not in shards:
+                raise ValueError(
+                    f"Optimizer state cannot be streamed: {_name(optimizer)} steps a tensor of shape "
+                    f"{list(parameter.shape)} that is neither a parameter of the model nor a master that megatron-core "
+                    "made, so what it updates is not known; use an optimizer of megatron-core, or keep its state on "
+                    "the GPU."
+                )
+            streamed = StreamedParameter(parameter, number, is_master, shards.get(id(parameter)))
+            for tensor in (parameter, streamed.model_shard):
+                if tensor is not None and not (has_no_memory(tensor) or tensor.is_contiguous()):
+                    raise ValueError(
+                        f"Optimizer state cannot be streamed: a parameter of shape {list(tensor.shape)} has strides "
+                        f"{list(tensor.stride())}; make it contiguous, or keep optimizer state on the GPU."
+                    )
+            found.append(streamed)
+    return found
+
+
+def layouts(
+    optimizer: torch.optim.Optimizer, parameters: Sequence[StreamedParameter], slot_bytes: int
+) -> list[tuple[FlatLayout, list[StreamedParameter]]]:
+    """Lays out the state of an optimizer's parameters, those that have the same kinds of state together.
+
+    Raises:
+        ValueError: an optimizer's state is not known before its first step, or cannot be stepped in pieces.
+    """
+    _require_unscaled(optimizer)
+    by_fields: dict[tuple[Field, ...], list[StreamedParameter]] = {}
+    for parameter in parameters:
+        by_fields.setdefault(tuple(_fields(optimizer, parameter)), []).append(parameter)
+    return [
+        (FlatLayout(fields, [member.parameter.numel() for member in members], slot_bytes), members)
+        for fields, members in by_fields.items()
+        if fields
+    ]
+
+
+def bear(
+    optimizer: torch.optim.Optimizer,
+    layout: FlatLayout,
+    parameters: Sequence[StreamedParameter],
+    arena: PinnedArena,
+    window: Window,
+    *,
+    pin: bool,
+) -> ParameterArrays:
+    """Fill host memory with the state of parameters as it is, or as the optimizer's first step would make it.
+
+    Args:
+        optimizer: whose state; it still has its own afterwards.
+        layout: of these parameters.
+        parameters: in the layout's order.
+        arena: gives the host memory.
+        window: mapped.
+        pin: as `PinnedArena.allocate` takes it.
+
+    Raises:
+        MemoryError: the host has no room.
+    """
+    arrays = ParameterArrays(layout, arena.allocate(Target.OPTIMIZER_STATE, layout.nbytes, pin=pin), parameters)
+    twin = twin_of(optimizer)
+    try:
+        for chunk in layout.chunks:
+            slot = window.take()
+            for placed in placed_pieces(arrays, chunk, slot):
+                _fill(optimizer, twin, placed)
+            window.store(arrays, chunk, slot)
+        window.wait()
+    except BaseException:
+        window.wait()
+        arena.release(arrays.segment)
+        raise
+    return arrays
+
+
+def state_or_sample(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> dict[str, Any]:
+    """Returns a parameter's state; where it has none yet, that of one element, as the first step would make it.
+
+    Raises:
+        ValueError: what this optimizer would make is not known.
+    """
+    if state := optimizer.state[source.parameter] if source.parameter in optimizer.state else {}:
+        return dict(state)
+    sample = torch.empty(1, dtype=source.parameter.dtype, device=source.parameter.device)
+    return _made_state(twin_of(optimizer), optimizer.param_groups[source.group], sample)
+
+
+def _fields(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> Iterator[Field]:
+    if source.is_master:
+        yield Field(MASTER, source.parameter.dtype)
+    for key, value in state_or_sample(optimizer, source).items():
+        if isinstance(value, torch.Tensor) and value.dim():
+            yield Field(key, value.dtype)
+
+
+def _made_state(twin: torch.optim.Optimizer, group: dict[str, Any], parameter: torch.Tensor) -> dict[str, Any]:
+    if not make_state(twin, group, parameter):
+        raise ValueError(
+            f"Optimizer state cannot be streamed: what {_name(twin)} keeps is not known before its first step; use "
+            "Adam (policy.megatron_cfg.optimizer.optimizer=adam), or keep optimizer state on the GPU."
+        )
+    state: dict[str, Any] = twin.state.pop(parameter)
+    return state
+
+
+def _fill(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, placed: PlacedPiece) -> None:
+    source = placed.source
+    if source.is_master:
+        assert source.model_shard is not None
+        origin = source.model_shard if has_no_memory(source.parameter) else source.parameter
+        placed.parameter.copy_(flat_part(origin, placed.piece))
+    state = optimizer.state[source.parameter] if source.parameter in optimizer.state else {}
+    if state:
+        values = {key: flat_part(state[key], placed.piece) for key in placed.state}
+    else:
+        values = _made_state(twin, optimizer.param_groups[source.group], placed.parameter)
+    for key, view in placed.state.items():
+        view.copy_(values[key])
+
+
+def _require_unscaled(optimizer: Any) -> None:
+    """Transformer Engine scales moments of few bits by the largest of the whole tensor, which no piece knows."""
+    kinds = getattr(optimizer, "name_to_dtype_map", {})
+    scaled = [f"{name} in {dtype}" for name, dtype in kinds.items() if dtype is not torch.float32]
+    if scaled:
+        raise ValueError(
+            f"Optimizer state cannot be streamed: {_name(optimizer)} keeps {', '.join(scaled)}, with a scale for the "
+            "whole tensor; keep it in float32 (policy.megatron_cfg.optimizer.exp_avg_dtype, exp_avg_sq_dtype, "
+            "main_params_dtype), or keep optimizer state on the GPU."
+        )
+
+
+def _name(optimizer: Any) -> str:
+    return type(optimizer).__name__

@@ -1,0 +1,150 @@
+"""Steps pieces of parameters with an optimizer's own kernel, by a twin of the optimizer that holds nothing else."""
+
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.residency.streamed.layout import MASTER, Chunk, Piece
+from nemo_offload_rl.residency.streamed.window import HostArrays, Slot
+
+
+@dataclass(frozen=True, eq=False)
+class StreamedParameter:
+    """A parameter whose optimizer state is streamed.
+
+    Attributes:
+        parameter: as the optimizer's group has it.
+        group: the index of that.
+        is_master: whether it is state itself, an fp32 copy of a model's parameter.
+        model_shard: what a master is copied to after each update; None where it is no master.
+    """
+
+    parameter: torch.Tensor
+    group: int
+    is_master: bool
+    model_shard: torch.Tensor | None
+
+
+@dataclass(frozen=True, eq=False)
+class ParameterArrays(HostArrays):
+    """The state of parameters, in the layout's order."""
+
+    parameters: Sequence[StreamedParameter]
+
+    def host_tensor(self, field: int, index: int) -> torch.Tensor:
+        """Returns the host's memory of a field of a parameter, with its shape, and a storage of its own."""
+        where = self.layout.of_parameter(field, index)
+        flat = self.segment.window(where.start, where.stop - where.start).view(self.layout.fields[field].dtype)
+        return flat.view(self.parameters[index].parameter.shape)
+
+
+@dataclass(frozen=True, eq=False)
+class PlacedPiece:
+    """A piece of a parameter whose state is in a slot.
+
+    Attributes:
+        piece: which.
+        source: of which parameter.
+        parameter: 1-D, what the twin steps: a master in the slot, or a part of the model.
+        state: the other fields in the slot, by key.
+    """
+
+    piece: Piece
+    source: StreamedParameter
+    parameter: torch.Tensor
+    state: Mapping[str, torch.Tensor]
+
+    def copy_to_model(self) -> None:
+        """Give the model what the master has become, as megatron-core does after a step."""
+        if self.source.model_shard is not None:
+            flat_part(self.source.model_shard, self.piece).copy_(self.parameter)
+
+
+def flat_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
+    """Returns the elements of a piece, a view."""
+    return tensor.detach().view(-1)[piece.start : piece.stop]
+
+
+def placed_pieces(arrays: ParameterArrays, chunk: Chunk, slot: Slot) -> Iterator[PlacedPiece]:
+    """Yields the pieces of a chunk that is in a slot."""
+    for piece in chunk.pieces:
+        source = arrays.parameters[piece.index]
+        views = {
+            field.key: slot.view(arrays.layout, number, piece.offset, piece.length)
+            for number, field in enumerate(arrays.layout.fields)
+        }
+        parameter = views.pop(MASTER) if source.is_master else flat_part(source.parameter, piece)
+        yield PlacedPiece(piece, source, parameter, views)
+
+
+def twin_of(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """Makes an optimizer of the same class and options without parameters, state or hooks."""
+    twin: torch.optim.Optimizer = object.__new__(type(optimizer))
+    own = {name: value for name, value in vars(optimizer).items() if name not in ("step", "load_state_dict")}
+    vars(twin).update(own, state=defaultdict(dict), param_groups=[])
+    for name in own:
+        if name.endswith("_hooks"):
+            vars(twin)[name] = OrderedDict()
+    return twin
+
+
+class PieceStepper:
+    """Steps the pieces of an optimizer's parameters, chunk by chunk, as one step.
+
+    Args:
+        optimizer: whose kernel, and hyperparameters of now.
+    """
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._twin = twin_of(optimizer)
+        self._groups: dict[int, dict[str, Any]] = {}
+        self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []
+
+    def step(self, pieces: Sequence[PlacedPiece]) -> None:
+        """Update pieces and their state, which have not been updated in this step, on the current stream."""
+        groups: dict[int, dict[str, Any]] = {}
+        stepped = []
+        for placed in pieces:
+            number = placed.source.group
+            if number not in groups:
+                groups[number] = {**self._optimizer.param_groups[number], "params": []}
+            groups[number]["params"].append(placed.parameter)
+            self._give_gradient(placed)
+            whole = self._optimizer.state[placed.source.parameter]
+            own = {key: _own(value) for key, value in whole.items() if key not in placed.state}
+            self._twin.state[placed.parameter] = {**own, **placed.state}
+            stepped.append((whole, own.keys(), self._twin.state[placed.parameter]))
+        self._twin.param_groups = list(groups.values())
+        type(self._optimizer).step(self._twin)
+        self._twin.state.clear()
+        self._groups |= groups
+        self._counted += [(whole, {key: state[key] for key in keys}) for whole, keys, state in stepped]
+        for placed in pieces:
+            placed.copy_to_model()
+
+    def finish(self) -> None:
+        """Give the optimizer the counters that every piece has advanced by one, each from where the step began."""
+        for number, group in self._groups.items():
+            self._optimizer.param_groups[number].update({key: value for key, value in group.items() if key != "params"})
+        for whole, counted in self._counted:
+            for key, value in counted.items():
+                if isinstance(value, torch.Tensor):
+                    whole[key].copy_(value)
+                else:
+                    whole[key] = value
+
+    def _give_gradient(self, placed: PlacedPiece) -> None:
+        source = placed.source.parameter
+        if source.grad is not None:
+            placed.parameter.grad = flat_part(source.grad, placed.piece)
+        if getattr(source, "decoupled_grad", None) is not None:  # the precision-aware optimizer's
+            placed.parameter.decoupled_grad = flat_part(source.decoupled_grad, placed.piece)  # type: ignore[attr-defined]
+
+
+def _own(value: Any) -> Any:
+    """A piece counts its steps alone."""
+    return value.clone() if isinstance(value, torch.Tensor) else value

@@ -1,0 +1,44 @@
+"""The measurements of a streamed step, as those of a target's move."""
+
+import dataclasses
+
+from nemo_offload_rl.memory.streams import Event
+
+
+@dataclasses.dataclass(eq=False)
+class StepTransfer:
+    """The copies of one step, both ways; fulfils `residency.target.Move`.
+
+    Attributes:
+        nbytes: that crossed the link, in both directions together.
+        begin: the first copy's beginning.
+        end: the last copy's end.
+        asked: where the stream that computes began the step.
+        updated: where it had made the last update.
+    """
+
+    nbytes: int
+    begin: Event
+    end: Event
+    asked: Event
+    updated: Event
+
+    is_queued = True
+    has_failed = False
+
+    def wait(self) -> None:
+        """Nothing waits for it: the next step's copies follow these."""
+
+    def wait_on_current_stream(self) -> None:
+        """Makes later work of the current stream wait until the host has everything."""
+        self.end.wait_on_current_stream()
+
+    def copy_seconds(self) -> float:
+        """Seconds from the first byte on the link to the last."""
+        self.end.wait()
+        return self.end.seconds_since(self.begin)
+
+    def exposed_seconds(self) -> float:
+        """Seconds of the step for the stream that computes; the last chunks leave beside what follows."""
+        self.updated.wait()
+        return max(0.0, self.updated.seconds_since(self.asked))

@@ -1,0 +1,191 @@
+"""Streamed optimizer state as a target: on the host always, with its window on the GPU while it may be stepped."""
+
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
+from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.residency.context import TargetContext
+from nemo_offload_rl.residency.metrics import Started
+from nemo_offload_rl.residency.optimizer_state import model_storages, optimizer_parts
+from nemo_offload_rl.residency.streamed.birth import bear, layouts, parameters_to_stream
+from nemo_offload_rl.residency.streamed.host_copies import HostCopies
+from nemo_offload_rl.residency.streamed.masters import leave_copies_to_the_step
+from nemo_offload_rl.residency.streamed.pieces import ParameterArrays
+from nemo_offload_rl.residency.streamed.report import StepTransfer
+from nemo_offload_rl.residency.streamed.step import StreamedStep
+from nemo_offload_rl.residency.streamed.verify import ChunkSums
+from nemo_offload_rl.residency.streamed.window import Window, slot_bytes
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.target import Move
+from nemo_offload_rl.residency.transfer import ChunkError, Mover
+
+logger = logging.getLogger(__name__)
+
+
+def host_bytes(context: TargetContext) -> int:
+    """Returns the bytes that streamed optimizer state will take of the arena."""
+    return sum(layout.nbytes for _, _, found in _planned(context) for layout, _ in found)
+
+
+def make(context: TargetContext) -> "StreamedState | None":
+    """Make the state in host memory, and have the optimizers step it from there; None without an optimizer.
+
+    Raises:
+        ValueError: the state cannot be stepped in pieces.
+        MemoryError: the host has no room.
+        torch.OutOfMemoryError: the GPU has none for the window.
+    """
+    if context.optimizer is None:
+        return None
+    planned = list(_planned(context))
+    options, device = context.options, context.device
+    with contextlib.ExitStack() as undo:
+        window = Window(options.stream_window_bytes, device, context.ranges, HostCopies(device, context.arena))
+        undo.callback(window.close)
+        try:
+            context.mover.take([window.backed]).wait()
+        except ChunkError as error:
+            raise OutOfGpuMemoryError(
+                f"The window of {options.stream_window_bytes / MIB:.0f} MiB that optimizer state is streamed through "
+                f"finds no memory ({error}); make it smaller (policy.residency.stream_window_mib), or leave more free."
+            ) from error
+
+        def record(transfer: StepTransfer) -> None:
+            streamed = Placement.STREAMED
+            context.meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, streamed, streamed, transfer))
+
+        steps, born, ways_back = [], [], []
+        for part, inner, found in planned:
+            arrays: list[ParameterArrays] = []
+            for layout, parameters in found:
+                one = bear(inner, layout, parameters, context.arena, window, pin=options.pinned_optimizer_state)
+                undo.callback(context.arena.release, one.segment)
+                arrays.append(one)
+            sums = ChunkSums() if options.verify else None
+            steps.append(StreamedStep(inner, arrays, window, device, sums=sums, on_step=record))
+            ways_back += [steps[-1].close, leave_copies_to_the_step(part)]
+            born += arrays
+        undo.pop_all()
+    state = StreamedState(steps, born, window, context.mover, ways_back, context)
+    context.mover.checks.append(state.check)
+    num_chunks = sum(step.num_chunks for step in steps)
+    logger.info(
+        "optimizer state: %.2f GiB on the host, stepped through a window of %.2f GiB in %d chunks",
+        sum(step.nbytes for step in steps) / GIB,
+        window.backed.range.nbytes / GIB,
+        num_chunks,
+    )
+    return state
+
+
+def _planned(context: TargetContext) -> Iterator[tuple[Any, torch.optim.Optimizer, list[Any]]]:
+    """Yields each optimizer, the part of the chain around it, and the layouts of its state with their parameters."""
+    if context.optimizer is None:
+        return
+    storages = model_storages(context)
+    size = slot_bytes(context.options.stream_window_bytes)
+    for part, inner in optimizer_parts(context.optimizer):
+        if hasattr(inner, "sub_optimizers"):
+            raise ValueError(
+                "Optimizer state cannot be streamed with megatron-core's CPU optimizer, which keeps it on the CPU; "
+                "turn one of the two off (policy.megatron_cfg.optimizer.optimizer_cpu_offload)."
+            )
+        yield part, inner, layouts(inner, parameters_to_stream(part, inner, storages), size)
+
+
+class StreamedState:
+    """Masters and moments on the host; the optimizer's Parameter and state objects stay, without memory of their own.
+
+    Args:
+        steps: one for each optimizer of the chain.
+        arrays: their host memory.
+        window: that they share.
+        mover: maps and unmaps it.
+        ways_back: take off what was put on the optimizers.
+        context: of the engine.
+    """
+
+    placements = frozenset({Placement.STREAMED, Placement.HOST})
+    lazy_wait = True  # before the step of each inner optimizer
+    needs_gpu_to_save = False
+
+    def __init__(
+        self,
+        steps: Sequence[StreamedStep],
+        arrays: Sequence[ParameterArrays],
+        window: Window,
+        mover: Mover,
+        ways_back: Sequence[Callable[[], None]],
+        context: TargetContext,
+    ) -> None:
+        self.steps = steps
+        self.window = window
+        self._arrays = arrays
+        self._mover = mover
+        self._ways_back = ways_back
+        self._context = context
+
+    @property
+    def nbytes(self) -> int:
+        """Returns the GPU memory of the window."""
+        return self.window.backed.range.nbytes
+
+    @property
+    def host_nbytes(self) -> int:
+        """Returns the host memory of the state."""
+        return sum(step.nbytes for step in self.steps)
+
+    @property
+    def mapped_bytes(self) -> int:
+        """Returns the GPU memory of the window now."""
+        return self.window.backed.range.mapped_bytes
+
+    def prefetch(self) -> None:
+        """Start to fill the window for the step, if it is there; no state is changed by it."""
+        residency = self._context.residency
+        if self.steps and residency.where(Target.OPTIMIZER_STATE) is Placement.STREAMED:
+            residency.require(Target.OPTIMIZER_STATE)
+            self.steps[0].prefetch()
+
+    def check(self) -> None:
+        """Raises if a step has failed in the middle."""
+        for step in self.steps:
+            step.check()
+
+    @contextlib.contextmanager
+    def on_host(self) -> Iterator[None]:
+        """Have masters and state be tensors of the CPU meanwhile, to be read and written, as a checkpoint's loading."""
+        with contextlib.ExitStack() as stack:
+            for step in self.steps:
+                stack.enter_context(step.on_host())
+            yield
+
+    def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
+        """See `residency.OffloadTarget`."""
+        views = (step.host_view(tensor) for step in self.steps)
+        return next((view for view in views if view is not None), None)
+
+    def start(self, placement: Placement) -> Move:
+        """Take memory for the window, or give it back."""
+        if placement is Placement.STREAMED:
+            return self._mover.take([self.window.backed])
+        self.window.release_slots()
+        return self._mover.drop([self.window.backed])
+
+    def name_for_error(self, error: Exception) -> str:
+        """Returns what an error of a move is about."""
+        return "the window that it is streamed through"
+
+    def close(self) -> None:
+        """Give all memory back."""
+        for give_back in self._ways_back:
+            give_back()
+        self.window.close()
+        for one in self._arrays:
+            self._context.arena.release(one.segment)
+        self._arrays = []

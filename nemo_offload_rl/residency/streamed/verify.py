@@ -1,0 +1,43 @@
+"""Compares checksums of what comes into the window with those of what left it."""
+
+import torch
+
+from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
+from nemo_offload_rl.residency.streamed.layout import Chunk
+from nemo_offload_rl.residency.streamed.window import HostArrays, Slot
+
+
+class ChunkSums:
+    """The checksums of chunks that are on the host."""
+
+    def __init__(self) -> None:
+        self._sums: dict[tuple[HostArrays, int], torch.Tensor] = {}
+
+    def remember(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
+        """Note the checksum of what leaves."""
+        self._sums[arrays, chunk.begin] = _checksum(arrays, chunk, slot)
+
+    def compare(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
+        """Compare what has come in with what left last, if anything did; waits for the GPU.
+
+        Raises:
+            CorruptedTransferError: they differ.
+        """
+        if (arrays, chunk.begin) in self._sums and not torch.equal(
+            self._sums[arrays, chunk.begin], _checksum(arrays, chunk, slot)
+        ):
+            raise CorruptedTransferError(
+                f"optimizer_state came back from the host changed, in elements {chunk.begin} to {chunk.end} of its "
+                "arrays: training cannot go on; restart from the last checkpoint."
+            )
+
+    def clear(self) -> None:
+        """Forget all of them: the host's memory is about to be written."""
+        self._sums.clear()
+
+
+def _checksum(arrays: HostArrays, chunk: Chunk, slot: Slot) -> torch.Tensor:
+    """Sums the 8-byte words of each field of a chunk, int64 [fields] modulo 2**64, on the device."""
+    layout, length = arrays.layout, chunk.end - chunk.begin
+    fields = range(len(layout.fields))
+    return torch.stack([slot.memory[layout.in_slot(field, 0, length)].view(torch.int64).sum() for field in fields])

@@ -1,0 +1,164 @@
+"""The window: slots of GPU memory that chunks of optimizer state pass through, in turn, one behind the other."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.memory.gpu_range import RangeMaker
+from nemo_offload_rl.memory.pinned import HostSegment
+from nemo_offload_rl.memory.streams import Event
+from nemo_offload_rl.memory.units import MIB, round_up
+from nemo_offload_rl.residency.streamed.host_copies import HostCopies
+from nemo_offload_rl.residency.streamed.layout import Chunk, FlatLayout
+from nemo_offload_rl.residency.transfer import BackedRange
+
+NUM_SLOTS = 4
+"""One that a chunk arrives in, one that is computed on, one whose chunk leaves; and one more, so that no copy waits for
+another to the microsecond."""
+DEFAULT_WINDOW_BYTES = 512 * MIB
+"""Of four slots, each in three fields: copies of 43 MiB, which run at the link's limit."""
+_SLOT_ALIGNMENT = 512  # bytes, as torch's allocator aligns
+
+
+@dataclass(frozen=True, eq=False)
+class HostArrays:
+    """A layout in host memory."""
+
+    layout: FlatLayout
+    segment: HostSegment
+
+
+@dataclass(eq=False)
+class Slot:
+    """A part of the window, and the copies that last touched it.
+
+    Attributes:
+        memory: uint8 [slot_bytes].
+        arrived: the last copy into it.
+        left: the last copy out of it.
+    """
+
+    memory: torch.Tensor
+    arrived: Event | None = None
+    left: Event | None = None
+
+    def view(self, layout: FlatLayout, field: int, offset: int, length: int) -> torch.Tensor:
+        """Returns elements of a field of the chunk that is in it: a 1-D tensor of the field's dtype."""
+        return self.memory[layout.in_slot(field, offset, length)].view(layout.fields[field].dtype)
+
+
+def slot_bytes(window_bytes: int) -> int:
+    """Returns the size of one slot of a window."""
+    return window_bytes // NUM_SLOTS // _SLOT_ALIGNMENT * _SLOT_ALIGNMENT
+
+
+class Window:
+    """A ring of slots in a range of GPU memory.
+
+    Args:
+        nbytes: its size.
+        device: the GPU.
+        ranges: makes the range, which is not mapped yet.
+        copies: between it and the host.
+
+    Attributes:
+        copies: the same.
+        backed: its range.
+        last_out: the end of the last copy to the host.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device, ranges: RangeMaker, copies: HostCopies) -> None:
+        size = slot_bytes(nbytes)
+        self.copies = copies
+        self.backed = BackedRange(ranges(NUM_SLOTS * size, device, round_up(NUM_SLOTS * size, 2 * MIB)), None)
+        self._slot_bytes = size
+        self._slots: list[Slot] = []
+        self._next = 0
+        self._is_closed = False
+        self.last_out: Event | None = None
+        self._discard: Callable[[], None] | None = None
+
+    def claim(self, discard: Callable[[], None]) -> None:
+        """Make the caller the one whose chunks are in the slots; what another has in them is discarded.
+
+        Args:
+            discard: has the caller forget its chunks; called when another claims the window, or its memory goes.
+        """
+        if self._discard != discard:
+            self.discard()
+        self._discard = discard
+
+    def discard(self) -> None:
+        """Have the owner of the chunks forget them."""
+        if self._discard is not None:
+            self._discard()
+        self._discard = None
+
+    def fetch(self, arrays: HostArrays, chunk: Chunk) -> Slot:
+        """Queue the copy of a chunk into the next slot, behind the copy that leaves it and all earlier ones out."""
+        slot = self._turn()
+        if slot.left is not None:
+            self.copies.back.follow(slot.left)
+        self.copies.to_gpu(arrays.segment, _parts(arrays, chunk, slot))
+        slot.arrived = self.copies.back.mark()
+        return slot
+
+    def take(self) -> Slot:
+        """Returns the next slot without copying anything into it; its last copy out holds the current stream."""
+        slot = self._turn()
+        if slot.left is not None:
+            slot.left.wait_on_current_stream()
+        return slot
+
+    def store(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
+        """Queue the copy of a slot's chunk to the host, behind all that the current stream has been given."""
+        self.copies.out.follow_current_stream()
+        self.copies.to_host(arrays.segment, _parts(arrays, chunk, slot))
+        slot.left = self.last_out = self.copies.out.mark()
+
+    def begin(self) -> None:
+        """Have later copies in wait for all copies out, of the step before."""
+        if self.last_out is not None:
+            self.copies.back.follow(self.last_out)
+
+    def wait(self) -> None:
+        """The caller waits until the host has all that was stored."""
+        if self.last_out is not None:
+            self.last_out.wait()
+
+    def release_slots(self) -> None:
+        """Make the current stream wait for every copy, and forget the slots: their memory is about to go."""
+        self.discard()
+        for slot in self._slots:
+            for event in (slot.arrived, slot.left):
+                if event is not None:
+                    event.wait_on_current_stream()
+        self._slots = []
+
+    def close(self) -> None:
+        """Give the memory back when all copies have been made; twice is once."""
+        if self._is_closed:
+            return
+        self._is_closed = True
+        for slot in self._slots:
+            if slot.arrived is not None:
+                slot.arrived.wait()
+        self.wait()
+        self._slots = []
+        self.backed.range.close()
+        self.copies.close()
+
+    def _turn(self) -> Slot:
+        if not self._slots:  # a range of torch's allocator has its memory, and its address, while it is mapped
+            self._slots = [Slot(memory) for memory in self.backed.range.tensor.split(self._slot_bytes)]
+        self._next = (self._next + 1) % NUM_SLOTS
+        return self._slots[self._next]
+
+
+def _parts(arrays: HostArrays, chunk: Chunk, slot: Slot) -> list[tuple[slice, torch.Tensor]]:
+    layout, length = arrays.layout, chunk.end - chunk.begin
+    return [
+        (layout.in_host(field, chunk.begin, length), slot.memory[layout.in_slot(field, 0, length)])
+        for field in range(len(layout.fields))
+    ]

@@ -1,0 +1,156 @@
+"""Streamed optimizer state under a worker: numbers, checkpoints and failures, without a GPU, with late copies."""
+
+import pytest
+import torch
+from support.late_streams import LateStream
+from support.phases import checkpoint_entries, checksums, differing, run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+
+STREAMED = {"train": {"optimizer_state": "streamed"}}
+
+
+@pytest.fixture(autouse=True)
+def _late_copies(monkeypatch):
+    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+
+
+def policy_of(kind, *, streamed=True, **keys):
+    policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, "float32" if "fp32" in kind else "bfloat16")
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
+    policy["offload_optimizer_for_refit"] = True
+    policy["residency"] = {
+        "verify": False,
+        "huge_pages": False,
+        "host_memory_limit_gib": None,
+        "stream_window_mib": 1,
+        "table": STREAMED if streamed else None,
+    }
+    return policy | keys
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed", "fp32 undistributed", "bf16 moe"])
+def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, kind):
+    plain = run_steps(make_worker(policy_of(kind, streamed=False)), 3, visit_phases=False)
+    worker = make_worker(policy_of(kind))
+    assert sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps) > 4
+    assert run_steps(worker, 3, visit_phases=True) == plain
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_nothing_of_the_state_is_ever_made_on_the_device(make_worker):
+    worker = make_worker(policy_of("bf16"))
+    count = sum(p.numel() for _, p in worker.state.parameters())
+    state = worker.engine.targets[Target.OPTIMIZER_STATE]
+    assert state.host_nbytes == pytest.approx(12 * count, rel=0.03)
+    (inner,) = (part.optimizer for part in worker.state.optimizer.chained_optimizers)
+    tensors = [p for group in inner.param_groups for p in group["params"]]
+    tensors += [value for values in inner.state.values() for value in values.values() if value.dim()]
+    assert len(tensors) == 3 * len(inner.state)
+    assert all(has_no_memory(tensor) for tensor in tensors)
+    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == 2**20
+    worker.prepare_for_training()
+    worker.residency.require(Target.OPTIMIZER_STATE)
+    assert worker.engine.mapped_bytes == sum(worker.engine.nbytes().values())
+    worker.offload_after_refit()
+    assert worker.engine.mapped_bytes == 0
+
+
+def test_masters_that_megatron_core_makes_have_no_memory():
+    parameter = torch.nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
+    with masters_without_memory():
+        master = parameter.detach().clone().float()
+        assert parameter.detach().to(torch.float32).is_contiguous()
+    assert has_no_memory(master)
+    assert (master.shape, master.dtype) == (parameter.shape, torch.float32)
+    assert master.isnan().all()  # what reads it in place of the host's memory shows
+
+
+@pytest.mark.parametrize("kind", ["bf16", "bf16 undistributed"])
+def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(make_worker, tmp_path, kind):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads shards with uninitialised memory
+    try:
+        worker = make_worker(policy_of(kind, streamed=False))
+        run_steps(worker, 2, visit_phases=False)
+        worker.save_checkpoint(str(tmp_path / "resident"), save_optimizer=True)
+        wanted = run_steps(worker, 2, visit_phases=False)
+        worker = make_worker(policy_of(kind))
+        run_steps(worker, 2, visit_phases=True)
+        worker.offload_after_refit()
+        worker.save_checkpoint(str(tmp_path / "streamed"), save_optimizer=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    # So a streamed run's checkpoint resumes with resident state, too.
+    assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
+    run_steps(worker, 1, visit_phases=True)
+    worker.prepare_for_training()
+    worker.engine.prefetch_streamed_state()  # what is in the window is of no use then
+    worker.load_checkpoint(str(tmp_path / "resident"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+
+
+def test_a_step_that_is_not_finite_moves_nothing_back(make_worker):
+    def nan_loss(logprobs, data, counts):
+        loss, metrics = NLLLoss()(logprobs, data, counts)
+        return loss * float("nan"), metrics
+
+    plain = run_steps(make_worker(policy_of("bf16", streamed=False)), 2, visit_phases=False)
+    worker = make_worker(policy_of("bf16", max_skipped_steps=3))
+    assert run_steps(worker, 1, visit_phases=False) == plain[:1]
+    bits = checksums(worker)
+    worker.residency_metrics()
+    assert worker.train(random_batch(8), nan_loss, gbs=8, mbs=2)["num_skipped"] == 1
+    assert checksums(worker) == bits
+    assert "train/optimizer_state/gb" not in worker.residency_metrics()
+    report = worker.train(random_batch(8, seed=1), NLLLoss(), gbs=8, mbs=2)
+    assert {name: plain[1][name] for name in report} == report
+    assert checksums(worker) == plain[1]["checksums"]
+
+
+def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worker, monkeypatch, tmp_path):
+    worker = make_worker(policy_of("bf16"))
+    data = random_batch(8)
+    worker.train(data, NLLLoss(), gbs=8, mbs=2)
+    copies = worker.engine.targets[Target.OPTIMIZER_STATE].window.copies
+
+    def fail(*_):
+        raise RuntimeError("the link is down")
+
+    monkeypatch.setattr(copies, "to_host", fail)
+    with pytest.raises(HalfUpdatedError, match=r"in chunk 1 of 8 \(RuntimeError: the link is down\)"):
+        worker.train(data, NLLLoss(), gbs=8, mbs=2)
+    monkeypatch.undo()
+    for verb in (
+        lambda: worker.train(data, NLLLoss(), gbs=8, mbs=2),
+        lambda: worker.get_logprobs(data, mbs=2),
+        lambda: worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True),
+        lambda: worker.load_checkpoint(str(tmp_path / "policy")),
+        lambda: worker.export_hf(str(tmp_path / "hf")),
+        worker.offload_before_refit,
+        worker.offload_after_refit,
+    ):
+        with pytest.raises(HalfUpdatedError, match=r"half updated.*restart from the newest checkpoint"):
+            verb()
+    worker.residency_metrics()
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_the_window_alone_comes_and_goes(make_worker):
+    worker = make_worker(policy_of("bf16"))
+    run_steps(worker, 2, visit_phases=True)
+    metrics = worker.residency_metrics()
+    nbytes = worker.engine.targets[Target.OPTIMIZER_STATE].host_nbytes
+    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * 2 * nbytes / 1e9)
+    assert "refit/optimizer_state/gb" not in metrics
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    worker.residency.enter(Phase.TRAIN)
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.STREAMED

@@ -1,0 +1,45 @@
+"""Engines that stream a job's optimizer state."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from support.jobs import Job
+from support.late_streams import LateStream
+from support.ranges import small_chunks
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.table import STREAMED_TABLE
+
+WINDOW_BYTES = 4 * 12 * 50_000  # a weight of a job, 262,144 elements, takes six chunks
+
+
+@pytest.fixture
+def late_copies(monkeypatch) -> None:
+    """Every copy of a streamed step is made as late as what waits for it allows."""
+    monkeypatch.setattr(host_copies, "CopyStream", LateStream)
+
+
+@pytest.fixture
+def streaming(no_leak) -> Iterator[Callable[..., Engine]]:
+    """Attaches engines that stream; closed with the test, and everything has been given back then."""
+    made: list[Engine] = []
+    torch.set_num_threads(1)
+    arena = PinnedArena()
+
+    def make(job: Job, ranges: Callable = small_chunks, **options) -> Engine:
+        options = {"stream_window_bytes": WINDOW_BYTES} | options
+        made.append(
+            attach([job.model], job.optimizer, arena, table=STREAMED_TABLE, options=Options(**options), ranges=ranges)
+        )
+        return made[-1]
+
+    yield make
+    for engine in made:
+        engine.close()
+        assert engine.mapped_bytes == 0
+    assert arena.allocated_bytes == 0
+    arena.close()

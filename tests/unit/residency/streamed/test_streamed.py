@@ -1,0 +1,254 @@
+"""Streamed optimizer state on plain torch models, between two places of host memory, with copies that are late."""
+
+import copy
+
+import pytest
+import torch
+from support.jobs import adamw, amsgrad, assert_equal, make_job, run_steps, sgd
+from support.late_streams import LateEvent, LateStream
+from support.ranges import Trouble
+
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, TorchRange
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import attach, needed_host_bytes
+from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
+from nemo_offload_rl.residency.optimizer_state import state_tensors
+from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
+from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Placement, Target
+from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
+
+CPU = torch.device("cpu")
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+
+def assert_same(engine, job, plain):
+    with engine.streamed_state_on_host():
+        assert_equal(job.everything(), plain.everything())
+
+
+@pytest.mark.parametrize("window_bytes", [4 * 100_000, 4 * 1_000_000, 64_000_000], ids=["many", "some", "one chunk"])
+@pytest.mark.parametrize("make_optimizer", [adamw, amsgrad])
+def test_numbers_are_those_of_resident_state(streaming, late_copies, make_optimizer, window_bytes):
+    plain, job = make_job(make_optimizer), make_job(make_optimizer)
+    wanted = run_steps(plain, 4)
+    engine = streaming(job, stream_window_bytes=window_bytes)
+    assert run_steps(job, 2) == wanted[:2]  # steps that follow each other
+    assert [job.step(2)] == wanted[2:3]
+    engine.residency.enter(Phase.GENERATE)
+    engine.residency.enter(Phase.TRAIN)
+    assert [job.step(3)] == wanted[3:]
+    assert_same(engine, job, plain)
+
+
+@pytest.mark.parametrize("missing", ["wait_on_current_stream", "follow"])
+def test_a_missing_wait_would_show(streaming, late_copies, monkeypatch, missing):
+    plain, job = make_job(), make_job()
+    wanted = run_steps(plain, 3)
+    streaming(job)
+    monkeypatch.setattr(LateEvent if missing.startswith("wait") else LateStream, missing, lambda *_: None)
+    assert run_steps(job, 3) != wanted
+
+
+def test_groups_keep_their_hyperparameters_and_counters(streaming, late_copies):
+    def grouped(parameters):
+        first, *others = parameters
+        groups = [{"params": [first], "lr": 0.1, "weight_decay": 0.0}, {"params": others, "betas": (0.5, 0.6)}]
+        return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.3)
+
+    plain, job = make_job(grouped), make_job(grouped)
+    engine = streaming(job)
+    schedules = [torch.optim.lr_scheduler.StepLR(one.optimizer, step_size=1, gamma=0.5) for one in (plain, job)]
+    for step in range(3):
+        assert job.step(step) == plain.step(step)
+        for schedule in schedules:
+            schedule.step()
+    assert_same(engine, job, plain)
+    assert {float(state["step"]) for state in job.optimizer.state.values()} == {3.0}
+
+
+def test_a_parameter_without_gradient_is_left_alone(streaming):
+    plain, job = make_job(), make_job()
+    for one in (plain, job):
+        one.model[0].weight.requires_grad_(False)
+    engine = streaming(job)
+    assert run_steps(job, 2) == run_steps(plain, 2)
+    untouched = job.optimizer.state[job.model[0].weight]
+    assert float(untouched["step"]) == 0
+    with engine.streamed_state_on_host():
+        assert not untouched["exp_avg"].any()
+
+
+def test_state_that_is_there_already_is_taken_over(streaming, late_copies):
+    plain, job = make_job(), make_job()
+    wanted = run_steps(plain, 4)
+    assert run_steps(job, 2) == wanted[:2]
+    state = job.optimizer.state[job.model[0].weight]
+    moment = state["exp_avg"]
+    engine = streaming(job)
+    assert state["exp_avg"] is moment
+    assert has_no_memory(moment)
+    assert [job.step(2), job.step(3)] == wanted[2:]
+    assert_same(engine, job, plain)
+
+
+def test_what_the_device_holds_is_the_window(streaming):
+    job = make_job()
+    engine = streaming(job)
+    state = engine.targets[Target.OPTIMIZER_STATE]
+    count = sum(parameter.numel() for parameter in job.model.parameters())
+    assert state.host_nbytes == pytest.approx(8 * count, rel=0.01)
+    again = make_job()
+    needed = needed_host_bytes([again.model], again.optimizer, PinnedArena(), table=STREAMED_TABLE)
+    assert needed[Target.OPTIMIZER_STATE] == state.host_nbytes
+    run_steps(job, 1)
+    tensors = [tensor for name, tensor in state_tensors(job.optimizer, CPU) if not name.startswith("master")]
+    assert tensors
+    assert all(has_no_memory(tensor) for tensor in tensors)
+    assert state.mapped_bytes == state.nbytes <= 4 * 12 * 50_000
+    engine.residency.enter(Phase.GENERATE)
+    assert state.mapped_bytes == 0
+    assert engine.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU, but it is host"):
+        job.optimizer.step()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tensors[0].copy_(torch.ones_like(tensors[0]))
+    metrics = engine.meter.take_metrics()
+    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * state.host_nbytes / 1e9)
+    assert "generate/optimizer_state/gb" not in metrics
+
+
+def test_ranges_whose_addresses_change_work_alike(streaming):
+    plain, job = make_job(), make_job()
+    engine = streaming(job, ranges=lambda nbytes, device, _: TorchRange(nbytes, device))
+    assert run_steps(job, 3, engine) == run_steps(plain, 3)
+
+
+def test_no_memory_for_the_window_is_said_at_the_start_and_later(streaming):
+    trouble = Trouble()
+    trouble.chunks_left = 0
+    with pytest.raises(OutOfGpuMemoryError, match="no memory for"):
+        attach([make_job().model], make_job().optimizer, PinnedArena(), table=STREAMED_TABLE, ranges=trouble)
+
+
+def test_a_window_that_does_not_come_back_harms_nothing(streaming):
+    plain, job, trouble = make_job(), make_job(), Trouble()
+    engine = streaming(job, ranges=trouble)
+    wanted = run_steps(plain, 2)
+    assert job.step(0) == wanted[0]
+    engine.residency.enter(Phase.REFIT)
+    trouble.chunks_left = 0
+    engine.residency.enter(Phase.TRAIN)
+    with pytest.raises(NoRoomError, match="no memory for the window"):
+        engine.residency.require(Target.OPTIMIZER_STATE)
+    trouble.chunks_left = None
+    engine.residency.enter(Phase.TRAIN)
+    assert job.step(1) == wanted[1]
+
+
+class FailingStream(LateStream):
+    """Fails in one of the copies to come."""
+
+    left = None
+
+    def copy_all(self, pairs):
+        if FailingStream.left is not None:
+            FailingStream.left -= 1
+            if FailingStream.left < 0:
+                raise RuntimeError("the link is down")
+        super().copy_all(pairs)
+
+
+@pytest.fixture
+def failing(monkeypatch):
+    monkeypatch.setattr(host_copies, "CopyStream", FailingStream)
+    yield FailingStream
+    FailingStream.left = None
+
+
+def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing):
+    job = make_job()
+    engine = streaming(job)
+    job.step(0)
+    failing.left = 7
+    with pytest.raises(HalfUpdatedError, match=r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"):
+        job.step(1)
+    failing.left = None
+    for use in (
+        lambda: job.optimizer.step(),
+        lambda: engine.residency.enter(Phase.TRAIN),
+        lambda: engine.checkpoint_reader(),
+        lambda: engine.residency.enter(Phase.GENERATE),
+        lambda: engine.streamed_state_on_host().__enter__(),
+    ):
+        with pytest.raises(HalfUpdatedError, match="half updated"):
+            use()
+
+
+def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(streaming, failing):
+    plain, job = make_job(), make_job()
+    engine = streaming(job)
+    run_steps(plain, 1)
+    failing.left = 2
+    with pytest.raises(RuntimeError, match="the link is down"):
+        job.step(0)
+    failing.left = None
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    job.model.load_state_dict(make_job().model.state_dict())  # the statistics of batches
+    run_steps(job, 1)
+    assert_same(engine, job, plain)
+
+
+def test_a_window_that_was_filled_for_a_step_that_is_skipped_changes_nothing(streaming, late_copies):
+    plain, job = make_job(), make_job()
+    engine = streaming(job)
+    wanted = run_steps(plain, 3)
+    for step in range(3):
+        engine.prefetch_streamed_state()  # and again, for a step that is not made
+        engine.prefetch_streamed_state()
+        assert job.step(step) == wanted[step]
+        engine.prefetch_streamed_state()
+    assert_same(engine, job, plain)
+
+
+def test_checksums_find_what_has_changed_on_the_host(streaming):
+    job = make_job()
+    engine = streaming(job, verify=True)
+    run_steps(job, 2)
+    state = job.optimizer.state[job.model[0].weight]["exp_avg"]
+    engine.checkpoint_reader()(state)[3, 5] += 1
+    with pytest.raises(CorruptedTransferError, match="came back from the host changed"):
+        job.step(2)
+
+
+def test_state_dicts_go_in_and_out(streaming, late_copies):
+    plain, resident, job = make_job(), make_job(), make_job()
+    wanted = run_steps(plain, 2)
+    run_steps(resident, 1)
+    engine = streaming(job)
+    job.step(5)
+    job.optimizer.load_state_dict(copy.deepcopy(resident.optimizer.state_dict()))
+    job.model.load_state_dict(resident.model.state_dict())
+    job.model[0].weight.grad = None
+    assert [job.step(1)] == wanted[1:]
+    for index, state in plain.optimizer.state_dict()["state"].items():
+        for key, value in state.items():
+            found = job.optimizer.state_dict()["state"][index][key]
+            assert torch.equal(engine.checkpoint_reader()(found), value), (index, key)
+
+
+def test_what_cannot_be_streamed_is_refused_in_words(streaming):
+    job = make_job(sgd)
+    with pytest.raises(ValueError, match="what SGD keeps is not known before its first step; use Adam"):
+        attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE)
+    own_masters = make_job(adamw, torch.bfloat16)
+    with pytest.raises(ValueError, match="neither a parameter of the model nor a master"):
+        attach([own_masters.model], own_masters.optimizer, PinnedArena(), table=STREAMED_TABLE)
+    job = make_job()
+    job.model[0].weight.data = job.model[0].weight.data.t()
+    with pytest.raises(ValueError, match="has strides"):
+        attach([job.model], job.optimizer, PinnedArena(), table=STREAMED_TABLE, options=Options())
