@@ -80,6 +80,17 @@ def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Ve
     return None
 
 
+@rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer_cpu_offload?")
+def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool | None) -> Verdict:
+    """Each of the two has the state on the host in its own way."""
+    if not on_cpu or not _is_streamed(table):
+        return None
+    return (
+        _STATE_IN_TRAIN,
+        f"is streamed, but {OPTIMIZER}.optimizer_cpu_offload is true, which steps the state on the CPU; choose one",
+    )
+
+
 @rule(f"{TABLE}?")
 def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
     """Log-probs are computed with them, and a refit sends them."""

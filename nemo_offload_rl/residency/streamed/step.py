@@ -37,7 +37,7 @@ class StreamedStep:
         arrays: its state in host memory.
         window: shared by the optimizers of a chain.
         device: of the optimizer.
-        sums: compares what comes in with what left; None does not.
+        sums: compares checksums of chunks that leave and come back; None does not.
         on_step: told of what each step has moved.
     """
 

@@ -1,4 +1,4 @@
-"""Compares checksums of what comes into the window with those of what left it."""
+"""Compares checksums of chunks that come into the window with those of the same chunks when they left it."""
 
 import torch
 
@@ -14,11 +14,11 @@ class ChunkSums:
         self._sums: dict[tuple[HostArrays, int], torch.Tensor] = {}
 
     def remember(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
-        """Note the checksum of what leaves."""
+        """Note the checksum of a chunk that is about to leave."""
         self._sums[arrays, chunk.begin] = _checksum(arrays, chunk, slot)
 
     def compare(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
-        """Compare what has come in with what left last, if anything did; waits for the GPU.
+        """Compare a chunk that has come in with its last state in the window, if there was one; waits for the GPU.
 
         Raises:
             CorruptedTransferError: they differ.

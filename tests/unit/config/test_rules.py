@@ -220,6 +220,14 @@ BROKEN = {
         ],
         f"policy.residency.table.train.optimizer_state: is streamed, which needs {MEGATRON}.optimizer.optimizer adam",
     ),
+    "state_is_streamed_or_stepped_on_the_cpu": (
+        [
+            "+policy.residency.table.train.optimizer_state=streamed",
+            f"{MEGATRON}.optimizer.optimizer_cpu_offload=true",
+            f"{MEGATRON}.optimizer.optimizer_offload_fraction=0.5",
+        ],
+        f"policy.residency.table.train.optimizer_state: is streamed, but {MEGATRON}.optimizer.optimizer_cpu_offload",
+    ),
     "streamed_state_has_no_scales": (
         [
             "+policy.residency.table.train.optimizer_state=streamed",
