@@ -1,16 +1,12 @@
 """The GRPO recipe as a user runs it, shortened."""
 
-import os
 import re
-import signal
 import subprocess
-import sys
-import time
 
-import psutil
 import pytest
 import torch
 from support.examples import SHORT_GRPO, command, environment, run_example
+from support.forked_python import forked_python
 
 pytestmark = pytest.mark.slow
 
@@ -48,40 +44,12 @@ def test_two_ranks_take_the_same_first_step(grpo_run, tmp_path, layout):
         assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
 
 
-def test_ctrl_c_finishes_the_step_saves_and_leaves_nothing_running(tmp_path):
-    overrides = [*SHORT_GRPO, "grpo.max_num_steps=100000", "checkpointing.save_period=100000"]
-    process = subprocess.Popen(
-        command("run_grpo.py", tmp_path, overrides),
-        cwd=tmp_path,
-        env=environment(),
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    metrics = tmp_path / "logs" / "exp_001" / "metrics.jsonl"
-    deadline = time.monotonic() + 120
-    while not (metrics.is_file() and len(metrics.read_text().splitlines()) >= 3):
-        assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline
-        time.sleep(0.2)
-    family = [process.pid, *(child.pid for child in psutil.Process(process.pid).children(recursive=True))]
-    os.killpg(process.pid, signal.SIGINT)  # as a terminal does: to every process of the group
-    output, _ = process.communicate(timeout=120)
-    assert process.returncode == 130, output
-    (saved,) = (tmp_path / "checkpoints").iterdir()
-    assert saved.name.startswith("step_")
-    assert (saved / "policy" / "layout.json").is_file()
-    psutil.wait_procs([psutil.Process(pid) for pid in family if psutil.pid_exists(pid)], timeout=20)
-    assert not [pid for pid in family if psutil.pid_exists(pid)]
-
-
 def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     checkpoint = grpo_run.folder / "checkpoints" / "step_4"
-    command = [sys.executable, "-m", "nemo_offload_rl.cli", "export", checkpoint, tmp_path / "hf"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    arguments = [forked_python(), "-m", "nemo_offload_rl.cli", "export", checkpoint, tmp_path / "hf"]
+    done = subprocess.run(arguments, env=environment(), capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stdout, done.stderr) == (0, f"wrote {tmp_path / 'hf'}\n", "")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32)
     tokenizer = AutoTokenizer.from_pretrained(tmp_path / "hf")
@@ -102,8 +70,11 @@ def test_a_reward_that_is_no_number_ends_the_run_with_one_sentence(tmp_path):
 
 
 def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
-    done = run_example("run_grpo.py", tmp_path, ["grpo.num_prompts_per_step=0", "policy.precison=float32"])
-    assert done.status == 2
-    assert "Traceback" not in done.output
-    assert "policy.precision" in done.output  # the nearest key
+    overrides = ["grpo.num_prompts_per_step=0", "policy.precison=float32"]
+    started = command("run_grpo.py", tmp_path, overrides)
+    done = subprocess.run(started, env=environment(), capture_output=True, text=True, timeout=120, check=False)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2
+    assert "Traceback" not in output
+    assert "policy.precision" in output  # the nearest key
     assert not (tmp_path / "logs").exists()

@@ -1,18 +1,25 @@
 """A run that is killed or asked to end leaves nothing behind, and goes on as if nothing had been.
 
-`--reliability` runs the whole matrix, docs/reliability.md lists it; without it, one run is hit twice and goes on twice.
+`--reliability` runs the whole matrix, docs/reliability.md lists it; without it, one run is asked to end, and another
+is killed, goes on, is asked to end, and goes on.
 """
 
+import os
 import shutil
+import subprocess
 import time
+from pathlib import Path
 
 import pytest
-from support.examples import Finished
+from support.examples import command, environment
 from support.reliability import (
     EVENTS,
+    NUM_STEPS,
     PHASES,
     START_PHASES,
+    TINIEST,
     LiveRun,
+    in_generation,
     in_long_generation,
     in_saving,
     in_training,
@@ -33,11 +40,31 @@ DEATHS = ("kill_policy", "kill_generation")
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> Finished:
-    done = to_the_end(tmp_path_factory.mktemp("undisturbed"))
-    assert done.status == 0, done.output
-    assert len(done.metrics()) == 6
-    return done
+def asked_to_end(tmp_path_factory) -> tuple[LiveRun, subprocess.CompletedProcess]:
+    """A run of steps without end, in which Ctrl-C was pressed after some; and a start of the same command meanwhile."""
+    endless = ["grpo.max_num_steps=100000"]
+    with running(tmp_path_factory.mktemp("asked_to_end"), endless) as run:
+        run.wait_until(lambda: run.num_rows() >= NUM_STEPS)
+        second = subprocess.run(
+            command("run_grpo.py", run.folder, [*TINIEST, *endless]),
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=run.timeout_s,
+            check=False,
+        )
+        in_generation(run, run.num_rows() + 1)
+        EVENTS["ctrl_c"][0](run)
+        run.end()
+    return run, second
+
+
+@pytest.fixture(scope="module")
+def undisturbed(asked_to_end) -> dict[int, dict[str, float]]:
+    """Metrics of the first steps, which nothing had disturbed."""
+    run, _ = asked_to_end
+    metrics = run.metrics()
+    return {step: metrics[step] for step in range(1, NUM_STEPS + 1)}
 
 
 def newest(run: LiveRun) -> int:
@@ -82,7 +109,7 @@ def require_words(run: LiveRun, event: str, saved: int) -> None:
     assert last.endswith(f"The same command {goes_on}"), run.output
 
 
-def hit(folder, event: str, phase: str) -> float:
+def hit(folder: Path, event: str, phase: str) -> float:
     """Start or go on with a run, and hit it; returns the seconds until everything was gone."""
     strike, status = EVENTS[event]
     with running(folder) as run:
@@ -94,18 +121,53 @@ def hit(folder, event: str, phase: str) -> float:
     return seconds
 
 
-def require_equal_to(undisturbed: Finished, folder) -> None:
+def require_equal_to(undisturbed: dict[int, dict[str, float]], folder: Path) -> None:
     """Going on from what is left ends as the undisturbed run did."""
     done = to_the_end(folder)
     assert done.status == 0, done.output
-    assert done.metrics() == undisturbed.metrics()
+    assert done.metrics() == undisturbed
     assert not list((folder / "checkpoints").glob("tmp_*"))
 
 
-def test_a_run_that_is_killed_and_then_asked_to_end_goes_on_bit_for_bit(undisturbed, tmp_path):
-    hit(tmp_path, "kill_driver", "saving")  # of step 4, which may be whole by then
-    with running(tmp_path) as run:
-        in_training(run, 6)
+def flip_a_bit(path: Path) -> None:
+    with path.open("r+b") as file:
+        file.seek(os.path.getsize(path) // 2)
+        (byte,) = file.read(1)
+        file.seek(-1, os.SEEK_CUR)
+        file.write(bytes([byte ^ 1]))
+
+
+def test_ctrl_c_finishes_the_step_saves_it_and_leaves_nothing(asked_to_end):
+    run, _ = asked_to_end
+    assert run.end() == 130, run.output
+    require_nothing_left(run, "ctrl_c")
+    assert newest(run) == run.num_rows() > NUM_STEPS
+    require_words(run, "ctrl_c", newest(run))
+
+
+def test_a_second_start_is_told_who_has_the_folder(asked_to_end):
+    run, second = asked_to_end
+    assert second.returncode == 2
+    told = " ".join((second.stdout + second.stderr).split())
+    assert f"{run.checkpoints} is in use by process {run.process.pid} of host" in told
+
+
+def test_after_sigkill_a_damaged_checkpoint_and_sigterm_a_run_goes_on_bit_for_bit(undisturbed, tmp_path):
+    with running(tmp_path, ["checkpointing.save_period=1"]) as run:
+        in_saving(run, 3)  # which may be whole by then
+        EVENTS["kill_driver"][0](run)
+        assert run.end() == EVENTS["kill_driver"][1]
+        require_nothing_left(run, "kill_driver")
+    damaged, killed = newest(run), run.process.pid
+    assert damaged >= 2
+    flip_a_bit(run.checkpoints / f"step_{damaged}" / "policy" / "__0_0.distcp")
+    with running(tmp_path, ["checkpointing.on_damaged=previous"]) as run:
+        in_training(run, 5)
+        told = " ".join(run.output.split())
+        assert f"of process {killed} of host" in told
+        assert "which has ended, is taken over." in told
+        assert f"step_{damaged} is damaged: policy/__0_0.distcp has other contents than were written" in told
+        assert f"the run goes on from step_{damaged - 1}." in told
         addresses = listening_addresses(run.look_at_family())
         listening = set().union(*addresses.values())
         assert listening
@@ -113,7 +175,7 @@ def test_a_run_that_is_killed_and_then_asked_to_end_goes_on_bit_for_bit(undistur
         EVENTS["sigterm"][0](run)
         assert run.end() == 143, run.output
         require_nothing_left(run, "sigterm")
-        assert newest(run) >= 4
+        assert newest(run) == run.num_rows() >= 5  # SIGTERM may have come late
         require_words(run, "sigterm", newest(run))
     require_equal_to(undisturbed, tmp_path)
 

@@ -59,12 +59,12 @@ def environment() -> dict[str, str]:
     return os.environ | {"HF_HUB_OFFLINE": "1", "PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "tests")])}
 
 
-def run_example(script: str, folder: Path, overrides: list[str]) -> Finished:
+def run_example(script: str, folder: Path, overrides: list[str], **variables: str) -> Finished:
     """Run an example to its end, with its logs and checkpoints in a folder; it and its workers are forked."""
     done = subprocess.run(
         command(script, folder, overrides, python=forked_python()),
         cwd=ROOT,
-        env=environment(),
+        env=environment() | variables,
         capture_output=True,
         text=True,
         timeout=300,

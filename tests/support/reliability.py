@@ -14,7 +14,7 @@ from pathlib import Path
 
 import psutil
 
-from support.examples import Finished, command, environment
+from support.examples import Finished, command, environment, run_example
 
 NUM_STEPS = 6
 SAVE_PERIOD = 2
@@ -80,6 +80,10 @@ class LiveRun:
     def checkpoints(self) -> Path:
         return self.folder / "checkpoints"
 
+    def metrics(self) -> dict[int, dict[str, float]]:
+        """What was logged, as `Finished.metrics` has it."""
+        return Finished(self.folder, 0, "").metrics()
+
     def num_rows(self) -> int:
         """Steps whose metrics are logged."""
         path = self.folder / "logs" / "exp_001" / "metrics.jsonl"
@@ -141,11 +145,9 @@ def running(folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIM
             process.wait()
 
 
-def to_the_end(folder: Path, overrides: Iterable[str] = ()) -> Finished:
-    """Run until it ends, from the newest checkpoint where there is one."""
-    with running(folder, overrides) as run:
-        status = run.end()
-    return Finished(folder, status, run.output)
+def to_the_end(folder: Path) -> Finished:
+    """Run until it ends, from the newest checkpoint where there is one; what nothing hits may be forked."""
+    return run_example("run_grpo.py", folder, TINIEST, REWARDS_FILE=str(rewards_file(folder)))
 
 
 # ---- where a run is
