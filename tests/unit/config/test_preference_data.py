@@ -1,15 +1,18 @@
 """The section `data` of recipes with pairs of answers, by itself: what is wrong with it is said by its own schema."""
 
+from dataclasses import replace
 from typing import TypedDict
 
 import pytest
 from pydantic import with_config
 
-from nemo_offload_rl.config.problems import Origin
+from nemo_offload_rl.config import check_named_files, load
+from nemo_offload_rl.config.problems import Origin, RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
 from nemo_offload_rl.config.schema_problems import schema_problems
 from nemo_offload_rl.config.upstream import split_upstream_keys
+from tests.unit.config.conftest import CONFIGS
 
 BINARY = {
     "dataset_name": "BinaryPreferenceDataset",
@@ -76,3 +79,14 @@ def test_a_missing_key_is_named_with_its_meaning():
     ((path, message),) = problems_of({name: value for name, value in BINARY.items() if name != "chosen_key"})
     assert path == "data.train.chosen_key"
     assert message.startswith("missing (its meaning: Field of the preferred answer")
+
+
+def test_pairs_may_be_in_a_file_or_a_folder_which_has_to_be_there(tmp_path):
+    (tmp_path / "pairs.jsonl").write_text("{}")
+    recipe = load(CONFIGS / "sft_tiny_cpu.yaml")
+    found = {"train": BINARY | {"data_path": str(tmp_path / "pairs.jsonl")}, "validation": RANKED}
+    data = recipe.config["data"] | found | {"validation": RANKED | {"data_path": str(tmp_path)}}
+    check_named_files(replace(recipe, config=recipe.config | {"data": data}))
+    absent = data | {"train": BINARY | {"data_path": str(tmp_path / "pair.jsonl")}}
+    with pytest.raises(RecipeError, match=r"data\.train\.data_path: there is no file or folder .*did you mean .*pairs"):
+        check_named_files(replace(recipe, config=recipe.config | {"data": absent}))

@@ -72,6 +72,18 @@ def test_a_saved_dataset_is_opened(tmp_path, table):
     check(load_hf_folder(tmp_path / "data", None, ProblemForm("question", "answer")))
 
 
+def test_all_rows_are_read_in_their_order_and_with_their_numbers(tmp_path):
+    datasets.Dataset.from_dict({"q": range(2100), "a": range(2100)}).save_to_disk(tmp_path / "data")
+    problems = load_hf_folder(tmp_path / "data", None, ProblemForm("q", "a"))
+    assert list(problems) == [Problem(str(number), str(number)) for number in range(2100)]
+    assert [problem.where for problem in problems][::1050] == [f"{tmp_path}/data row {row}" for row in (0, 1050)]
+    assert problems[-1] == problems[2099]
+    assert problems[2099:] == [problems[-1]]
+    assert problems[:0] == []
+    with pytest.raises(IndexError):
+        problems[2100]
+
+
 def test_a_split_of_a_saved_dictionary_is_opened(tmp_path, table):
     datasets.DatasetDict(train=table, test=table.select([0])).save_to_disk(tmp_path / "data")
     check(load_hf_folder(tmp_path / "data", "train", ProblemForm("question", "answer")))
