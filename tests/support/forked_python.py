@@ -171,6 +171,7 @@ def _run(asked: dict, streams: list[int]) -> None:
         sys.stdin = open(0, closefd=False)  # noqa: SIM115
         multiprocessing.current_process().name = "MainProcess"
         multiprocessing.current_process()._config["daemon"] = False  # it may have children
+        torch._dynamo.config.disable = os.environ.get("TORCHDYNAMO_DISABLE") == "1"  # which it reads when imported
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))))
         status = _status_of(asked["arguments"])
         threading._shutdown()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from support.forked_python import forked_python
 
 from nemo_offload_rl.cli import main
 from tests.unit.config.conftest import CONFIGS
@@ -19,8 +20,8 @@ def command(*arguments: str) -> list[str]:
     return [sys.executable, "-m", "nemo_offload_rl.cli", *arguments]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(command(*arguments), capture_output=True, text=True, timeout=300)
+def run(*arguments: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([python, *command(*arguments)[1:]], capture_output=True, text=True, timeout=300)
 
 
 def test_validate_prints_the_resolved_recipe():
@@ -138,7 +139,7 @@ def cpu_seconds(arguments: Sequence[str]) -> float:
 
 @pytest.mark.slow
 def test_deep_validation_builds_megatrons_configs():
-    result = run("validate", TINY, "--deep")
+    result = run("validate", TINY, "--deep", python=forked_python())
     assert result.returncode == 0, result.stderr
     assert "not checked here: " in result.stderr
     assert "note: Megatron computes the model as transformers does: log-probs of a small twin" in result.stderr

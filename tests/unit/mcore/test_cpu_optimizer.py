@@ -30,7 +30,7 @@ def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
 
 
 def offloading(policy):
-    policy["residency"] = {"verify": True, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    policy["residency"] |= {"verify": True, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
     return policy
 
 

@@ -58,7 +58,7 @@ def policy_of(
     policy = tiny_policy(hf_config, "bfloat16", **graphs, **megatron)
     policy["max_total_sequence_length"] = LONGEST
     policy["use_pinned_optimizer_offload"] = True
-    policy["residency"] = {
+    policy["residency"] |= {
         "verify": modules is not None,
         "huge_pages": False,
         "host_memory_limit_gib": None,

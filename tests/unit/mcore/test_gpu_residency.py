@@ -32,7 +32,7 @@ def _deterministic():
 
 def offloading(policy, *, pinned=True, verify=False):
     policy["use_pinned_optimizer_offload"] = pinned
-    policy["residency"] = {"verify": verify, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    policy["residency"] |= {"verify": verify, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
     return policy
 
 

@@ -38,7 +38,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     ddp_config.update(overrides.pop("distributed_data_parallel_config", {}))
     policy["megatron_cfg"].update(overrides)
     policy["use_pinned_optimizer_offload"] = offload
-    policy["residency"] = {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    policy["residency"] |= {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
     worker = worker_of_rank(policy, rank, world_size, port)
     with pytest.MonkeyPatch.context() as patch:
         if offload:

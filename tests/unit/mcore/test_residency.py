@@ -1,8 +1,7 @@
 """The residency engine under a worker: numbers, checkpoints and memory, without a GPU."""
 
-import os
-import subprocess
-import sys
+import signal
+import time
 from pathlib import Path
 
 import psutil
@@ -10,6 +9,7 @@ import pytest
 import torch
 from megatron.core.transformer.moe.router import TopKRouter
 from support.phases import checksums, delay_moves, differing, run_steps, saved_between_steps
+from support.ranks import fork_context, free_port, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
@@ -23,7 +23,7 @@ from nemo_offload_rl.residency.target import ResidencyError
 
 def offloading(policy, *, pinned=True, verify=True, **residency):
     policy["use_pinned_optimizer_offload"] = pinned
-    policy["residency"] = {
+    policy["residency"] |= {
         "verify": verify,
         "huge_pages": False,
         "host_memory_limit_gib": None,
@@ -45,7 +45,7 @@ def policy_of(kind):
 KINDS = ["bf16", "fp32", "bf16 undistributed", "fp32 undistributed", "bf16 undistributed sgd", "bf16 moe"]
 
 
-@pytest.mark.parametrize(("kind", "num_steps"), [(kind, 20 if kind == "bf16" else 6) for kind in KINDS])
+@pytest.mark.parametrize(("kind", "num_steps"), [(kind, 10 if kind == "bf16" else 4) for kind in KINDS])
 def test_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind, num_steps):
     plain = run_steps(make_worker(policy_of(kind)), num_steps, visit_phases=False)
     delay_moves(monkeypatch, seconds=0.003)
@@ -64,7 +64,7 @@ def test_the_pageable_way_changes_no_number_either(make_worker):
 def test_a_missing_wait_would_show(make_worker, monkeypatch):
     """The test above can fail: without the wait before the optimizer's step, the numbers differ."""
     plain = run_steps(make_worker(policy_of("bf16")), 2, visit_phases=False)
-    delay_moves(monkeypatch, seconds=1.5)
+    delay_moves(monkeypatch, seconds=0.7)
     worker = make_worker(offloading(policy_of("bf16"), verify=False))
     for remove in worker.engine.hooks:
         remove()
@@ -243,24 +243,32 @@ def test_a_worker_gives_all_its_host_memory_back(make_worker):
     make_worker()
 
 
+def hold_host_memory(when, port, pipe):
+    """Move everything to the host, say how much is held there, and wait to be killed."""
+    worker = worker_of_rank(offloading(policy_of("bf16"), verify=False), 0, 1, port, init_reference_model=True)
+    worker.offload_before_refit()
+    if when == "offloaded":
+        worker.offload_after_refit()
+    pipe.send(PinnedArena.live_bytes())
+    time.sleep(600)
+
+
 @pytest.mark.parametrize("when", ["offloaded", "on its way out"])
 def test_a_killed_worker_leaves_nothing_behind(when):
     shared_memory = {path.name for path in Path("/dev/shm").iterdir()}
-    worker = subprocess.Popen(
-        [sys.executable, str(Path(__file__).with_name("killed_worker.py")), when],
-        stdout=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"},
-    )
+    context = fork_context()
+    ours, theirs = context.Pipe()
+    worker = context.Process(target=hold_host_memory, args=(when, free_port(), theirs), daemon=True)
+    worker.start()
+    theirs.close()
     try:
-        lines = iter(worker.stdout.readline, "")
-        line = next(line for line in lines if line.startswith("holds"))
-        assert int(line.split()[1]) > 1e6
+        assert ours.poll(timeout=180)
+        assert ours.recv() > 1e6
         children = psutil.Process(worker.pid).children(recursive=True)
     finally:
         worker.kill()
-    worker.wait(timeout=30)
-    worker.stdout.close()
+    worker.join(timeout=30)
+    assert worker.exitcode == -signal.SIGKILL
     psutil.wait_procs(children, timeout=10)
     assert not [child for child in children if child.is_running()]
     assert {path.name for path in Path("/dev/shm").iterdir()} <= shared_memory  # and anonymous memory goes with it

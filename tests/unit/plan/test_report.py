@@ -2,9 +2,9 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
+from support.forked_python import forked_python
 
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.residency.table import DEFAULT_TABLE
@@ -135,7 +135,7 @@ def test_a_model_folder_is_read(tmp_path, capsys):
 
 
 def test_it_runs_as_a_command_with_nothing_to_complain_of():
-    command = [sys.executable, "-m", "nemo_offload_rl.cli", "plan", str(CONFIGS / "sft_tiny_cpu.yaml")]
+    command = [forked_python(), "-m", "nemo_offload_rl.cli", "plan", str(CONFIGS / "sft_tiny_cpu.yaml")]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert (done.returncode, done.stderr) == (0, "")
     assert "logprob to train" in done.stdout

@@ -1,8 +1,7 @@
 import pickle
-import subprocess
-import sys
 
 import torch
+from support.ranks import run_ranks
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.wire import WireBatch
@@ -16,14 +15,11 @@ BATCH = BatchedData(
     names=["a", "b"],
 )
 
-PICKLE_BESIDE_MEGATRON = """
-import pickle, sys, torch
-import megatron.core.safe_globals
-from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.worker.wire import WireBatch
-batch = BatchedData(logprobs=torch.zeros(2, 3, dtype=torch.bfloat16))
-sys.stdout.buffer.write(pickle.dumps(WireBatch.pack(batch)))
-"""
+
+def pickle_beside_megatron(rank, world_size, ports):
+    import megatron.core.safe_globals  # noqa: F401
+
+    return pickle.dumps(WireBatch.pack(BatchedData(logprobs=torch.zeros(2, 3, dtype=torch.bfloat16))))
 
 
 def test_a_batch_arrives_as_it_left():
@@ -50,6 +46,6 @@ def test_what_arrives_may_be_written_to():
 
 
 def test_a_batch_from_a_megatron_process_does_not_need_megatron():
-    sent = subprocess.run([sys.executable, "-c", PICKLE_BESIDE_MEGATRON], capture_output=True, check=True).stdout
+    (sent,) = run_ranks(pickle_beside_megatron, 1, num_ports=0)
     assert b"megatron" not in sent
     assert pickle.loads(sent).unpack()["logprobs"].shape == (2, 3)
