@@ -47,11 +47,12 @@ def leaves(config, path=""):
 
 
 @pytest.mark.parametrize(
-    "name", ["nemo_rl_grpo_math_1B_megatron.yaml", "nemo_rl_grpo_math_1B.yaml", "nemo_rl_sft.yaml"]
+    "name",
+    ["nemo_rl_grpo_math_1B_megatron.yaml", "nemo_rl_grpo_math_1B.yaml", "nemo_rl_sft.yaml", "nemo_rl_dpo.yaml"],
 )
 def test_every_key_of_upstreams_recipes_is_in_the_schema_or_in_a_table(name):
     config = load_recipe(DATA / name).config
-    root = ALGORITHMS["grpo" if "grpo" in config else "sft"].schema
+    root = next(spec.schema for algorithm, spec in ALGORITHMS.items() if algorithm in config)
     in_tables = upstream_paths()
     # The data set that NeMo-RL downloads is not here, and the keys of ours depend on dataset_name.
     ours_differs = ("data.train.", "data.validation.")
@@ -86,6 +87,27 @@ def test_upstreams_sft_recipe_needs_megatron_and_data():
     config = load(DATA / "nemo_rl_sft.yaml", overrides).config
     assert config["sft"]["max_num_steps"] == 60
     assert config["policy"]["tokenizer"]["chat_template"].startswith("{% for message in messages %}")
+
+
+def test_upstreams_dpo_recipe_needs_megatron_pairs_and_their_tokens():
+    overrides = [
+        "policy.dtensor_cfg.enabled=false",
+        "policy.megatron_cfg.enabled=true",
+        "policy.megatron_cfg.tensor_model_parallel_size=1",
+        "policy.megatron_cfg.sequence_parallel=false",
+        "logger.monitor_gpus=false",
+        "+data.add_bos=true",
+        "+data.add_eos=true",
+        "+data.add_generation_prompt=false",
+        "~data.train",
+        "+data.train={dataset_name: PreferenceDataset, data_path: pairs.jsonl}",
+        "~data.validation",
+        "dpo.val_period=0",
+        "dpo.val_at_start=false",
+    ]
+    config = load(DATA / "nemo_rl_dpo.yaml", overrides).config
+    assert config["dpo"]["reference_policy_kl_penalty"] == 0.05
+    assert config["data"]["train"]["dataset_name"] == "PreferenceDataset"
 
 
 @pytest.mark.parametrize("row", OFF_ONLY, ids=lambda row: row.path)
