@@ -62,7 +62,7 @@ def main() -> None:
 def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
     """Trains one way and sends its row."""
     from nemo_offload_rl.config import for_machine, load
-    from nemo_offload_rl.run.setup import fields_from
+    from nemo_offload_rl.run.setup import fields_from, with_run_length
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     overrides = [
@@ -72,7 +72,7 @@ def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
         *WAYS[way],
     ]
     config, _ = for_machine(load(Path(arguments.config), overrides).config, has_gpus=torch.cuda.is_available())
-    policy = dict(config["policy"])
+    policy = with_run_length(config["policy"], arguments.steps)
     if not policy.get("hf_config"):
         policy["hf_config"] = QWEN2_1_5B
     with GpuWatch() as watch:

@@ -67,14 +67,13 @@ Values that NeMo-RL has for keys of ours, and this package has not:
 
 def page() -> str:
     """The page's text."""
-    sections: list[str] = []
-    described: dict[type, str] = {}  # each TypedDict and the section that it was described as
+    sections, described = [], set()
     for algorithm, spec in ALGORITHMS.items():
         keys = schema_keys(spec.schema)
         for path, typed_dict in _sections(keys):
             if typed_dict not in described:
                 sections.append(_section(path, typed_dict, keys, algorithm, described))
-                described |= dict.fromkeys([typed_dict, *_all_bases(typed_dict)], path)
+                described |= {typed_dict, *_all_bases(typed_dict)}
     parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources(), OWNED, _owned_table()]
     parts += [UPSTREAM + _off_rows(), WITHOUT + _without_rows(), OTHER + _other_rows()]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
@@ -100,22 +99,21 @@ def _all_bases(typed_dict: type) -> list[type]:
     return bases + [further for base in bases for further in _all_bases(base)]
 
 
-def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, described: dict[type, str]) -> str:
+def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, described: set[type]) -> str:
     title = path.replace("*", "NAME")
     hints = get_type_hints(typed_dict, include_extras=True)
     if "dataset_name" in hints:
         title += f"` with `dataset_name: {get_args(hints['dataset_name'])[0]}"
     bases = _all_bases(typed_dict)
-    above = [base for base in bases if base in described and described[base] == path]
-    inherited = {name for base in above for name in get_type_hints(base)}
+    inherited = {name for base in described.intersection(bases) for name in get_type_hints(base)}
     lines = [f"## `{title}`", "", "| key | value | meaning |", "|---|---|---|"]
-    if above:
+    if described.intersection(bases):
         lines[0] = f"## `{title}` with `{algorithm}`: further keys"
         hints = {name: hint for name, hint in hints.items() if name not in inherited}
     for name, hint in hints.items():
         annotation = get_args(hint)[0] if get_origin(hint) is NotRequired else hint
         marks = "" if name in typed_dict.__required_keys__ else " *optional*"
-        marks += _only_some(f"{path}.{name}") if bases and path not in ALGORITHMS else ""
+        marks += _only_some(f"{path}.{name}") if bases else ""
         owner = next(base for base in reversed([typed_dict, *bases]) if name in get_type_hints(base))
         comment = key_comments(owner)[name]
         lines.append(f"| `{name}`{marks} | {_cell(_words(annotation))} | {_cell(comment)} |")

@@ -1,5 +1,8 @@
 """The DPO recipe as a user runs it, shortened."""
 
+import json
+import shutil
+
 import pytest
 from support.examples import run_example
 
@@ -16,10 +19,17 @@ SHORT_DPO = [
 ]
 
 
-def test_a_run_learns_to_prefer_and_a_resumed_one_ends_alike(tmp_path):
-    whole = run_example("run_dpo.py", tmp_path / "whole", SHORT_DPO)
+def test_a_run_learns_to_prefer_and_one_that_resumes_from_its_middle_ends_alike(tmp_path):
+    whole = run_example("run_dpo.py", tmp_path, SHORT_DPO)
     assert whole.status == 0, whole.output
     metrics = whole.metrics()
     assert metrics[0]["validation/accuracy"] == 0
     assert metrics[12]["validation/accuracy"] > 0.55
     assert metrics[12]["train/rewards_margin_mean"] > 0 == metrics[1]["train/rewards_margin_mean"]
+
+    shutil.rmtree(tmp_path / "checkpoints" / "step_12")
+    log = whole.folder / "logs" / "exp_001" / "metrics.jsonl"
+    log.write_text("".join(f"{line}\n" for line in log.read_text().splitlines() if json.loads(line)["step"] <= 6))
+    resumed = run_example("run_dpo.py", tmp_path, SHORT_DPO)
+    assert resumed.status == 0, resumed.output
+    assert whole.metrics() == metrics

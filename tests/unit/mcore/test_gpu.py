@@ -6,7 +6,7 @@ import pytest
 import torch
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
-from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
 
 pytestmark = [
@@ -69,6 +69,23 @@ def test_packed_losses_are_the_unpacked_ones(make_worker):
         assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=2e-2)
     # 8 rows of micro-batches of 2 are 4; packed rows of 48 tokens hold what fits.
     assert got_steps[0]["num_microbatches"] != want_steps[0]["num_microbatches"]
+
+
+def test_packed_pairs_have_the_loss_and_gradient_of_padded_ones(make_worker):
+    results = []
+    for packing in (False, True):
+        worker = make_worker(gpu_policy(packing=packing), init_reference_model=True, group_size=2)
+        pairs = random_batch(8).in_groups(2)
+        for _ in range(2):  # in the second step policy and reference differ
+            reference = worker.get_reference_policy_logprobs(pairs, mbs=2)["reference_logprobs"]
+            batch = pairs.in_groups(2)
+            batch["reference_policy_logprobs"] = reference
+            result = worker.train(batch, DPOLoss(0.1, 1.0, 0.1, False, False), gbs=4, mbs=2)
+        results.append(result)
+    padded, packed = results
+    assert packed["loss"] == pytest.approx(padded["loss"], rel=5e-3)
+    assert packed["grad_norm"] == pytest.approx(padded["grad_norm"], rel=2e-2)
+    assert packed["metrics"]["num_valid_samples"] == padded["metrics"]["num_valid_samples"] == 4
 
 
 @pytest.mark.parametrize("precision_aware", [False, True])
