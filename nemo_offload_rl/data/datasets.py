@@ -16,7 +16,7 @@ from nemo_offload_rl.data.problem import Problem
 
 @dataclass(frozen=True)
 class ProblemForm:
-    """Rows with a prompt and an answer; see ``fields.RowForm``.
+    """Reads rows with a prompt and an answer; see ``fields.RowForm``.
 
     Attributes:
         input_key: field of the prompt.
@@ -86,7 +86,7 @@ _ROWS_AT_ONCE = 1000
 
 
 class HFRows[Sample](Sequence[Sample]):
-    """Rows of a Hugging Face dataset as samples."""
+    """Presents the rows of a Hugging Face dataset as samples."""
 
     def __init__(self, rows: Any, path: Path, form: RowForm[Sample]) -> None:
         self._rows = rows

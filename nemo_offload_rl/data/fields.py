@@ -10,7 +10,7 @@ from nemo_offload_rl.data.errors import DataError
 
 
 class RowForm[Sample](Protocol):
-    """How a row of a dataset becomes a sample."""
+    """Makes samples of a dataset's rows."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -45,7 +45,7 @@ def sample_of[Sample](form: RowForm[Sample], row: Any, where: str) -> Sample:
 
 
 def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """The value of a field.
+    """Returns the value of a field.
 
     Raises:
         DataError: there is no such field; names those that there are.
@@ -57,7 +57,7 @@ def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def text_of(value: Any, name: str, expected: str = "a text or a number") -> str:
-    """A text as it is, and a number as text.
+    """Returns a text as it is, and a number as text.
 
     Args:
         value: of a field.
@@ -79,7 +79,7 @@ def text_of(value: Any, name: str, expected: str = "a text or a number") -> str:
 
 
 def describe(value: Any) -> str:
-    """A value in a few words, for messages."""
+    """Says in a few words what a value is, for messages."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""Pairs of a chosen and a rejected answer, and how a row of a dataset becomes one."""
+"""Makes pairs of a chosen and a rejected answer of the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _ROLES = ("system", "developer", "user", "assistant", "tool")
 
 @dataclass(frozen=True)
 class AnsweredContext:
-    """A conversation up to an answer, and the answer; see ``problem.Conversation``."""
+    """Holds the messages before an answer, and the answer; see ``problem.Conversation``."""
 
     context: tuple[Message, ...]
     answer: str
@@ -28,7 +28,7 @@ class AnsweredContext:
 
 @dataclass(frozen=True)
 class PreferencePair:
-    """Two answers to the same messages, of which one is preferred.
+    """Holds two answers to the same messages, of which one is preferred.
 
     Attributes:
         context: the messages before the answers, the oldest first; a prompt that is a text is a user's message.
@@ -54,7 +54,7 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class BinaryForm:
-    """Rows with a prompt, a chosen and a rejected answer, as NeMo-RL's ``BinaryPreferenceDataset`` has them.
+    """Reads rows with a prompt, a chosen and a rejected answer, as NeMo-RL's ``BinaryPreferenceDataset`` has them.
 
     Attributes:
         prompt_key: field of the prompt, a text or messages.
@@ -92,7 +92,7 @@ class BinaryForm:
 
 @dataclass(frozen=True)
 class RankedForm:
-    """Rows with ``context`` and two ranked ``completions``, as NeMo-RL's ``PreferenceDataset`` has them."""
+    """Reads rows with ``context`` and two ranked ``completions``, as NeMo-RL's ``PreferenceDataset`` has them."""
 
     @property
     def keys(self) -> tuple[str, ...]:

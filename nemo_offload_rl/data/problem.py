@@ -1,4 +1,4 @@
-"""The samples that datasets hold: problems with their answers, and what both they and pairs of answers render to."""
+"""Defines problems with their answers, and the conversation that a problem or an answer of a pair is."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class Message:
-    """One turn of a conversation.
+    """Holds one turn of a conversation.
 
     Attributes:
         role: the speaker's, such as ``user``.
@@ -20,7 +20,7 @@ class Message:
 
 
 class Conversation(Protocol):
-    """Messages and the assistant's answer to them; a prompt format turns them into tokens."""
+    """Holds messages and the assistant's answer to them; a prompt format turns them into tokens."""
 
     @property
     def context(self) -> tuple[Message, ...]:
