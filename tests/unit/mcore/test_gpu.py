@@ -88,6 +88,18 @@ def test_packed_pairs_have_the_loss_and_gradient_of_padded_ones(make_worker):
     assert packed["metrics"]["num_valid_samples"] == padded["metrics"]["num_valid_samples"] == 4
 
 
+def test_memory_of_dpo_steps_does_not_grow_behind_the_first(make_worker):
+    """NeMo-RL #2859: its second step ran out of memory, since the first had made the optimizer's state."""
+    worker = make_worker(gpu_policy(), init_reference_model=True, group_size=2)
+    batch = random_batch(8).in_groups(2)
+    peaks = []
+    for _ in range(4):
+        batch["reference_policy_logprobs"] = worker.get_reference_policy_logprobs(batch, mbs=2)["reference_logprobs"]
+        worker.train(batch, DPOLoss(0.1, 1.0, 0.0, False, False), gbs=4, mbs=2)
+        peaks.append(worker.memory_stats()["gpu_peak_train_gib"])
+    assert max(peaks[1:]) <= peaks[0] + 1 / 1024, peaks
+
+
 @pytest.mark.parametrize("precision_aware", [False, True])
 def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, precision_aware):
     policy = gpu_policy()
