@@ -22,6 +22,7 @@ from nemo_offload_rl.mcore.model_config import (
     make_optimizer_config,
     make_provider,
 )
+from nemo_offload_rl.mcore.parameter_watch import ParameterWatch
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
@@ -44,6 +45,8 @@ class TrainingState:
     """Number of real tokens; the embedding may be padded beyond it."""
     gradient_hooks: list[RemovableHandle]
     """By which autograd tells DistributedDataParallel of each gradient."""
+    watch: ParameterWatch
+    """Notices first steps that change nothing."""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank, with a name that is unique over the model chunks."""
@@ -113,7 +116,8 @@ def build(
     ddp = model[0].ddp_config
     if ddp.overlap_grad_reduce:
         config.no_sync_func = _one_or_all([chunk.no_sync for chunk in model])
-    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size, gradient_hooks)
+    watch = ParameterWatch(parameter for chunk in model for parameter in chunk.parameters())
+    return TrainingState(bridge, config, model, optimizer, scheduler, provider.vocab_size, gradient_hooks, watch)
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:

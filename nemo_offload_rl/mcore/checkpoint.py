@@ -29,6 +29,7 @@ from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.saved_masters import converting, read_as_saved
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -223,6 +224,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
     check_layout(folder, sizes, with_optimizer=with_optimizer)
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=True)
     try:
+        has_other_masters = with_optimizer and read_as_saved(sharded["optimizer"], folder)
         loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
     except CheckpointException as error:  # of torch's reader, with what each rank has met
         met = next((found[0] for found in error.failures.values()), error)
@@ -234,7 +236,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
-        with torch.no_grad():  # it copies into parameters
+        with torch.no_grad(), converting(state.optimizer, has_other_masters):  # it copies into parameters
             state.optimizer.load_state_dict(loaded["optimizer"])
         for optimizer in cpu_optimizers(state.optimizer):
             optimizer.finish_load()

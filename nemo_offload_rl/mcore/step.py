@@ -260,7 +260,9 @@ def train_step(
         if not (math.isfinite(loss) and math.isfinite(grad_norm)):
             undo_router_updates()
             return StepResult(loss, math.nan, skipped=True, metrics=totals)
+        state.watch.before_step()
         _clip_and_update(optimizer, grad_norm)
+        state.watch.after_step(grad_norm, [group["lr"] for group in optimizer.param_groups], device)
     state.scheduler.step(increment=1)
     return StepResult(loss, grad_norm, skipped=False, metrics=totals)
 

@@ -17,6 +17,7 @@ from nemo_offload_rl.config.rules.parallel import (
     tensor_parallel_size_divides_heads,
 )
 from nemo_offload_rl.memory.units import round_up
+from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.residency.table import ShardFacts
 
@@ -84,15 +85,18 @@ def shard_facts(
         weights = list(_stage_weights(architecture, sizes, cfg, stage))
         frozen = [w for w in weights if w.is_router and cfg["freeze_moe_router"]]
         trained = [w for w in weights if not (w.is_router and cfg["freeze_moe_router"])]
+        num_optimizer_params = _optimizer_shard(trained, sizes, cfg, stage)
         stages.append(
             ShardFacts(
                 num_params=_count(trained),
                 num_frozen_params=_count(frozen),
                 param_size=_DTYPE_BYTES[policy["precision"]],
                 grad_size=_grad_size(policy),
-                num_optimizer_params=_optimizer_shard(trained, sizes, cfg, stage),
+                num_optimizer_params=num_optimizer_params,
                 optimizer_size=optimizer_size(policy),
                 has_reference=has_reference,
+                num_cpu_optimizer_params=int(cpu_optimizer.fraction(cfg["optimizer"]) * num_optimizer_params),
+                cpu_optimizer_gpu_size=cpu_optimizer.gpu_size(policy),
             )
         )
     return tuple(stages)
@@ -107,6 +111,8 @@ def optimizer_size(policy: Mapping[str, Any]) -> int:
     """
     section = policy["megatron_cfg"]["optimizer"]
     has_masters = policy["precision"] == "bfloat16"
+    if cpu_optimizer.fraction(section):  # what it leaves to the GPU has float32 state and masters, whatever is asked
+        return cpu_optimizer.moments_size(section) + 4 * has_masters
     if section["optimizer"] == "sgd":
         return 4 * (section["sgd_momentum"] > 0) + 4 * has_masters
     if not section["use_precision_aware_optimizer"]:

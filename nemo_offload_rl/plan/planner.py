@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
@@ -104,10 +105,12 @@ def plan_run(
     policy, cluster = config["policy"], config["cluster"]
     world_size = cluster["gpus_per_node"] * cluster["num_nodes"]
     spec = ALGORITHMS[algorithm]
+    facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
     plan = make_plan(
         policy,
-        shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config)),
+        facts,
         activations=activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size),
+        fixed_bytes=[cpu_optimizer.host_bytes(policy, shard) for shard in facts],
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )

@@ -12,6 +12,7 @@ from rich.text import Text
 
 from nemo_offload_rl.memory.units import MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
+from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
@@ -92,6 +93,8 @@ def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMem
             yield Text(f"  a rank of pipeline stage {other.stage} {holds}", style="dim")
     yield ""
     yield _transitions(rank, plan)
+    if rank.facts.num_cpu_optimizer_params:
+        yield Text(f"  {_cpu_optimizer(rank, plan)}", style="dim")
     if _moves_optimizer_state(rank) and plan.bytes_per_s(Target.OPTIMIZER_STATE) < plan.link_bytes_per_s:
         remedy = "policy.use_pinned_optimizer_offload=true moves optimizer_state at the speed of the link, too"
         yield Text(f"  {remedy}", style="dim")
@@ -134,6 +137,7 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
         "target_bytes": rank.target_bytes,
         "gpu_bytes": rank.gpu_bytes,
         "host_bytes": rank.host_bytes,
+        "fixed_bytes": rank.fixed_bytes,
         "transitions": [
             {
                 "from": transition.source,
@@ -258,6 +262,15 @@ def _remarks(activations: RankActivations) -> Iterator[str]:
         )
     elif activations.facts.is_moe:
         yield f"host memory is for {EXPERT_LOAD_FACTOR:g} times the average load of experts"
+
+
+def _cpu_optimizer(rank: RankPlan, plan: OffloadPlan) -> str:
+    nbytes = rank.facts.num_cpu_optimizer_params * COPIED_SIZE
+    seconds = _seconds(nbytes / plan.link_bytes_per_s)
+    return (
+        f"the CPU optimizer steps {rank.facts.num_cpu_optimizer_params:,} parameters of the rank; each of its steps "
+        f"copies {show_gib(nbytes)} GiB out and back, {seconds} s each way"
+    )
 
 
 def _moves_optimizer_state(rank: RankPlan) -> bool:

@@ -16,8 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
-    """Returns the bytes of a rank's optimizer state."""
-    return facts.num_optimizer_params * facts.optimizer_size
+    """Returns the bytes of a rank's optimizer state, without what the CPU optimizer keeps in host memory."""
+    on_cpu = facts.num_cpu_optimizer_params
+    return (facts.num_optimizer_params - on_cpu) * facts.optimizer_size + on_cpu * facts.cpu_optimizer_gpu_size
 
 
 def optimizer_parts(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer]]:

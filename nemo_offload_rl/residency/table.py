@@ -91,3 +91,8 @@ class ShardFacts:
     fp32 model, whose masters are the parameters themselves."""
     has_reference: bool
     """Whether reference weights are kept for a KL penalty."""
+    num_cpu_optimizer_params: int = 0
+    """Of the elements whose state this rank's optimizer keeps, those that the CPU optimizer steps, at most."""
+    cpu_optimizer_gpu_size: int = 0
+    """What of the optimizer state of such an element is on the GPU all the same, and moves: 4 where megatron-core has
+    fp32 masters of its own, else 0."""

@@ -1,0 +1,75 @@
+"""Notices steps that change no parameter: an optimizer without a learning rate, or one that steps copies."""
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+_NUM_STEPS = 10
+"""Of a worker's life that are looked at: phases and a resumed checkpoint lie before the first or between them."""
+_PATIENCE = 3
+"""In bf16 a step of a small learning rate may change few parameters, and by chance none of those looked at."""
+_MOST_PARAMETERS, _MOST_ELEMENTS = 64, 65_536
+
+
+class UnchangedParametersError(RuntimeError):
+    """Steps with gradients have changed no parameter."""
+
+
+class ParameterWatch:
+    """Compares a sample of the parameters before and after each of the first steps.
+
+    Up to 64 parameters with 65,536 elements each are copied and compared on their device.
+
+    Args:
+        parameters: of this rank; those that are not trained are left out.
+    """
+
+    def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
+        trained = [parameter for parameter in parameters if parameter.requires_grad]
+        self._parameters = trained[:: -(-len(trained) // _MOST_PARAMETERS) or 1]
+        self._num_left = _NUM_STEPS
+        self._num_unchanged = 0
+        self._before: list[torch.Tensor] = []
+
+    def before_step(self) -> None:
+        """Remember the sample."""
+        self._before = [sample.clone() for sample in self._samples()] if self._num_left else []
+
+    def after_step(self, grad_norm: float, learning_rates: Sequence[float], device: torch.device) -> None:
+        """Compare the sample, together with all ranks; collective.
+
+        Args:
+            grad_norm: of the whole gradient, the same on every rank.
+            learning_rates: of the optimizer's groups on this rank.
+            device: where the model computes.
+
+        Raises:
+            UnchangedParametersError: on every rank, where the last three steps with gradients and a learning rate have
+                changed nothing on any.
+        """
+        if not self._num_left or grad_norm == 0:
+            return
+        self._num_left -= 1
+        before, self._before = self._before, []
+        changed = torch.zeros((), dtype=torch.float64, device=device)
+        for sample, was in zip(self._samples(), before, strict=True):
+            changed += (sample != was).any()
+        found = torch.stack([changed, changed.new_tensor(max(learning_rates, default=0.0))])
+        torch.distributed.all_reduce(found, op=torch.distributed.ReduceOp.MAX)
+        num_changed, learning_rate = found.tolist()
+        if num_changed or not learning_rate:
+            self._num_unchanged = 0
+            return
+        self._num_unchanged += 1
+        if self._num_unchanged == _PATIENCE:
+            dtype = str(self._parameters[0].dtype).removeprefix("torch.") if self._parameters else "float32"
+            raise UnchangedParametersError(
+                f"The last {_PATIENCE} training steps have changed none of the parameters that were compared. The "
+                f"gradient's norm is {grad_norm:.3g} and the learning rate {learning_rate:.3g}: it is too small for "
+                f"{dtype} parameters, or does not reach the optimizer; raise policy.megatron_cfg.optimizer.lr, or if "
+                "it is not small, report this."
+            )
+
+    def _samples(self) -> list[torch.Tensor]:
+        flat = [parameter.detach().view(-1) for parameter in self._parameters]
+        return [one[:: -(-one.numel() // _MOST_ELEMENTS) or 1] for one in flat]

@@ -1,0 +1,44 @@
+"""What the CPU optimizer takes of host and GPU memory; `mcore/cpu_optimizer.py` allocates it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.plan.host_budget import CPU_OPTIMIZER
+from nemo_offload_rl.residency.table import ShardFacts
+
+_FLOAT = 4
+COPIED_SIZE = _FLOAT
+"""Bytes of each parameter that a step copies to the host (its gradient), and back (its new value)."""
+
+
+def fraction(optimizer: Mapping[str, Any]) -> float:
+    """Returns the share of the parameters that is stepped on the CPU, 0 without the CPU optimizer.
+
+    Args:
+        optimizer: the recipe's `policy.megatron_cfg.optimizer`.
+    """
+    if "optimizer_cpu_offload" not in optimizer or not optimizer["optimizer_cpu_offload"]:
+        return 0.0
+    return float(optimizer["optimizer_offload_fraction"])
+
+
+def moments_size(optimizer: Mapping[str, Any]) -> int:
+    """Returns the bytes of an element's moments, which are float32."""
+    if optimizer["optimizer"] == "adam":
+        return 2 * _FLOAT
+    return _FLOAT if optimizer["sgd_momentum"] > 0 else 0
+
+
+def gpu_size(policy: Mapping[str, Any]) -> int:
+    """Returns the bytes of megatron-core's own master of an element on the GPU, where it has one."""
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    has_own = policy["precision"] == "bfloat16" and not optimizer["use_precision_aware_optimizer"]
+    return _FLOAT if fraction(optimizer) and has_own else 0
+
+
+def host_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> Mapping[str, int]:
+    """Returns the host memory of a rank's gradients, masters and moments by its name in budgets; empty without any."""
+    if not facts.num_cpu_optimizer_params:
+        return {}
+    size = 2 * _FLOAT + moments_size(policy["megatron_cfg"]["optimizer"])
+    return {CPU_OPTIMIZER: facts.num_cpu_optimizer_params * size}

@@ -1,0 +1,159 @@
+"""The CPU optimizer on a CUDA GPU: copies that are late, and checkpoints between all ways to keep the state."""
+
+import os
+
+import pytest
+import torch
+from support.phases import checksums, delay_moves, run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.cpu_optimizer import cpu_optimizers
+from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.saved_masters import join_masters
+from nemo_offload_rl.residency.table import Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+# Fraction, and whether the optimizer is precision-aware.
+WAYS = {
+    "fused_adam": (None, False),
+    "precision_aware": (None, True),
+    "half": (0.5, True),
+    "whole": (1.0, True),
+    "half, masters on the GPU": (0.5, False),
+}
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def policy_of(way, kind="", *, overlap=True, precision="bfloat16", **optimizer):
+    fraction, aware = WAYS[way]
+    policy = tiny_policy((TINY_QWEN3_MOE if kind == "moe" else TINY_QWEN3) | SHAPE, precision)
+    policy["megatron_cfg"]["optimizer"] |= {"use_precision_aware_optimizer": aware, **optimizer}
+    if fraction:
+        policy["megatron_cfg"]["optimizer"] |= {
+            "optimizer_cpu_offload": True,
+            "optimizer_offload_fraction": fraction,
+            "overlap_cpu_optimizer_d2h_h2d": overlap,
+        }
+    return policy
+
+
+def offloading(policy, *, verify=True):
+    policy["residency"] = {"verify": verify, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    return policy
+
+
+def masters(worker):
+    """The float32 master of each parameter, by the bits that its optimizer keeps; in the order of its groups."""
+    found = []
+    for part in worker.state.optimizer.chained_optimizers:
+        for param in (param for group in part.optimizer.param_groups for param in group["params"]):
+            kept = part.optimizer.state[param].get("master_param", param)
+            kept = join_masters(param, kept) if kept.dtype is torch.int16 else kept
+            found.append(kept.detach().float().cpu().clone())
+    return found
+
+
+@pytest.mark.parametrize("kind", ["", "moe"])
+@pytest.mark.parametrize("way", ["half", "whole", "half, masters on the GPU"])
+def test_late_copies_and_phases_change_no_number(make_worker, monkeypatch, way, kind):
+    """Late gradients would be of the step before; late parameters would show in the next step."""
+    plain = run_steps(make_worker(policy_of(way, kind)), 6, visit_phases=False)
+    assert run_steps(make_worker(policy_of(way, kind, overlap=False)), 6, visit_phases=False) == plain
+    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PART", 100_000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PIECE", 300_000)
+    worker = make_worker(offloading(policy_of(way, kind)))
+    assert all(len(one.cpu_optimizers) > 3 for one in cpu_optimizers(worker.state.optimizer))
+    delay_moves(monkeypatch)
+    assert run_steps(worker, 6, visit_phases=True) == plain
+
+
+@pytest.mark.parametrize("way", ["half", "whole"])
+def test_it_learns_as_the_resident_optimizer_does(make_worker, way):
+    got, want = (run_steps(make_worker(policy_of(one)), 8, visit_phases=False) for one in (way, "precision_aware"))
+    for one, other in zip(got, want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=0.05)
+    assert got[-1]["loss"] != got[0]["loss"]
+
+
+@pytest.mark.parametrize("fraction", [0.3, 0.5, 1.0])
+@pytest.mark.parametrize("precision", ["bfloat16", "float32"])
+def test_every_master_equals_the_model(make_worker, fraction, precision):
+    policy = policy_of("half", precision=precision)
+    policy["megatron_cfg"]["optimizer"]["optimizer_offload_fraction"] = fraction
+    worker = make_worker(policy)
+    for when in ("at the start", "after a step", "after weights were loaded"):
+        if when == "after a step":
+            worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+        elif when == "after weights were loaded":
+            with torch.no_grad():
+                for _, param in worker.state.parameters():
+                    param.mul_(2)
+            reload_masters(worker.state.optimizer)
+        (optimizer,) = cpu_optimizers(worker.state.optimizer)
+        for param, state in optimizer.state.items():
+            assert torch.equal(param.detach().cpu(), state["master_param"].to(param.dtype).cpu()), when
+
+
+def test_where_everything_is(make_worker):
+    worker = make_worker(offloading(policy_of("half"), verify=False))
+    (optimizer,) = cpu_optimizers(worker.state.optimizer)
+    count = sum(p.numel() for _, p in worker.state.parameters())
+    assert worker.engine.nbytes()[Target.OPTIMIZER_STATE] == pytest.approx(
+        12 * (count - optimizer.num_on_cpu), rel=0.02
+    )
+    on_cpu = [entry for part in optimizer._parts for entry in part.params]
+    assert all(entry.master.tensor.device.type == entry.grad.tensor.device.type == "cpu" for entry in on_cpu)
+    assert all(entry.master.tensor.is_pinned() for entry in on_cpu)
+    run_steps(worker, 2, visit_phases=True)
+    worker.offload_after_refit()
+    assert worker.engine.mapped_bytes == 0
+    assert worker.engine.context.arena.pinned_bytes >= optimizer.host_bytes
+
+
+@pytest.mark.parametrize("way", ["half", "whole", "half, masters on the GPU"])
+def test_a_resumed_run_continues_bit_for_bit(make_worker, tmp_path, way):
+    worker = make_worker(offloading(policy_of(way)))
+    run_steps(worker, 3, visit_phases=True)
+    worker.offload_after_refit()
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = run_steps(worker, 3, visit_phases=True)
+    worker = make_worker(policy_of(way), seed=99)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert run_steps(worker, 3, visit_phases=False) == want
+
+
+@pytest.mark.parametrize("source", WAYS)
+def test_every_way_loads_the_same_masters_from_every_other(make_worker, tmp_path, source):
+    worker = make_worker(policy_of(source))
+    run_steps(worker, 3, visit_phases=False)
+    want, bits = masters(worker), checksums(worker)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    losses = {}
+    for way in WAYS:
+        worker = make_worker(policy_of(way), seed=99)
+        worker.load_checkpoint(str(tmp_path / "policy"))
+        got = masters(worker)
+        assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True)), way
+        # Only Transformer Engine rounds halves up: parameters may differ in those alone.
+        assert "precision_aware" in (way, source) or checksums(worker) == bits
+        losses[way] = run_steps(worker, 2, visit_phases=False)[-1]["loss"]
+    assert max(losses.values()) - min(losses.values()) < 0.02, losses
+
+
+def test_sgd_is_stepped_there_too(make_worker):
+    sgd = {"optimizer": "sgd", "sgd_momentum": 0.9, "lr": 1e-2, "min_lr": 1e-2}
+    worker = make_worker(policy_of("half, masters on the GPU", **sgd))
+    start = checksums(worker)
+    reports = run_steps(worker, 4, visit_phases=True)
+    assert len({str(start), *(str(report["checksums"]) for report in reports)}) == 5
