@@ -214,7 +214,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
         sum(_bytes_of(need, target) for need in needs)
         for target in (Target.PARAMS, Target.OPTIMIZER_STATE, Target.REFERENCE_WEIGHTS)
     )
-    freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU)": optimizer}
+    freed = {f"{_OPTIMIZER_STAYS} (it stays on the GPU, unless it is streamed)": optimizer}
     freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
     freed[_LESS_ACTIVATIONS] = sum(_bytes_of(need, ACTIVATIONS) for need in needs)
     freed[_LESS_ON_CPU] = sum(_bytes_of(need, CPU_OPTIMIZER) for need in needs)

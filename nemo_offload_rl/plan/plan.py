@@ -17,6 +17,9 @@ from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Sha
 PCIE5_X16_BYTES_PER_S = 55e9
 STAGED_BYTES_PER_S = 10e9
 
+# What each direction keeps of its speed while the other is busy: 50.9 of 55.4 GB/s, measured there.
+TWO_WAY_SHARE = 0.92
+
 # What megatron-core's TransformerConfig has where a recipe says nothing.
 _ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
@@ -73,6 +76,7 @@ class RankPlan:
         gpu_bytes: for each phase of the step's cycle, what of each target is on the GPU.
         host_bytes: host memory that each target needs.
         transitions: the changes of phase, in the order of a step.
+        step_traffic: what crosses the link inside of each optimizer step: streamed optimizer state, both ways.
         activations: None where they stay on the GPU.
         fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
     """
@@ -83,6 +87,7 @@ class RankPlan:
     gpu_bytes: Mapping[Phase, Mapping[Target, int]]
     host_bytes: Mapping[Target, int]
     transitions: tuple[Transition, ...]
+    step_traffic: tuple[Traffic, ...] = ()
     activations: RankActivations | None = None
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
 

@@ -11,7 +11,15 @@ from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
-from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan, Traffic, Transition, settings
+from nemo_offload_rl.plan.plan import (
+    TWO_WAY_SHARE,
+    OffloadPlan,
+    RankActivations,
+    RankPlan,
+    Traffic,
+    Transition,
+    settings,
+)
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
 
@@ -144,7 +152,7 @@ def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence
         facts=facts,
         target_bytes=sizes,
         gpu_bytes={
-            phase: {target: sizes[target] if cell is Placement.GPU else 0 for target, cell in cells.items()}
+            phase: {target: _gpu_bytes(plan, cell, sizes[target]) for target, cell in cells.items()}
             for _, phase, _, cells in steps
         },
         host_bytes={target: sizes[target] if _needs_host(plan.table, target, facts) else 0 for target in Target},
@@ -153,13 +161,27 @@ def _rank_plan(plan: OffloadPlan, stage: int, facts: ShardFacts, cycle: Sequence
             for source, phase, before, cells in steps
             if source is not phase
         ),
+        step_traffic=tuple(_step_traffic(plan, sizes)),
     )
+
+
+def _gpu_bytes(plan: OffloadPlan, cell: Placement, size: int) -> int:
+    return {Placement.GPU: size, Placement.STREAMED: plan.stream_window_bytes if size else 0}.get(cell, 0)
+
+
+def _step_traffic(plan: OffloadPlan, sizes: Mapping[Target, int]) -> Iterator[Traffic]:
+    size = sizes[Target.OPTIMIZER_STATE]
+    if not plan.streams_optimizer_state or not size:
+        return
+    # Through the staging buffers one direction follows the other.
+    speed = plan.link_bytes_per_s * TWO_WAY_SHARE if plan.pinned else plan.bytes_per_s(Target.OPTIMIZER_STATE) / 2
+    yield Traffic(Target.OPTIMIZER_STATE, size, size, size / speed)
 
 
 def _needs_host(table: Table, target: Target, facts: ShardFacts) -> bool:
     # The policy's own parameters wait on the host while the reference weights are swapped in.
     swapped_out = target is Target.PARAMS and facts.has_reference
-    return swapped_out or any(table[phase][target] is Placement.HOST for phase in Phase)
+    return swapped_out or any(table[phase][target] in (Placement.HOST, Placement.STREAMED) for phase in Phase)
 
 
 _Cells = Mapping[Target, Placement]

@@ -124,6 +124,7 @@ def _settings_json(plan: OffloadPlan) -> dict[str, Any]:
         "huge_pages": plan.huge_pages,
         "numa": plan.numa,
         "host_memory_limit_bytes": plan.host_memory_limit_bytes,
+        "stream_window_bytes": plan.stream_window_bytes,
         "link_bytes_per_s": plan.link_bytes_per_s,
         "activations": None if plan.activations is None else vars(plan.activations),
         "bytes_per_s": {target: plan.bytes_per_s(target) for target in Target},
@@ -147,6 +148,7 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
             }
             for transition in rank.transitions
         ],
+        "step_traffic": [vars(traffic) for traffic in rank.step_traffic],
         "activations": None if rank.activations is None else dataclasses.asdict(rank.activations),
     }
 
@@ -210,7 +212,10 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
             seconds = _seconds(traffic.seconds)
             table.add_row(label, traffic.target, show_gib(traffic.d2h_bytes), show_gib(traffic.h2d_bytes), seconds)
             label = ""
-    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic]
+    for traffic in rank.step_traffic:
+        sizes = show_gib(traffic.d2h_bytes), show_gib(traffic.h2d_bytes)
+        table.add_row("each optimizer step", f"{traffic.target}, streamed", *sizes, _seconds(traffic.seconds))
+    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic] + [*rank.step_traffic]
     out, back = sum(traffic.d2h_bytes for traffic in traffics), sum(traffic.h2d_bytes for traffic in traffics)
     table.add_section()
     table.add_row("a step", "", show_gib(out), show_gib(back), _seconds(sum(traffic.seconds for traffic in traffics)))
@@ -274,9 +279,8 @@ def _cpu_optimizer(rank: RankPlan, plan: OffloadPlan) -> str:
 
 
 def _moves_optimizer_state(rank: RankPlan) -> bool:
-    return any(
-        traffic.target is Target.OPTIMIZER_STATE for transition in rank.transitions for traffic in transition.traffic
-    )
+    traffics = [traffic for transition in rank.transitions for traffic in transition.traffic] + [*rank.step_traffic]
+    return any(traffic.target is Target.OPTIMIZER_STATE for traffic in traffics)
 
 
 def _hosts(needs: Sequence[RankNeed], here: HostMemory) -> Iterator[Text]:

@@ -77,7 +77,7 @@ def test_too_little_memory_says_what_is_needed_what_there_is_and_what_helps():
         "",
         "  91.00 GiB are missing; any of these helps",
         "    frees 138.00 GiB, enough: policy.offload_optimizer_for_refit=false "
-        "policy.offload_optimizer_for_logprob=false (it stays on the GPU)",
+        "policy.offload_optimizer_for_logprob=false (it stays on the GPU, unless it is streamed)",
         "    frees 48.00 GiB, not enough alone: ++policy.residency.table.generate.params=keep "
         "loss_fn.reference_policy_kl_penalty=0 (they stay on the GPU)",
         "    frees 24.00 GiB, not enough alone: loss_fn.reference_policy_kl_penalty=0 (no reference weights are kept)",

@@ -176,3 +176,20 @@ def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():
     assert rank.total_host_bytes == sum(rank.host_bytes.values()) + 5000
     (need,) = rank_needs(plan, ranks_per_host=1, num_hosts=1)
     assert need.total_bytes == rank.total_host_bytes
+
+
+def test_streamed_optimizer_state_is_on_the_host_and_crosses_the_link_both_ways_in_each_step():
+    window = 2**20
+    streamed = residency(train={"optimizer_state": "streamed"}) | {"stream_window_mib": 1}
+    rank = rank_of({"residency": streamed})
+    assert rank.gpu_bytes[TRAIN] == {PARAMS: 2000, GRADS: 3600, OPTIMIZER: window, REFERENCE: 0}
+    assert rank.gpu_bytes[REFIT][OPTIMIZER] == rank.gpu_bytes[GENERATE][OPTIMIZER] == 0
+    assert rank.host_bytes[OPTIMIZER] == 6000
+    assert OPTIMIZER not in {target for _, target in traffic_of(rank)}  # only its window comes and goes
+    [traffic] = rank.step_traffic
+    assert (traffic.target, traffic.d2h_bytes, traffic.h2d_bytes) == (OPTIMIZER, 6000, 6000)
+    # Both directions at once, each at 92% of the speed that it has alone.
+    assert traffic.seconds == pytest.approx(6000 / (0.92 * PCIE5_X16_BYTES_PER_S))
+    [staged] = rank_of({"residency": streamed, "use_pinned_optimizer_offload": False}).step_traffic
+    assert staged.seconds == pytest.approx(12000 / STAGED_BYTES_PER_S)  # one behind the other
+    assert rank_of({}).step_traffic == ()

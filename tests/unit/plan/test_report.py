@@ -43,6 +43,18 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert "This machine can give " in text
 
 
+def test_streamed_optimizer_state_has_its_window_and_the_time_of_its_step(capsys):
+    text = printed(capsys, BENCHMARK, "++policy.residency.table.train.optimizer_state=streamed")
+    residency, memory, traffic = text.split("┏")[1:]
+    assert row(residency, "optimizer_state") == ["optimizer_state", "streamed", "keep", "host", "host"]
+    assert row(memory, "optimizer_state") == ["optimizer_state", "14.38", "0", "0.5", "0", "0", "14.38"]
+    assert row(traffic, "logprob to train") == ["logprob to train", "", "0", "0", "0.000"]
+    assert row(traffic, "each optimizer step")[1:] == ["optimizer_state, streamed", "14.38", "14.38", "0.305"]
+    values = json.loads(printed(capsys, BENCHMARK, "++policy.residency.table.train.optimizer_state=streamed", "--json"))
+    [moved] = values["stages"][0]["step_traffic"]
+    assert moved["d2h_bytes"] == moved["h2d_bytes"] == values["stages"][0]["host_bytes"]["optimizer_state"]
+
+
 def test_pageable_memory_is_slower_and_the_page_says_what_is_faster(capsys):
     text = printed(capsys, BENCHMARK, "policy.use_pinned_optimizer_offload=false", "--link", "40")
     assert "What crosses the link in a step, at 40 GB/s (page-locked)," in text
