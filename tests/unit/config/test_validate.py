@@ -151,8 +151,7 @@ MEGATRON = "policy.megatron_cfg"
         ),
         (
             "+policy.residency.numa=auto",
-            "unknown key; nearest valid key: policy.numa; policy.residency has verify, huge_pages, "
-            "host_memory_limit_gib, table\n",
+            "unknown key; nearest valid key: policy.numa\n",
         ),
         (
             "+policy.residency.table.refit.optimiser_state=gpu",

@@ -26,7 +26,7 @@ def policy_of(kind, *, streamed=True, **keys):
     policy = tiny_policy(TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3, "float32" if "fp32" in kind else "bfloat16")
     policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
     policy["offload_optimizer_for_refit"] = True
-    policy["residency"] = {
+    policy["residency"] |= {
         "verify": False,
         "huge_pages": False,
         "host_memory_limit_gib": None,
