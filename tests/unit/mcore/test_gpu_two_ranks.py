@@ -23,6 +23,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "moe_ep2": {"expert_model_parallel_size": 2},
+    "dp2_streamed": {"distributed_data_parallel_config": OVERLAP},
+    "moe_ep2_streamed": {"expert_model_parallel_size": 2},
 }
 
 
@@ -39,6 +41,8 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     policy["megatron_cfg"].update(overrides)
     policy["use_pinned_optimizer_offload"] = offload
     policy["residency"] |= {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}
+    if offload and layout.endswith("streamed"):
+        policy["residency"] |= {"stream_window_mib": 4, "table": {"train": {"optimizer_state": "streamed"}}}
     worker = worker_of_rank(policy, rank, world_size, port)
     with pytest.MonkeyPatch.context() as patch:
         if offload:

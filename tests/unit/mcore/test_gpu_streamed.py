@@ -1,0 +1,217 @@
+"""Streamed optimizer state on a CUDA GPU: numbers compare exactly, and the GPU holds no more of it than the window."""
+
+import os
+
+import megatron.core.optimizer
+import pytest
+import torch
+from support.phases import checkpoint_entries, checksums, delay_moves, differing, run_steps
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
+from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
+from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
+from nemo_offload_rl.residency.streamed.window import Window
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+SHAPE = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+MIB = 2**20
+WINDOW_MIB = 8
+
+
+@pytest.fixture(autouse=True)
+def _deterministic():
+    assert os.environ.get("NVTE_ALLOW_NONDETERMINISTIC_ALGO") == "0", "run with NVTE_ALLOW_NONDETERMINISTIC_ALGO=0"
+
+
+def policy_of(kind, monkeypatch, *, streamed=True, verify=False):
+    policy = tiny_policy((TINY_QWEN3_MOE if "moe" in kind else TINY_QWEN3) | SHAPE, "bfloat16")
+    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "undistributed" not in kind
+    if "torch_adamw" in kind:
+        monkeypatch.setattr(megatron.core.optimizer, "Adam", torch.optim.AdamW)
+        monkeypatch.setattr(megatron.core.optimizer, "USING_PYTORCH_OPTIMIZER", True)
+    policy["offload_optimizer_for_refit"] = True
+    policy["residency"] |= {"verify": verify, "huge_pages": False, "stream_window_mib": WINDOW_MIB}
+    if streamed:
+        policy["residency"]["table"] = {"train": {"optimizer_state": "streamed"}}
+    return policy
+
+
+def state_of(worker):
+    return worker.engine.targets[Target.OPTIMIZER_STATE]
+
+
+def delay(stream, monkeypatch, *, seconds):
+    """Make each group of copies on one stream start late."""
+    copy_all = stream.copy_all
+
+    def late(pairs):
+        with torch.cuda.stream(stream.stream):
+            torch.cuda._sleep(int(seconds * 1.5e9))  # cycles
+        copy_all(pairs)
+
+    monkeypatch.setattr(stream, "copy_all", late)
+
+
+KINDS = ["fused_adam", "torch_adamw", "precision_aware", "undistributed", "moe", "moe precision_aware"]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_twenty_steps_with_all_phases_between_are_bit_equal_to_resident_state(make_worker, monkeypatch, kind):
+    plain = run_steps(make_worker(policy_of(kind, monkeypatch, streamed=False)), 20, visit_phases=False)
+    worker = make_worker(policy_of(kind, monkeypatch, verify="moe" in kind))
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)
+    assert sum(step.num_chunks for step in state_of(worker).steps) > 8
+    delay_moves(monkeypatch, seconds=0.001)
+    assert run_steps(worker, 20, visit_phases=True) == plain
+
+
+@pytest.mark.parametrize("missing", ["arrival", "departure"])
+def test_a_missing_wait_would_show(make_worker, monkeypatch, missing):
+    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
+    worker = make_worker(policy_of("fused_adam", monkeypatch))
+    copies = state_of(worker).window.copies
+    if missing == "departure":  # chunks come into slots that others have not left
+        monkeypatch.setattr(copies.back, "follow", lambda mark: None)
+        delay(copies.out, monkeypatch, seconds=0.2)
+    else:
+        delay(copies.back, monkeypatch, seconds=0.02)
+        fetch = Window.fetch
+
+        def unheld(self, arrays, chunk):
+            slot = fetch(self, arrays, chunk)
+            slot.arrived = type("Never", (), {"wait_on_current_stream": lambda _: None, "wait": lambda _: None})()
+            return slot
+
+        monkeypatch.setattr(Window, "fetch", unheld)
+    assert run_steps(worker, 3, visit_phases=False) != plain
+
+
+def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch):
+    """Neither when the optimizer is built, nor when its state is made, nor in a step."""
+
+    def peak_beside(streamed):
+        torch.cuda.reset_peak_memory_stats()
+        worker = make_worker(policy_of("precision_aware", monkeypatch, streamed=streamed))
+        worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+        worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+        peak = torch.cuda.max_memory_allocated()
+        sizes = worker.engine.nbytes()
+        torch.cuda.synchronize()
+        return peak, sizes, worker
+
+    _, resident_sizes, _ = peak_beside(streamed=False)
+    peak, sizes, worker = peak_beside(streamed=True)
+    assert state_of(worker).host_nbytes == pytest.approx(resident_sizes[Target.OPTIMIZER_STATE], rel=0.02)
+    assert sizes[Target.OPTIMIZER_STATE] == WINDOW_MIB * MIB
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    assert all(has_no_memory(value) for state in inner.state.values() for value in state.values() if value.dim())
+    # Params and gradients may be there twice for a moment, as they move into ranges.
+    assert peak < 2.2 * (sizes[Target.PARAMS] + sizes[Target.GRADS]) + resident_sizes[Target.OPTIMIZER_STATE] / 2
+    before = torch.cuda.mem_get_info()[0]
+    worker.offload_after_refit()
+    assert worker.engine.mapped_bytes == 0
+    assert torch.cuda.mem_get_info()[0] > before
+
+
+@pytest.mark.parametrize("kind", ["fused_adam", "precision_aware", "undistributed"])
+def test_checkpoints_are_those_of_resident_state_and_load_either_way(make_worker, monkeypatch, tmp_path, kind):
+    torch.use_deterministic_algorithms(True, warn_only=True)  # megatron-core pads shards with uninitialised memory
+    try:
+        worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
+        run_steps(worker, 2, visit_phases=False)
+        worker.save_checkpoint(str(tmp_path / "resident"), save_optimizer=True)
+        wanted = run_steps(worker, 2, visit_phases=False)
+        worker = make_worker(policy_of(kind, monkeypatch))
+        run_steps(worker, 2, visit_phases=True)
+        worker.save_checkpoint(str(tmp_path / "streamed"), save_optimizer=True)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert differing(checkpoint_entries(tmp_path / "resident"), checkpoint_entries(tmp_path / "streamed")) == []
+    run_steps(worker, 1, visit_phases=False)
+    worker.load_checkpoint(str(tmp_path / "resident"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+    worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
+    worker.load_checkpoint(str(tmp_path / "streamed"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+
+
+def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
+    plain = run_steps(make_worker(policy_of("fused_adam", monkeypatch, streamed=False)), 3, visit_phases=False)
+
+    def refuse(self, address, nbytes):
+        raise PageLockError("refused on purpose")
+
+    monkeypatch.setattr(CudaPageLocker, "lock", refuse)
+    worker = make_worker(policy_of("fused_adam", monkeypatch, verify=True))
+    assert worker.engine.context.arena.pinned_bytes == 0
+    assert run_steps(worker, 3, visit_phases=True) == plain
+
+
+def test_a_copy_that_fails_in_the_middle_ends_the_step_and_every_verb_behind_it(make_worker, monkeypatch):
+    worker = make_worker(policy_of("fused_adam", monkeypatch))
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    copies, left = state_of(worker).window.copies, [3]
+    to_host = copies.to_host
+
+    def fail_later(segment, parts):
+        left[0] -= 1
+        if left[0] < 0:
+            raise RuntimeError("the link is down")
+        to_host(segment, parts)
+
+    monkeypatch.setattr(copies, "to_host", fail_later)
+    with pytest.raises(HalfUpdatedError, match=r"in chunk 4 of \d+ \(RuntimeError: the link is down\)"):
+        worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    with pytest.raises(HalfUpdatedError, match="restart from the newest checkpoint"):
+        worker.get_logprobs(random_batch(4), mbs=2)
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_a_step_that_is_skipped_moves_nothing_back(make_worker, monkeypatch):
+    def nan_loss(logprobs, data, counts):
+        loss, metrics = NLLLoss()(logprobs, data, counts)
+        return loss * float("nan"), metrics
+
+    worker = make_worker(policy_of("fused_adam", monkeypatch) | {"max_skipped_steps": 1})
+    run_steps(worker, 1, visit_phases=False)
+    bits = checksums(worker)
+    read = worker.engine.checkpoint_reader()
+    inner = worker.state.optimizer.chained_optimizers[0].optimizer
+    before = [read(value).clone() for state in inner.state.values() for value in state.values() if value.dim()]
+    worker.train(random_batch(8), nan_loss, gbs=8, mbs=2)
+    after = [read(value) for state in inner.state.values() for value in state.values() if value.dim()]
+    assert checksums(worker) == bits
+    assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
+
+
+def test_no_room_for_the_window_is_said_at_the_start(make_worker, monkeypatch):
+    policy = policy_of("fused_adam", monkeypatch)
+    policy["residency"]["stream_window_mib"] = torch.cuda.mem_get_info()[1] // MIB
+    with pytest.raises(OutOfGpuMemoryError, match=r"finds no memory .*policy\.residency\.stream_window_mib"):
+        make_worker(policy)
+    make_worker(policy_of("fused_adam", monkeypatch))
+
+
+def test_the_window_alone_comes_and_goes(make_worker, monkeypatch):
+    worker = make_worker(policy_of("fused_adam", monkeypatch))
+    run_steps(worker, 2, visit_phases=True)
+    metrics = worker.residency_metrics()
+    assert metrics["train/optimizer_state/gb"] == pytest.approx(2 * 2 * state_of(worker).host_nbytes / 1e9)
+    assert metrics["train/optimizer_state/share_of_link"] > 0
+    assert "refit/optimizer_state/gb" not in metrics
+    worker.residency.enter(Phase.GENERATE)
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert worker.engine.mapped_bytes == 0
