@@ -135,7 +135,7 @@ class PromptFormat:
 
     def _answer_text(self, problem: Conversation) -> str:
         if self.tokenizer.chat_template is None:
-            return problem.answer
+            return problem.answer.rstrip("\n")
         turns = [*self._turns(problem), {"role": "assistant", "content": problem.answer}]
         whole, prompt = self._render(turns, problem.where, add_generation_prompt=False), self._prompt_text(problem)
         if not whole.startswith(prompt):
@@ -144,7 +144,8 @@ class PromptFormat:
                 f"with the same conversation without it, so the answer cannot be told apart: {prompt!r} and {whole!r}. "
                 "Set data.add_generation_prompt=false, or give a template that renders turns one after another."
             )
-        return whole.removeprefix(prompt)
+        # As in NeMo-RL, an answer ends with the end-of-sequence token, not with a newline that the template adds.
+        return whole.removeprefix(prompt).rstrip("\n")
 
     def _turns(self, problem: Conversation) -> list[dict[str, str]]:
         turns = [{"role": message.role, "content": message.content} for message in problem.context]

@@ -61,6 +61,18 @@ def test_without_a_generation_prompt_the_header_is_part_of_the_answer():
     assert text(example.answer_ids) == "3+6=<eos>"
 
 
+def test_an_answer_ends_once_where_the_template_ends_turns_with_a_newline():
+    tokenizer = arithmetic_tokenizer()
+    # As Qwen's: behind the answer's end-of-sequence token is a newline (for which this tokenizer has no token).
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m['content'] + ('=' if m['role'] == 'user' else eos_token + '\n') }}{% endfor %}"
+    )
+    (example,) = PromptFormat(tokenizer, 30, add_generation_prompt=False).examples([Problem("45", "6")])
+    assert example.answer_ids == [6, EOS]
+    (plain,) = PromptFormat(arithmetic_tokenizer(), 30).examples([Problem("45", "6\n")])
+    assert plain.answer_ids == [6, EOS]
+
+
 def test_a_template_that_hides_the_answer_is_refused():
     tokenizer = arithmetic_tokenizer()
     tokenizer.chat_template = "{{ messages | length }}+{{ messages[0]['content'] }}"
