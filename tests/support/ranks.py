@@ -7,6 +7,7 @@ import random
 import socket
 import sys
 import traceback
+from collections import deque
 from collections.abc import Callable, Iterable
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
@@ -16,16 +17,22 @@ import torch
 
 from nemo_offload_rl.placement.reaper import MARK
 
+# Bound, but not listening: another process that looks for a port finds none of these free, and a server that may reuse
+# addresses, as all stores of ranks do, can listen there.
+_reserved: deque[socket.socket] = deque(maxlen=100)
+
 
 def free_port() -> int:
-    """A free port of this machine.
+    """A port of this machine that no other call returns, here or in another process, until a hundred calls later.
 
     It may be used much later, so it lies below the range from which systems give ports to outgoing connections.
     """
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
+            probe.bind(("localhost", port))  # is an error where another call has reserved it, too
+            probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            _reserved.append(probe.dup())
             return port
 
 

@@ -66,8 +66,9 @@ def local(model):
     return TransformersGenerator(model, device="cpu", generation_batch_size=8, max_sequence_length=64, has_weights=True)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def generation(ray_cluster):
+    """An engine that has no weights yet."""
     generation = make_generation(POLICY, ray_cluster)
     yield generation
     generation.shutdown()
@@ -79,13 +80,10 @@ def _send(weights, receivers, *, verify=False, bucket_bytes=10_000):
     return sender.send(weights.items())
 
 
-def test_generation_waits_for_weights(generation):
+def test_generation_waits_for_weights_which_a_refit_brings(generation, local, weights):
     with pytest.raises(GenerationError, match="still waits for 24 of its weights") as caught:
         generation.generate(REQUEST)
     assert (caught.value.verb, type(caught.value.cause)) == ("generate", RuntimeError)
-
-
-def test_a_refit_brings_the_weights_and_they_generate(generation, local, weights):
     generation.prepare_refit_info(ExportPlan.of(weights.items()))
     checksums = _send(weights, generation.receivers, verify=True)
     require_equal_checksums(checksums, generation.weights_checksum())
@@ -96,9 +94,11 @@ def test_a_refit_brings_the_weights_and_they_generate(generation, local, weights
     assert output.finish_reasons == expected.finish_reasons
     for row, expected_row in zip(output.logprobs, expected.logprobs, strict=True):
         torch.testing.assert_close(torch.tensor(row), torch.tensor(expected_row), atol=1e-5, rtol=0)
+    assert 0.05 < generation.memory_stats()["host_rss_gib"] < 5
 
 
 def test_a_lost_bit_shows_in_the_checksums(generation, weights):
+    _send(weights, generation.receivers)
     broken = weights["model.norm.weight"].clone()
     broken.view(torch.int32)[3] ^= 1
     _send({"model.norm.weight": broken}, generation.receivers)
@@ -116,12 +116,9 @@ def test_a_wrong_architecture_is_named_before_anything_is_sent(generation, weigh
     assert isinstance(caught.value.cause, ValueError)
 
 
-def test_memory_is_reported(generation):
-    assert 0.05 < generation.memory_stats()["host_rss_gib"] < 5
-
-
-def test_replicas_share_a_request_out(ray_cluster, generation, local, weights):
-    generation.shutdown()  # a bundle has room for two actors
+@pytest.fixture
+def pair(ray_cluster):
+    """An engine on each bundle."""
     pair = TransformersGeneration(
         ray_cluster,
         ray_cluster.ranks_by_engine(1),
@@ -132,6 +129,11 @@ def test_replicas_share_a_request_out(ray_cluster, generation, local, weights):
         generation_batch_size=8,
         max_sequence_length=64,
     )
+    yield pair
+    pair.shutdown()
+
+
+def test_replicas_share_a_request_out(pair, local, weights):
     _send(weights, pair.receivers)
     whole = pair.generate(REQUEST)
     assert len(whole.output_ids) == len(whole.logprobs) == len(whole.finish_reasons) == 5
@@ -141,7 +143,6 @@ def test_replicas_share_a_request_out(ray_cluster, generation, local, weights):
     _send({"model.norm.weight": torch.zeros(32)}, pair.receivers[:1])
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
         pair.weights_checksum()
-    pair.shutdown()
 
 
 def test_shutdown_leaves_no_process(ray_cluster):

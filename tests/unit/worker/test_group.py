@@ -1,14 +1,11 @@
 import ast
-import os
 import sys
-import time
-import traceback
 from dataclasses import dataclass
 
-import psutil
 import pytest
 import ray
 import torch
+from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
@@ -16,35 +13,13 @@ from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import TensorSpec
-from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import free_port
-from nemo_offload_rl.worker.group import PolicyWorkerGroup, WorkerError
-
-SIZES = {
-    "tensor_model_parallel_size": 1,
-    "pipeline_model_parallel_size": 1,
-    "context_parallel_size": 1,
-    "expert_model_parallel_size": 1,
-    "expert_tensor_parallel_size": 1,
-    "sequence_parallel": False,
-    "env_vars": {"TOY_VARIABLE": "from the recipe"},
-}
-TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
 
 # The actors cannot import this module; what is defined in it travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-def _group(cluster, *, tp=1, **toy):
-    config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
-    return PolicyWorkerGroup(config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER)
-
-
-def _batch(num_rows):
-    return BatchedData(row=torch.arange(num_rows), sample_mask=torch.ones(num_rows))
 
 
 def double(value):
@@ -53,46 +28,46 @@ def double(value):
 
 @pytest.fixture(scope="module")
 def group(ray_cluster):
-    with _group(ray_cluster) as group:
+    with toy_group(ray_cluster) as group:
         yield group
 
 
 @pytest.fixture(scope="module")
 def tensor_parallel_group(ray_cluster, group):
     del group  # both fit side by side: each takes half of a bundle
-    with _group(ray_cluster, tp=2) as group:
+    with toy_group(ray_cluster, tp=2) as group:
         yield group
 
 
 def test_training_shards_reach_their_ranks(group):
-    report = group.train(_batch(8), double, gbs=4, mbs=1)
+    report = group.train(toy_batch(8), double, gbs=4, mbs=1)
     assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}
 
 
 def test_ranks_of_a_tensor_parallel_group_get_the_same_shard(tensor_parallel_group):
     assert [ranks["dp_rank"] for ranks in tensor_parallel_group.parallel_ranks] == [0, 0]
-    assert tensor_parallel_group.train(_batch(4), double, gbs=4, mbs=1)["rows"] == [0, 1, 2, 3]
-    logprobs = tensor_parallel_group.get_logprobs(_batch(5), mbs=2)
+    assert tensor_parallel_group.train(toy_batch(4), double, gbs=4, mbs=1)["rows"] == [0, 1, 2, 3]
+    logprobs = tensor_parallel_group.get_logprobs(toy_batch(5), mbs=2)
     assert logprobs["rank"] == [0] * 5
 
 
 def test_logprobs_of_any_number_of_rows_come_back_in_order(group):
     for num_rows in (1, 2, 5, 8):
-        result = group.get_logprobs(_batch(num_rows), mbs=2)
+        result = group.get_logprobs(toy_batch(num_rows), mbs=2)
         assert result["logprobs"].tolist() == [[float(row)] * 3 for row in range(num_rows)]
         assert result["rank"] == sorted(result["rank"])
     assert set(result["rank"]) == {0, 1}
 
 
 def test_evaluate_counts_no_row_twice(group):
-    assert group.evaluate(_batch(5), double, mbs=2) == {"samples": 3, "rows": [0, 1, 2, 0], "mbs": 2}
+    assert group.evaluate(toy_batch(5), double, mbs=2) == {"samples": 3, "rows": [0, 1, 2, 0], "mbs": 2}
     with pytest.raises(ValueError, match="needs the column sample_mask, found row"):
         group.evaluate(BatchedData(row=torch.arange(2)), double, mbs=2)
 
 
 def test_sizes_that_do_not_divide_leave_the_group_usable(group):
     with pytest.raises(ValueError, match=r"not a multiple of policy\.train_global_batch_size"):
-        group.train(_batch(7), double, gbs=4, mbs=1)
+        group.train(toy_batch(7), double, gbs=4, mbs=1)
     assert group.memory_stats()["host_rss_gib"] == 1.0
 
 
@@ -105,6 +80,7 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
         assert arguments["world_size"] == 2
         assert arguments["seed"] == 7
         assert arguments["init_reference_model"] is True
+        assert arguments["group_size"] == 1
         environment = arguments["environment"]
         assert environment["RANK"] == str(rank)
         assert environment["WORLD_SIZE"] == "2"
@@ -116,11 +92,11 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
 
 
 def test_ranks_go_on_where_none_of_them_finds_space(group):
-    pids = _pids_of(group)
+    pids = pids_of(group)
     with pytest.raises(DiskFullError, match=r"a full disk cannot be written: .*\(20 bytes needed, 10 bytes free\)"):
         group.save_checkpoint("a full disk", True)
     assert group.memory_stats()["host_rss_gib"] == 1.0
-    assert _pids_of(group) == pids
+    assert pids_of(group) == pids
 
 
 def test_each_file_of_a_checkpoint_is_looked_at_by_one_rank(group, tensor_parallel_group):
@@ -245,34 +221,10 @@ def test_a_refit_before_its_plan_is_refused():
 
 
 def test_a_world_that_does_not_divide_is_refused_before_anything_starts(ray_cluster):
-    before = _processes()
+    before = processes()
     with pytest.raises(ValueError, match="world size 2"):
-        _group(ray_cluster, tp=3)
-    assert _processes() == before
-
-
-def _processes():
-    return {process.pid for process in psutil.Process().children(recursive=True)}
-
-
-def _pids_of(group):
-    return {int(rank_pid) for _, rank_pid in ray.get(group._process_refs)}
-
-
-@pytest.fixture
-def fresh_group(ray_cluster, group, tensor_parallel_group):
-    """A group that a test may break; the lasting ones are ended, as a bundle has room for two actors."""
-    group.shutdown()
-    tensor_parallel_group.shutdown()
-    made = []
-
-    def make(**toy):
-        made.append(_group(ray_cluster, **toy))
-        return made[-1]
-
-    yield make
-    for each in made:
-        each.shutdown()
+        toy_group(ray_cluster, tp=3)
+    assert processes() <= before
 
 
 def test_what_ranks_log_is_logged_here(group, caplog):
@@ -280,81 +232,3 @@ def test_what_ranks_log_is_logged_here(group, caplog):
     found = [(record.name, record.levelname, record.getMessage()) for record in caplog.records]
     for rank in range(2):
         assert ("nemo_offload_rl.toy", "WARNING", f"rank {rank}: page-locking failed for params") in found
-
-
-def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group):
-    group = fresh_group()
-    group.wait_until_ready()
-    pids = _pids_of(group)
-    start = time.monotonic()
-    with pytest.raises(
-        WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of"
-    ) as caught:
-        group.load_checkpoint("fail on rank 1, wait on rank 0")
-    assert time.monotonic() - start < 30
-    assert (caught.value.rank, caught.value.verb) == (1, "load_checkpoint")
-    assert isinstance(caught.value.cause, ValueError)
-    assert "in load_checkpoint" in str(caught.value)  # the traceback of the rank
-    assert "toy_worker.py" in str(caught.value)
-    assert "\x1b" not in str(caught.value)
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    with pytest.raises(WorkerError, match="the checkpoint is of another model"):
-        group.get_logprobs(_batch(2), mbs=1)
-
-
-def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
-    group = fresh_group()
-    with pytest.raises(WorkerError, match="Rank 1 failed in load_checkpoint: ActorDiedError") as caught:
-        group.load_checkpoint("die on rank 1, fail on rank 0")
-    assert caught.value.rank == 1
-    assert "Rank 0 failed too: ConnectionError: connection closed by peer" in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("folder", "last_line"),
-    [
-        (
-            "die on rank 1, fail on rank 0",
-            "The run failed: rank 1 of the policy failed in load_checkpoint: its process ended without an error of its "
-            "own: it was killed",
-        ),
-        (
-            "fail on rank 1 for lack of GPU memory",
-            "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
-            "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size",
-        ),
-    ],
-)
-def test_the_last_line_of_a_failed_run_is_the_cause_in_words(fresh_group, folder, last_line):
-    with pytest.raises(WorkerError) as caught:
-        fresh_group().load_checkpoint(folder)
-    add_failure_summary(caught.value)
-    assert "".join(traceback.format_exception(caught.value)).splitlines()[-1].startswith(last_line)
-
-
-def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):
-    with pytest.raises(WorkerError, match="this and that") as caught:
-        fresh_group().load_checkpoint("fail with what cannot travel")
-    assert caught.value.verb == "load_checkpoint"
-
-
-def test_a_rank_that_cannot_be_built_is_an_error_of_its_construction(fresh_group):
-    group = fresh_group(fails_to_build=1)
-    with pytest.raises(WorkerError, match="Rank 1 failed in its construction: ValueError: rank 1 has a bad recipe"):
-        group.wait_until_ready()
-    with pytest.raises(WorkerError, match="bad recipe"):
-        group.memory_stats()
-
-
-def test_shutdown_leaves_no_process(fresh_group, caplog):
-    group = fresh_group(hangs_in_shutdown=True)
-    group.wait_until_ready()
-    pids = _pids_of(group)
-    assert pids <= _processes()
-    assert os.getpid() not in pids
-    group.shutdown()
-    assert not [pid for pid in pids if psutil.pid_exists(pid)]
-    assert "will not go quietly" in caplog.text
-    group.shutdown()  # a second one does nothing
-    with pytest.raises(RuntimeError, match="have been shut down"):
-        group.memory_stats()

@@ -23,7 +23,7 @@ class CannotTravelError(Exception):
 class ToyWorker:
     def __init__(
         self, config, *, rank, world_size, local_rank, master_addr, master_port, seed, init_reference_model,
-        init_optimizer=True,
+        init_optimizer=True, group_size=1,
     ):  # fmt: skip
         if config["toy"].get("fails_to_build") == rank:
             raise ValueError(f"rank {rank} has a bad recipe")
@@ -39,6 +39,7 @@ class ToyWorker:
             "seed": seed,
             "init_reference_model": init_reference_model,
             "init_optimizer": init_optimizer,
+            "group_size": group_size,
             "address": f"{master_addr}:{master_port}",
             "environment": dict(os.environ),
             "sys_path": list(sys.path),

@@ -1,0 +1,39 @@
+"""Worker groups of toys: tests/unit/worker/toy_worker.py."""
+
+import psutil
+import ray
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.group import PolicyWorkerGroup
+
+SIZES = {
+    "tensor_model_parallel_size": 1,
+    "pipeline_model_parallel_size": 1,
+    "context_parallel_size": 1,
+    "expert_model_parallel_size": 1,
+    "expert_tensor_parallel_size": 1,
+    "sequence_parallel": False,
+    "env_vars": {"TOY_VARIABLE": "from the recipe"},
+}
+TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
+
+
+def toy_group(cluster, *, tp=1, **toy):
+    """Start a group of two; `toy` says what is wrong with it."""
+    config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
+    return PolicyWorkerGroup(config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER)
+
+
+def toy_batch(num_rows):
+    return BatchedData(row=torch.arange(num_rows), sample_mask=torch.ones(num_rows))
+
+
+def processes():
+    """Ids of all processes that this one has started, and of theirs."""
+    return {process.pid for process in psutil.Process().children(recursive=True)}
+
+
+def pids_of(group):
+    """Ids of a group's ranks."""
+    return {int(rank_pid) for _, rank_pid in ray.get(group._process_refs)}

@@ -1,0 +1,104 @@
+"""A group whose ranks fail, die or hang."""
+
+import os
+import time
+import traceback
+
+import psutil
+import pytest
+from support.toy_group import pids_of, processes, toy_batch, toy_group
+
+from nemo_offload_rl.run.failure_summary import add_failure_summary
+from nemo_offload_rl.worker.group import WorkerError
+
+
+@pytest.fixture
+def fresh_group(ray_cluster):
+    """Makes groups that a test may break."""
+    made = []
+
+    def make(**toy):
+        made.append(toy_group(ray_cluster, **toy))
+        return made[-1]
+
+    yield make
+    for each in made:
+        each.shutdown()
+
+
+def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group):
+    group = fresh_group()
+    group.wait_until_ready()
+    pids = pids_of(group)
+    start = time.monotonic()
+    with pytest.raises(
+        WorkerError, match=r"Rank 1 failed in load_checkpoint: ValueError: the checkpoint is of"
+    ) as caught:
+        group.load_checkpoint("fail on rank 1, wait on rank 0")
+    assert time.monotonic() - start < 300  # rank 0, which would sleep for 600 s, was not waited for
+    assert (caught.value.rank, caught.value.verb) == (1, "load_checkpoint")
+    assert isinstance(caught.value.cause, ValueError)
+    assert "in load_checkpoint" in str(caught.value)  # the traceback of the rank
+    assert "toy_worker.py" in str(caught.value)
+    assert "\x1b" not in str(caught.value)
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    with pytest.raises(WorkerError, match="the checkpoint is of another model"):
+        group.get_logprobs(toy_batch(2), mbs=1)
+
+
+def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
+    group = fresh_group()
+    with pytest.raises(WorkerError, match="Rank 1 failed in load_checkpoint: ActorDiedError") as caught:
+        group.load_checkpoint("die on rank 1, fail on rank 0")
+    assert caught.value.rank == 1
+    assert "Rank 0 failed too: ConnectionError: connection closed by peer" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("folder", "last_line"),
+    [
+        (
+            "die on rank 1, fail on rank 0",
+            "The run failed: rank 1 of the policy failed in load_checkpoint: its process ended without an error of its "
+            "own: it was killed",
+        ),
+        (
+            "fail on rank 1 for lack of GPU memory",
+            "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
+            "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size",
+        ),
+    ],
+)
+def test_the_last_line_of_a_failed_run_is_the_cause_in_words(fresh_group, folder, last_line):
+    with pytest.raises(WorkerError) as caught:
+        fresh_group().load_checkpoint(folder)
+    add_failure_summary(caught.value)
+    assert "".join(traceback.format_exception(caught.value)).splitlines()[-1].startswith(last_line)
+
+
+def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):
+    with pytest.raises(WorkerError, match="this and that") as caught:
+        fresh_group().load_checkpoint("fail with what cannot travel")
+    assert caught.value.verb == "load_checkpoint"
+
+
+def test_a_rank_that_cannot_be_built_is_an_error_of_its_construction(fresh_group):
+    group = fresh_group(fails_to_build=1)
+    with pytest.raises(WorkerError, match="Rank 1 failed in its construction: ValueError: rank 1 has a bad recipe"):
+        group.wait_until_ready()
+    with pytest.raises(WorkerError, match="bad recipe"):
+        group.memory_stats()
+
+
+def test_shutdown_leaves_no_process(fresh_group, caplog):
+    group = fresh_group(hangs_in_shutdown=True)
+    group.wait_until_ready()
+    pids = pids_of(group)
+    assert pids <= processes()
+    assert os.getpid() not in pids
+    group.shutdown()
+    assert not [pid for pid in pids if psutil.pid_exists(pid)]
+    assert "will not go quietly" in caplog.text
+    group.shutdown()  # a second one does nothing
+    with pytest.raises(RuntimeError, match="have been shut down"):
+        group.memory_stats()
