@@ -12,6 +12,7 @@ from math import inf
 import torch
 from torch.nn.functional import logsigmoid
 
+from nemo_offload_rl.algorithms.importance_sampling import Truncation, TruncationType
 from nemo_offload_rl.algorithms.kl import KL_ESTIMATORS, estimate_kl, kl_penalty
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
@@ -124,6 +125,10 @@ class ClippedPGLoss:
         token_level_loss: average over all tokens; otherwise over the tokens of a sample, then over samples.
         use_importance_sampling_correction: weigh by exp(prev_logprobs - generation_logprobs), the training policy's
             probability over the sampler's; of the whole sample with sequence-level ratios.
+        truncated_importance_sampling_type: how that weight is bounded: tis, icepop or seq-mask-tis (see
+            ``importance_sampling.py``); None for no bounds.
+        truncated_importance_sampling_ratio: its upper bound; None without a type.
+        truncated_importance_sampling_ratio_min: its lower bound; None is 0, for tis alone.
         sequence_level_importance_ratios: one ratio a sample, the geometric mean of its tokens' ratios (GSPO,
             https://arxiv.org/abs/2507.18071).
         disable_ppo_ratio: plain REINFORCE, advantage times log-prob, without ratio or clipping.
@@ -143,6 +148,9 @@ class ClippedPGLoss:
     kl_input_clamp_value: float | None
     kl_output_clamp_value: float | None
     use_importance_sampling_correction: bool
+    truncated_importance_sampling_type: TruncationType | None
+    truncated_importance_sampling_ratio: float | None
+    truncated_importance_sampling_ratio_min: float | None
     sequence_level_importance_ratios: bool
     disable_ppo_ratio: bool
     force_on_policy_ratio: bool
@@ -192,7 +200,7 @@ class ClippedPGLoss:
 
         ratio = self._ratio(current, previous, token_mask)
         clipped_ratio = self._clip(ratio)
-        weight = self._sampler_correction(previous, sampler, token_mask)
+        weight, outside = self._sampler_correction(previous, sampler, token_mask)
         loss = mean(weight * self._policy_gradient(advantages, ratio, clipped_ratio))
 
         kl = torch.zeros_like(loss)
@@ -214,6 +222,10 @@ class ClippedPGLoss:
                 for name, values in per_token_metrics.items()
             }
             metrics["kl_penalty"] = kl.detach()
+            if outside is not None and outside.dim() == 1:
+                metrics["is_oob_ratio"] = _share(outside.float(), sample_mask, counts.valid_seqs)
+            elif outside is not None:
+                metrics["is_oob_ratio"] = _token_share(outside.float(), token_mask, sample_mask, counts)
             metrics["num_valid_samples"] = sample_mask.sum()
         return loss, metrics
 
@@ -237,13 +249,22 @@ class ClippedPGLoss:
 
     def _sampler_correction(
         self, previous: torch.Tensor, sampler: torch.Tensor, token_mask: torch.Tensor
-    ) -> torch.Tensor:
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Weights of the tokens; and, where they are bounded, which tokens or samples were out of bounds."""
         if not self.use_importance_sampling_correction:
-            return torch.ones_like(previous)
+            return torch.ones_like(previous), None
         log_weight = previous - sampler
+        weight = log_weight.exp()
         if self.sequence_level_importance_ratios:
-            log_weight = (log_weight * token_mask).sum(dim=1, keepdim=True).expand_as(previous)
-        return log_weight.exp()
+            weight = (log_weight * token_mask).sum(dim=1, keepdim=True).exp().expand_as(previous)
+        if self.truncated_importance_sampling_type is None:
+            return weight, None
+        assert self.truncated_importance_sampling_ratio is not None, "validation asks for it"
+        return Truncation(
+            self.truncated_importance_sampling_type,
+            self.truncated_importance_sampling_ratio,
+            self.truncated_importance_sampling_ratio_min or 0.0,
+        )(log_weight, weight, token_mask)
 
     def _reference_kl(self, current: torch.Tensor, reference: torch.Tensor, sampler: torch.Tensor) -> torch.Tensor:
         return kl_penalty(

@@ -25,6 +25,9 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.numa": "auto",
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
+    "loss_fn.truncated_importance_sampling_type": None,
+    "loss_fn.truncated_importance_sampling_ratio": None,
+    "loss_fn.truncated_importance_sampling_ratio_min": None,
     "grpo.advantage_clip_low": None,
     "grpo.advantage_clip_high": None,
 }

@@ -117,9 +117,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("logger.num_val_samples_to_print", (0, None), "printing validation samples"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
     OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood loss of correct answers"),
-    OffOnly("loss_fn.truncated_importance_sampling_ratio", _NULL, "truncated importance sampling"),
-    OffOnly("loss_fn.truncated_importance_sampling_ratio_min", _NULL, "truncated importance sampling"),
-    OffOnly("loss_fn.truncated_importance_sampling_type", _NULL, "truncated importance sampling"),
     OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"

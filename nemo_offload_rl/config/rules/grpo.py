@@ -99,6 +99,34 @@ def sequence_ratios_need_sequence_loss(sequence_ratios: bool, token_loss: bool) 
     return "is true, which needs loss_fn.token_level_loss false" if sequence_ratios and token_loss else None
 
 
+_TRUNCATION = "loss_fn.truncated_importance_sampling"
+
+
+@rule(
+    f"{_TRUNCATION}_type?",
+    f"{_TRUNCATION}_ratio?",
+    f"{_TRUNCATION}_ratio_min?",
+    "loss_fn.use_importance_sampling_correction",
+    "loss_fn.sequence_level_importance_ratios",
+)
+def truncation_has_its_bounds(
+    kind: str | None, high: float | None, low: float | None, corrects: bool, of_sequences: bool
+) -> Verdict:
+    """Weights are bounded as a type says, where there are weights."""
+    if kind is None:
+        given = "ratio" if high is not None else "ratio_min"
+        return None if high is None and low is None else f"is null, but {_TRUNCATION}_{given} is set; name a type"
+    if not corrects:
+        return f"is {kind}, which needs loss_fn.use_importance_sampling_correction true"
+    if high is None or (low is None and kind != "tis"):
+        return f"is {kind}, which needs {_TRUNCATION}_ratio{'' if high is None else '_min'}"
+    if low is not None and low > high:
+        return f"{_TRUNCATION}_ratio_min", f"is {low}, above {_TRUNCATION}_ratio ({high})"
+    if kind == "seq-mask-tis" and of_sequences:
+        return "is seq-mask-tis, which weighs tokens; set loss_fn.sequence_level_importance_ratios to false"
+    return None
+
+
 @rule("loss_fn.disable_ppo_ratio", "loss_fn.force_on_policy_ratio", "loss_fn.sequence_level_importance_ratios")
 def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool) -> Verdict:
     """Without a ratio there is nothing to force or to average."""

@@ -1,6 +1,6 @@
 """The section `loss_fn`: the clipped policy-gradient loss."""
 
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
 from pydantic import Field, with_config
 
@@ -33,6 +33,16 @@ class LossConfig(TypedDict):
     # Weigh tokens by training over generation probability, which corrects for a sampler of another precision.
     # Recommended: false.
     use_importance_sampling_correction: bool
+    # How these weights are bounded: tis (clamped), icepop (tokens outside of the bounds are left out) or seq-mask-tis
+    # (samples whose geometric mean is outside are left out). Needs use_importance_sampling_correction. Null for no
+    # bounds. Recommended: null, or tis where the sampler has another precision. Absent: null.
+    truncated_importance_sampling_type: NotRequired[Literal["tis", "icepop", "seq-mask-tis"] | None]
+    # Upper bound of the weights. Above 0, null without a type; recommended 2.0 with tis, 5.0 with icepop, 1.002 with
+    # seq-mask-tis. Absent: null.
+    truncated_importance_sampling_ratio: NotRequired[PositiveFloat | None]
+    # Lower bound of the weights. At most the upper one; null is 0 with tis. Recommended: null with tis, 0.5 with
+    # icepop, 0.999 with seq-mask-tis. Absent: null.
+    truncated_importance_sampling_ratio_min: NotRequired[NonNegativeFloat | None]
     # One ratio for a sample, the geometric mean of its tokens' ratios (GSPO); needs token_level_loss false.
     # Recommended: false.
     sequence_level_importance_ratios: bool

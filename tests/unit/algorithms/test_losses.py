@@ -10,6 +10,17 @@ from support.losses import PLAIN
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, NLLLoss
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
+
+def truncated(kind: str, high: float, low: float | None) -> dict[str, object]:
+    """Settings of truncated importance sampling."""
+    return {
+        "use_importance_sampling_correction": True,
+        "truncated_importance_sampling_type": kind,
+        "truncated_importance_sampling_ratio": high,
+        "truncated_importance_sampling_ratio_min": low,
+    }
+
+
 VARIANTS = {
     "plain": {},
     "clip higher": {"ratio_clip_max": 0.4},
@@ -26,6 +37,13 @@ VARIANTS = {
     },
     "sample level": {"token_level_loss": False, "reference_policy_kl_penalty": 0.3},
     "sampler correction": {"use_importance_sampling_correction": True},
+    "TIS": truncated("tis", 1.3, None),
+    "TIS from below, too": truncated("tis", 1.3, 0.8),
+    "TIS of samples": {
+        **truncated("tis", 1.3, 0.8), "sequence_level_importance_ratios": True, "token_level_loss": False,
+    },
+    "ICE-POP": truncated("icepop", 1.4, 0.7),
+    "samples masked": truncated("seq-mask-tis", 1.3, 0.8),
     "GSPO": {
         "sequence_level_importance_ratios": True, "token_level_loss": False, "use_importance_sampling_correction": True,
     },
@@ -85,6 +103,13 @@ def loss_by_loops(loss: ClippedPGLoss, logprobs: np.ndarray, data: BatchedData, 
             if loss.sequence_level_importance_ratios:
                 ratio = math.exp(sum(log_ratios.values()) / len(tokens))
                 weight = math.exp(sum(log_weights.values()))
+            kind, high = loss.truncated_importance_sampling_type, loss.truncated_importance_sampling_ratio
+            low = loss.truncated_importance_sampling_ratio_min or 0.0
+            if kind == "tis":
+                weight = min(max(weight, low), high)
+            elif kind is not None:
+                judged = weight if kind == "icepop" else math.exp(sum(log_weights.values()) / len(tokens))
+                weight = weight if low <= judged <= high else 0.0
             clipped = min(max(ratio, 1 - loss.ratio_clip_min), 1 + loss.ratio_clip_max)
             if loss.disable_ppo_ratio:
                 ratio = clipped = logprobs[row, t]
@@ -117,6 +142,29 @@ def test_value_against_plain_loops(name):
         value, _ = loss(logprobs, data, GlobalCounts.of(data))
         exact = logprobs.double().numpy()
         assert value.item() == pytest.approx(loss_by_loops(loss, exact, data, base=exact), rel=1e-5, abs=1e-6)
+
+
+def test_weights_out_of_bounds_worked_out_by_hand():
+    # Weights of the three answer tokens: 1/2, 1 and 4; their geometric mean is 2 to the power of 1/3, some 1.26.
+    logprobs = torch.tensor([[0, -1.0, -1.0, -1.0]])
+    sampler = logprobs - torch.log(torch.tensor([[1.0, 0.5, 1.0, 4.0]]))
+    data = BatchedData(
+        token_mask=torch.tensor([[0.0, 1, 1, 1]]),
+        sample_mask=torch.ones(1),
+        prev_logprobs=logprobs,
+        generation_logprobs=sampler,
+        advantages=torch.ones(1, 4),
+    )
+    for (kind, high, low), loss, outside in [
+        (("tis", 2.0, None), -(0.5 + 1 + 2) / 3, 1 / 3),
+        (("tis", 2.0, 0.75), -(0.75 + 1 + 2) / 3, 2 / 3),
+        (("icepop", 2.0, 0.25), -(0.5 + 1) / 3, 1 / 3),
+        (("seq-mask-tis", 1.2, 0.9), 0.0, 1.0),
+        (("seq-mask-tis", 1.3, 0.9), -5.5 / 3, 0.0),
+    ]:
+        value, metrics = replace(PLAIN, **truncated(kind, high, low))(logprobs, data, GlobalCounts.of(data))
+        assert value.item() == pytest.approx(loss, rel=1e-6), (kind, high, low)
+        assert metrics["is_oob_ratio"].item() == pytest.approx(outside), (kind, high, low)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

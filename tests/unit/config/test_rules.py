@@ -272,6 +272,10 @@ BROKEN = {
         ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
         "grpo.num_generations_per_prompt: must be 2 or more, since an answer's advantage is its reward against",
     ),
+    "truncation_has_its_bounds": (
+        ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"],
+        "loss_fn.truncated_importance_sampling_type: is tis, which needs loss_fn.use_importance_sampling_correction",
+    ),
     "leave_one_out_needs_two_answers": (
         ["grpo.use_leave_one_out_baseline=true", "grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
         "grpo.use_leave_one_out_baseline: is true, which needs grpo.num_generations_per_prompt of 2 or more",

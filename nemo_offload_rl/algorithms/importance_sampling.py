@@ -1,0 +1,54 @@
+"""Bounds on the weights that correct for a sampler with other probabilities than the policy's."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
+
+
+@dataclass(frozen=True)
+class Truncation:
+    """Truncated importance sampling, in one of NeMo-RL's three types.
+
+    - ``tis`` clamps a token's weight to the bounds (https://fengyao.notion.site/off-policy-rl);
+    - ``icepop`` leaves tokens out whose weight is outside the bounds (https://arxiv.org/abs/2510.18855);
+    - ``seq-mask-tis`` leaves samples out whose geometric mean of weights is outside, and keeps the weights of others.
+
+    Attributes:
+        type: one of the three.
+        high: the upper bound; above 0.
+        low: the lower bound, at most ``high``.
+    """
+
+    type: TruncationType
+    high: float
+    low: float
+
+    def __call__(
+        self, log_weights: torch.Tensor, weights: torch.Tensor, token_mask: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Bounds weights.
+
+        Args:
+            log_weights: policy over sampler of each token, float32 [B, T], 0 where the mask is 0.
+            weights: [B, T], exp(log_weights), or one weight a sample at each of its tokens.
+            token_mask: 1 where a token counts.
+
+        Returns:
+            Weights [B, T], and as bool what was outside of the bounds: [B, T], or [B] with ``seq-mask-tis``.
+        """
+        if self.type == "seq-mask-tis":
+            mean = (log_weights * token_mask).sum(dim=1) / token_mask.sum(dim=1).clamp(min=1)
+            outside = self._is_outside(mean.exp())
+            return weights * ~outside[:, None], outside
+        outside = self._is_outside(weights)
+        if self.type == "tis":
+            return weights.clamp(self.low, self.high), outside
+        return torch.where(outside, 0.0, weights), outside
+
+    def _is_outside(self, values: torch.Tensor) -> torch.Tensor:
+        return (values < self.low) | (values > self.high)
