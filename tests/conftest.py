@@ -47,7 +47,12 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Tests that are marked `gpu` are skipped where there is none, those marked `reliability` without their option."""
+    """Skip tests that are marked `gpu` where there is none, those marked `reliability` without their option.
+
+    Files with tests that are marked `slow` come first, so that no process has a long one left when others are done.
+    """
+    slow_files = {item.path for item in items if item.get_closest_marker("slow") is not None}
+    items.sort(key=lambda item: item.path not in slow_files)
     skipped = {} if torch.cuda.is_available() else {"gpu": "needs a CUDA GPU"}
     if not config.getoption("--reliability"):
         skipped["reliability"] = "takes many minutes: --reliability runs it"

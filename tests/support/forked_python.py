@@ -33,13 +33,14 @@ from support.ranks import fork_context
 _SIGKILL_ME_WITH_MY_PARENT = (1, signal.SIGKILL)  # of prctl
 _NUM_STREAMS = 3
 
-# What `forked_python()` is: up in 30 ms. Scripts that it does not know, and code on the command line, are not forked.
+# What `forked_python()` is: up in 30 ms. Code on the command line, and scripts that need none of it, are not forked.
 _CALLER = """#!{python} -IS
 import json, os, signal, socket, sys
 arguments = sys.argv[1:]
 while arguments and arguments[0] in ("-u", "-I", "-S"):
     del arguments[0]
-forked = arguments[:1] == ["-m"] or arguments and os.path.basename(arguments[0]) in {scripts}
+script = os.path.basename(arguments[0]) if arguments else ""
+forked = script == "-m" or script in ("default_worker.py", "bare_megatron.py") or script.startswith("run_")
 if not forked:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 umask = os.umask(0)
@@ -60,7 +61,6 @@ if status < 0:
     os.kill(os.getpid(), -status)
 sys.exit(status)
 """
-_SCRIPTS = {"default_worker.py", "run_grpo.py", "run_sft.py", "bare_megatron.py"}
 
 
 @functools.cache
@@ -80,7 +80,7 @@ def forked_python() -> str:
     fork_context().Process(target=_serve, args=(listener,), daemon=True).start()
     listener.close()
     executable = folder / "python"
-    executable.write_text(_CALLER.format(python=sys.executable, scripts=sorted(_SCRIPTS), address=address))
+    executable.write_text(_CALLER.format(python=sys.executable, address=address))
     executable.chmod(0o755)
     return str(executable)
 

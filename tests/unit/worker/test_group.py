@@ -18,6 +18,8 @@ from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import free_port
 
+pytestmark = pytest.mark.slow
+
 # The actors cannot import this module; what is defined in it travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 

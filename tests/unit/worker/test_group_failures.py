@@ -11,6 +11,8 @@ from support.toy_group import pids_of, processes, toy_batch, toy_group
 from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.worker.group import WorkerError
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.fixture
 def fresh_group(ray_cluster):
