@@ -4,6 +4,7 @@ It takes the place of megatron-core's `HybridDeviceOptimizer` (mcore/patches/cpu
 docs/optimizer-offload.md says what it does differently, and why.
 """
 
+import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from torch import Tensor
 
 from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena, cut_at_locks
 from nemo_offload_rl.memory.streams import CopyStream
-from nemo_offload_rl.memory.units import MIB, round_up
+from nemo_offload_rl.memory.units import GIB, MIB, round_up
 
 _ALIGNMENT = 64  # bytes
 _PIECE = 16 * MIB
@@ -394,20 +395,29 @@ def take_host_memory(optimizer: Any, arena: PinnedArena) -> Callable[[], None]:
     Raises:
         MemoryError: the host has not that much.
     """
-    taken: list[tuple[CpuOptimizer, HostSegment]] = []
+    with contextlib.ExitStack() as undo:
+        for one in cpu_optimizers(optimizer):
+            segment = None
+            if one.host_bytes:
+                segment = arena.allocate("the CPU optimizer", one.host_bytes)
+                undo.callback(arena.release, segment)
+                undo.callback(one.give_host_memory_back)
+            one.take_host_memory(segment)
+        return undo.pop_all().close
 
-    def give_back() -> None:
-        while taken:
-            one, segment = taken.pop()
-            one.give_host_memory_back()
-            arena.release(segment)
 
-    for one in cpu_optimizers(optimizer):
-        segment = arena.allocate("the CPU optimizer", one.host_bytes) if one.host_bytes else None
-        one.take_host_memory(segment)
-        if segment is not None:
-            taken.append((one, segment))
-    return give_back
+def metrics(optimizer: Any) -> dict[str, float]:
+    """Returns the measurements of the last step of the CPU optimizers inside of megatron-core's optimizer, if any."""
+    found = list(cpu_optimizers(optimizer))
+    if not found:
+        return {}
+    values = {
+        "step_s": sum(one.last_step_s for one in found),
+        "waited_s": sum(one.last_wait_s for one in found),
+        "copied_gib": sum(one.num_on_cpu for one in found) * _FLOAT / GIB,
+        "host_gib": sum(one.host_bytes for one in found) / GIB,
+    }
+    return {f"cpu_optimizer/{name}": value for name, value in values.items()}
 
 
 def _gradient(param: Tensor) -> Tensor | None:

@@ -1,5 +1,6 @@
 """Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
 
+import itertools
 import logging
 from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any
@@ -131,7 +132,9 @@ def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
 
 def release_main_grads(optimizer: Any | None) -> None:
     """Drop the fp32 gradients that megatron-core makes of a bf16 model's, and its views of the gradient buffers."""
-    for inner in () if optimizer is None else torch_optimizers(optimizer):
+    if optimizer is None:
+        return
+    for inner in itertools.chain(stepped_optimizers(optimizer), torch_optimizers(optimizer)):
         for group in inner.param_groups:
             for parameter in group["params"]:
                 parameter.grad = None

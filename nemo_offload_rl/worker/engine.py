@@ -36,7 +36,14 @@ def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
     """
     binding = bind_process(numa, torch_pci_bus_id(local_rank) if torch.cuda.is_available() else None)
     logger.info("%s", binding.note)
+    limit_threads(binding)
     return binding
+
+
+def limit_threads(binding: Binding) -> None:
+    """Have torch compute on the CPU, as in the CPU optimizer's step, with no more threads than it may use CPUs."""
+    if binding.node is not None:
+        torch.set_num_threads(min(torch.get_num_threads(), len(binding.cpus)))
 
 
 def make_engine(

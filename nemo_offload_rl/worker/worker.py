@@ -15,6 +15,7 @@ from nemo_offload_rl.hf_config import hf_config as read_hf_config
 from nemo_offload_rl.mcore import checkpoint, export, parallel, step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
+from nemo_offload_rl.mcore.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
@@ -392,7 +393,7 @@ class MegatronPolicyWorker:
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
-        return self.engine.meter.take_metrics() | self.activations.metrics()
+        return self.engine.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
 
     @contextlib.contextmanager
     def _measuring(self, verb: str) -> Iterator[None]:

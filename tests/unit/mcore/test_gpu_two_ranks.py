@@ -17,8 +17,16 @@ pytestmark = [
 ]
 
 OVERLAP = {"overlap_grad_reduce": True, "overlap_param_gather": True}
+CPU_OPTIMIZER = {
+    "optimizer_cpu_offload": True,
+    "optimizer_offload_fraction": 0.5,
+    "overlap_cpu_optimizer_d2h_h2d": True,
+    "use_precision_aware_optimizer": True,
+}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "dp2": {"distributed_data_parallel_config": OVERLAP},
+    "dp2_cpu_optimizer": {"distributed_data_parallel_config": OVERLAP, "optimizer": CPU_OPTIMIZER},
+    "moe_ep2_cpu_optimizer": {"expert_model_parallel_size": 2, "optimizer": CPU_OPTIMIZER},
     "tp2": {"tensor_model_parallel_size": 2, "sequence_parallel": True},
     "pp2": {"pipeline_model_parallel_size": 2},
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
@@ -38,6 +46,7 @@ def run(layout: str, rank: int, world_size: int, port: int, *, offload: bool) ->
     policy = tiny_policy(hf_config, "bfloat16")
     ddp_config = policy["megatron_cfg"]["distributed_data_parallel_config"]
     ddp_config.update(overrides.pop("distributed_data_parallel_config", {}))
+    policy["megatron_cfg"]["optimizer"].update(overrides.pop("optimizer", {}))
     policy["megatron_cfg"].update(overrides)
     policy["use_pinned_optimizer_offload"] = offload
     policy["residency"] |= {"verify": offload, "huge_pages": False, "host_memory_limit_gib": None, "table": None}

@@ -1,12 +1,14 @@
-"""Which ranks' needs are added up before anything is page-locked."""
+"""Which ranks' needs are added up before anything is page-locked; and threads."""
 
 import pytest
+import torch
 
+from nemo_offload_rl.memory.numa import Binding
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.machine import HostFacts
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target
-from nemo_offload_rl.worker.engine import check_ranks
+from nemo_offload_rl.worker.engine import check_ranks, limit_threads
 
 NEED = {Target.OPTIMIZER_STATE: 60 * GIB}
 
@@ -27,3 +29,15 @@ def test_the_least_that_a_rank_sees_of_its_machine_counts():
     for seen in ((50, 100), (100, 50)):
         with pytest.raises(HostBudgetError, match=r"but 47\.50 GiB can be had"):
             check_ranks([(half, {}, host("a", available)) for available in seen], None)
+
+
+def test_torch_computes_with_no_more_threads_than_the_nodes_cpus():
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(4)
+        limit_threads(Binding(None, (0, 1), False, "not bound"))
+        assert torch.get_num_threads() == 4
+        limit_threads(Binding(1, (4, 5), True, "bound"))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
