@@ -35,11 +35,13 @@ def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt)
             if error["type"] == "extra_forbidden":
                 yield from _unknown_keys(schema, config, path, value, written_at)
             else:
-                if error["type"].startswith("union_tag"):
+                is_tag = error["type"].startswith("union_tag")
+                if is_tag:
                     path = f"{path}.dataset_name"
                 message = _describe(schema, config, path, value, dict(error))
                 hint = hint_at_section if error["type"] in _SECTION_EXPECTED else hint_at_value
-                yield path, message + ("" if error["type"] == "missing" else hint(path, value, written_at(path)))
+                no_hint = is_tag or error["type"] == "missing"
+                yield path, message + ("" if no_hint else hint(path, value, written_at(path)))
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:

@@ -255,6 +255,14 @@ def test_a_model_from_scratch_has_sizes_that_can_be(error_of):
     assert error.endswith("policy.hf_config.num_attention_heads: must be at least 1; found 0")
 
 
+def test_an_unknown_data_set_in_a_file_is_all_that_is_said(tmp_path, error_of):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\ndata: {{train: {{dataset_name: squad, split: train}}}}\n"
+    )
+    assert error_of(recipe=recipe).endswith("built in is 'arithmetic'")
+
+
 def test_a_recipe_without_an_algorithm(tmp_path, error_of):
     (tmp_path / "recipe.yaml").write_text("policy: {}\n")
     error = error_of(recipe=tmp_path / "recipe.yaml")
