@@ -1,0 +1,1 @@
+"""What benchmarks/cpu_optimizer.py compares."""

@@ -1,0 +1,189 @@
+"""Trains one model in one way, and measures its steps."""
+
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from result_file import TableValue
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.memory.link import copy_bytes_per_s
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.units import MIB
+from nemo_offload_rl.residency.table import Target
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+from optimizer_ways.ways import Case, Way
+
+RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
+WARM_UP = 2  # kernels are compiled, the optimizer's memory is taken
+_LINK_BYTES = 256 * MIB
+
+
+def measure(case: Case, way: Way) -> tuple[dict[str, TableValue], list[dict[str, Any]]]:
+    """Train in this process.
+
+    Returns:
+        The row, and what each step has made: loss, gradient norm and checksums of the parameters, to be compared.
+
+    Raises:
+        torch.OutOfMemoryError: the way does not fit on this GPU.
+    """
+    two_way = two_way_bytes_per_s()
+    worker = _worker(case, way)
+    try:
+        return _measured(worker, case, way, two_way)
+    finally:
+        worker.shutdown()
+
+
+def two_way_bytes_per_s() -> float | None:
+    """Measures the link with copies in both directions at once, added up; None without a GPU."""
+    if not torch.cuda.is_available():
+        return None
+    with PinnedArena() as arena:
+        segments = [arena.allocate("link measurement", _LINK_BYTES) for _ in range(2)]
+        gpu = [torch.empty(_LINK_BYTES, dtype=torch.uint8, device="cuda") for _ in segments]
+        out, back = (segments[0].tensor, gpu[0]), (gpu[1], segments[1].tensor)
+        speed = copy_bytes_per_s(out, back, repeats=5, num_copies=8)
+        del out, back
+        for segment in segments:
+            arena.release(segment)
+    return speed
+
+
+def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
+    """Returns the policy section of the recipe, for a machine with GPUs or without."""
+    from nemo_offload_rl.config import load
+    from nemo_offload_rl.config.cpu import for_machine
+
+    overrides = [
+        f"policy.max_total_sequence_length={case.seq_length}",
+        "policy.sequence_packing.enabled=false",
+        "policy.megatron_cfg.empty_unused_memory_level=0",
+        *case.overrides,
+        *way.overrides,
+    ]
+    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
+    return dict(config["policy"]) | {"hf_config": dict(case.hf_config)}
+
+
+def _worker(case: Case, way: Way) -> MegatronPolicyWorker:
+    return MegatronPolicyWorker(
+        policy_of(case, way, has_gpus=torch.cuda.is_available()),
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=_free_port(),
+        seed=0,
+        init_reference_model=False,
+    )
+
+
+def _measured(
+    worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float | None
+) -> tuple[dict[str, TableValue], list[dict[str, Any]]]:
+    steps, exposed, copies, made = [], [], [], []
+    for number in range(WARM_UP + case.steps):
+        worker.prepare_for_training()
+        worker.residency_metrics()
+        with _timed_optimizer(worker) as optimizer:
+            start = _now()
+            report = worker.train(_batch(case, number), NLLLoss(), case.rows, case.mbs)
+            seconds = _now() - start
+        moved = worker.residency_metrics()
+        made.append({"loss": report["loss"], "grad_norm": report["grad_norm"], "checksum": _checksum(worker)})
+        if number >= WARM_UP:
+            steps.append(seconds)
+            exposed.append(optimizer[0])
+            copies.append((moved.get("train/optimizer_state/copy_s"), moved.get("train/optimizer_state/gb")))
+    row: dict[str, TableValue] = {"case": case.name, "way": way.name, "fraction": way.fraction, "overlap": way.overlap}
+    copy_s = [seconds for seconds, _ in copies if seconds is not None]
+    step_s, exposed_s = statistics.median(steps), statistics.median(exposed)
+    streamed = bool(copy_s)
+    row |= {
+        "step_ms": round(step_s * 1e3, 1),
+        "optimizer_ms": round((statistics.median(copy_s) if streamed else exposed_s) * 1e3, 1),
+        "exposed_ms": round(exposed_s * 1e3, 1),
+        "peak_gpu_mib": _peak_mib(worker),
+        "window_mib": worker.engine.nbytes()[Target.OPTIMIZER_STATE] // MIB if streamed else 0,
+        "host_mib": worker.engine.context.arena.allocated_bytes // MIB,
+        "share_of_link": None,
+        "tokens_per_s": round(case.rows * case.seq_length / step_s),
+    }
+    if streamed and two_way is not None:
+        speeds = [gb * 1e9 / seconds for seconds, gb in copies]
+        row["share_of_link"] = round(statistics.median(speeds) / two_way, 4)
+    return row, made
+
+
+@contextmanager
+def _timed_optimizer(worker: MegatronPolicyWorker) -> Iterator[list[float]]:
+    """Yields a list that gets the seconds which the optimizer's step took of the stream that computes."""
+    optimizer: Any = worker.state.optimizer
+    step, marks, seconds = optimizer.step_with_ready_grads, [], []
+
+    def timed() -> Any:
+        marks.append(_mark())
+        result = step()
+        marks.append(_mark())
+        return result
+
+    optimizer.step_with_ready_grads = timed
+    yield seconds
+    del optimizer.step_with_ready_grads
+    begin, end = marks
+    if isinstance(begin, float):
+        seconds.append(end - begin)
+    else:
+        end.synchronize()
+        seconds.append(begin.elapsed_time(end) / 1e3)
+
+
+def _mark() -> Any:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _now() -> float:
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+def _batch(case: Case, seed: int) -> BatchedData:
+    generator = torch.Generator().manual_seed(seed)
+    shape = (case.rows, case.seq_length)
+    return BatchedData(
+        input_ids=torch.randint(0, case.hf_config["vocab_size"], shape, generator=generator),
+        input_lengths=torch.full((case.rows,), case.seq_length),
+        token_mask=torch.ones(shape),
+        sample_mask=torch.ones(case.rows),
+    )
+
+
+def _checksum(worker: MegatronPolicyWorker) -> int:
+    """Of the bits of every parameter; int64 sums are exact, modulo 2**64."""
+    sums = [p.detach().view(torch.int16).to(torch.int64).sum() for _, p in worker.state.parameters()]
+    return int(torch.stack([total * (index + 1) for index, total in enumerate(sums)]).sum())
+
+
+def _peak_mib(worker: MegatronPolicyWorker) -> int | None:
+    """The highest of all verbs, ranges of the engine included."""
+    peaks = [value for name, value in worker.memory_stats().items() if name == "gpu_peak_train_gib"]
+    return round(peaks[0] * 1024) if peaks else None
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])

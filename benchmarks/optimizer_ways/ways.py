@@ -1,0 +1,82 @@
+"""Ways to have optimizer state off the GPU, each as overrides of a recipe, and the models that they are tried on."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from model_shapes import QWEN2_1_5B, QWEN3_8B
+
+_STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to step an optimizer.
+
+    Attributes:
+        name: of the row.
+        overrides: that make a recipe use it.
+        fraction: of the parameters that are stepped on the CPU.
+        overlap: whether the CPU's steps and copies overlap; None where nothing is stepped there.
+    """
+
+    name: str
+    overrides: tuple[str, ...] = ()
+    fraction: float = 0.0
+    overlap: bool | None = None
+
+
+WAYS: Mapping[str, Way] = {
+    way.name: way for way in (Way("resident"), Way("streamed", (_STREAMED, "policy.residency.stream_window_mib=512")))
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and batches to train it on.
+
+    Attributes:
+        name: of the row.
+        hf_config: the model's sizes; its weights are random.
+        rows: of a global batch.
+        mbs: rows of a micro-batch.
+        seq_length: tokens of a row.
+        steps: that are measured, behind two that are not.
+        ways: that are tried.
+        overrides: of the recipe.
+        environ: of the process.
+    """
+
+    name: str
+    hf_config: Mapping[str, Any]
+    rows: int = 64
+    mbs: int = 4
+    seq_length: int = 512
+    steps: int = 7
+    ways: tuple[str, ...] = tuple(WAYS)
+    overrides: tuple[str, ...] = ()
+    environ: Mapping[str, str] = field(default_factory=dict)
+
+
+_PRECISION_AWARE = "policy.megatron_cfg.optimizer.use_precision_aware_optimizer"
+_ALL_LAYERS_AGAIN = (
+    "policy.megatron_cfg.activation_checkpointing=true",
+    "policy.megatron_cfg.recompute_granularity=full",
+    "++policy.megatron_cfg.recompute_method=uniform",
+    "++policy.megatron_cfg.recompute_num_layers=1",
+)
+CASES: Mapping[str, Case] = {
+    case.name: case
+    for case in (
+        Case("1.5B, 10 bytes a parameter", QWEN2_1_5B, overrides=(f"{_PRECISION_AWARE}=true",)),
+        Case("1.5B, 12 bytes a parameter", QWEN2_1_5B, overrides=(f"{_PRECISION_AWARE}=false",)),
+        Case(
+            "1.5B, deterministic",
+            QWEN2_1_5B,
+            rows=8,
+            steps=18,  # behind two others: 20 are compared
+            environ={"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"},
+        ),
+        Case("8B", QWEN3_8B, rows=8, mbs=1, seq_length=2048, steps=3, overrides=_ALL_LAYERS_AGAIN),
+    )
+}
