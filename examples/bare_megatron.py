@@ -1,4 +1,4 @@
-"""The residency engine in a plain megatron-core loop: `python examples/bare_megatron.py [--no-offload]`."""
+"""The residency engine in a plain megatron-core loop: `python examples/bare_megatron.py [--no-offload|--streamed]`."""
 
 import argparse
 
@@ -16,7 +16,7 @@ from megatron.core.transformer.module import Float16Module
 from nemo_offload_rl.mcore.local_spec import local_block_spec
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, STREAMED_TABLE, Phase
 
 
 def build() -> tuple[DistributedDataParallel, MegatronOptimizer]:
@@ -45,10 +45,10 @@ def train_step(model: DistributedDataParallel, optimizer: MegatronOptimizer, tok
 
 parser = argparse.ArgumentParser(description=__doc__)
 parser.add_argument("--no-offload", action="store_true")
+parser.add_argument("--streamed", dest="table", action="store_const", const=STREAMED_TABLE, default=DEFAULT_TABLE)
 arguments = parser.parse_args()
-model, optimizer = build()
-tokens = torch.randint(128, (8, 32)).cuda()
-engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena())
+(model, optimizer), tokens = build(), torch.randint(128, (8, 32)).cuda()
+engine = None if arguments.no_offload else attach([model], optimizer, PinnedArena(), table=arguments.table)
 for step in range(5):
     print(f"step {step}: loss {train_step(model, optimizer, tokens):.9f}")
     for phase in (Phase.REFIT, Phase.GENERATE, Phase.TRAIN) if engine else ():

@@ -42,6 +42,14 @@ def test_the_engine_changes_no_loss_and_says_what_the_moves_took():
     assert "refit/optimizer_state/gb" not in plain
 
 
+def test_one_argument_streams_optimizer_state_and_changes_no_loss():
+    streamed, plain = run("--streamed"), run("--no-offload")
+    assert losses(streamed) == losses(plain)
+    measured = dict(re.findall(r"^(\S+): ([\d.]+)$", streamed, re.MULTILINE))
+    assert float(measured["train/optimizer_state/gb"]) > 0
+    assert "refit/optimizer_state/gb" not in measured
+
+
 def test_it_is_as_short_as_promised():
     lines = SCRIPT.read_text().splitlines()
     assert len(lines) < 60
