@@ -13,6 +13,7 @@ class StepTransfer:
         nbytes: that crossed the link, in both directions together.
         begin: the first copy's beginning.
         end: the last copy's end.
+        filled: the end of the last copy into the window before the step.
         asked: where the stream that computes began the step.
         updated: where it had made the last update.
     """
@@ -20,6 +21,7 @@ class StepTransfer:
     nbytes: int
     begin: Event
     end: Event
+    filled: Event
     asked: Event
     updated: Event
 
@@ -34,9 +36,9 @@ class StepTransfer:
         self.end.wait_on_current_stream()
 
     def copy_seconds(self) -> float:
-        """Seconds from the first byte on the link to the last."""
+        """Seconds from the first byte on the link to the last, without those for which the full window waited."""
         self.end.wait()
-        return self.end.seconds_since(self.begin)
+        return self.end.seconds_since(self.begin) - max(0.0, self.asked.seconds_since(self.filled))
 
     def exposed_seconds(self) -> float:
         """Seconds of the step for the stream that computes; the last chunks leave beside what follows."""

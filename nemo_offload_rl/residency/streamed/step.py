@@ -60,6 +60,7 @@ class StreamedStep:
         self._on_step = on_step
         self._fetched: deque[Slot] = deque()
         self._begin: Event | None = None
+        self._stored: Event | None = None
         self._failure: str | None = None
         self._state: dict[int, _State] = {}  # by the placeholder's address
         self._put_placeholders()
@@ -80,7 +81,8 @@ class StreamedStep:
         self.check()
         self._window.claim(self._forget_fetched)
         if not self._fetched:
-            self._window.begin()
+            if self._stored is not None:  # by the step before
+                self._window.copies.back.follow(self._stored)
             self._begin = self._window.copies.back.mark()
         for one, chunk in self._chunks[len(self._fetched) : NUM_SLOTS]:
             self._fetched.append(self._window.fetch(one, chunk))
@@ -97,6 +99,7 @@ class StreamedStep:
         stepper, done = PieceStepper(self._optimizer), 0
         try:
             self.prefetch()
+            filled = self._fetched[-1].arrived if self._fetched else None
             for one, chunk in self._chunks:
                 self._update(stepper, one, chunk)
                 done += 1
@@ -113,8 +116,11 @@ class StreamedStep:
             raise HalfUpdatedError(self._failure) from error
         self._failure = None
         updated = record_current_stream(self._device)
-        if self._begin is not None and self._window.last_out is not None:
-            self._on_step(StepTransfer(2 * self.nbytes, self._begin, self._window.last_out, asked, updated))
+        if self._chunks:
+            begin, end = self._begin, self._window.last_out
+            assert begin is not None and filled is not None and end is not None
+            self._stored = end
+            self._on_step(StepTransfer(2 * self.nbytes, begin, end, filled, asked, updated))
 
     def _update(self, stepper: PieceStepper, one: ParameterArrays, chunk: Chunk) -> None:
         slot = self._fetched.popleft()

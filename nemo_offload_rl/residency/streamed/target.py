@@ -45,15 +45,8 @@ def make(context: TargetContext) -> "StreamedState | None":
     planned = list(_planned(context))
     options, device = context.options, context.device
     with contextlib.ExitStack() as undo:
-        window = Window(options.stream_window_bytes, device, context.ranges, HostCopies(device, context.arena))
+        window = _window(context)
         undo.callback(window.close)
-        try:
-            context.mover.take([window.backed]).wait()
-        except ChunkError as error:
-            raise OutOfGpuMemoryError(
-                f"The window of {options.stream_window_bytes / MIB:.0f} MiB that optimizer state is streamed through "
-                f"finds no memory ({error}); make it smaller (policy.residency.stream_window_mib), or leave more free."
-            ) from error
 
         def record(transfer: StepTransfer) -> None:
             streamed = Placement.STREAMED
@@ -81,6 +74,23 @@ def make(context: TargetContext) -> "StreamedState | None":
         num_chunks,
     )
     return state
+
+
+def _window(context: TargetContext) -> Window:
+    nbytes, device = context.options.stream_window_bytes, context.device
+    context.meter.give_back_cache()
+    with contextlib.ExitStack() as undo:
+        try:
+            window = Window(nbytes, device, context.ranges, HostCopies(device, context.arena))
+            undo.callback(window.close)
+            context.mover.take([window.backed]).wait()
+        except (OutOfGpuMemoryError, ChunkError) as error:  # a range has its first chunk mapped when it is made
+            raise OutOfGpuMemoryError(
+                f"The window of {nbytes / MIB:.0f} MiB that optimizer state is streamed through finds no memory "
+                f"({error}); make it smaller (policy.residency.stream_window_mib), or leave more free."
+            ) from error
+        undo.pop_all()
+    return window
 
 
 def _planned(context: TargetContext) -> Iterator[tuple[Any, torch.optim.Optimizer, list[Any]]]:

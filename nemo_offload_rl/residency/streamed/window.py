@@ -117,11 +117,6 @@ class Window:
         self.copies.to_host(arrays.segment, _parts(arrays, chunk, slot))
         slot.left = self.last_out = self.copies.out.mark()
 
-    def begin(self) -> None:
-        """Have later copies in wait for all copies out, of the step before."""
-        if self.last_out is not None:
-            self.copies.back.follow(self.last_out)
-
     def wait(self) -> None:
         """The caller waits until the host has all that was stored."""
         if self.last_out is not None:

@@ -94,6 +94,9 @@ SIGNATURES = {
         "(self, seq_length, micro_batch_size)"
     ),
     f"{CORE}.transformer.transformer_layer:TransformerLayer._get_te_cuda_graph_replay_args": "(self, *args, **kwargs)",
+    # residency.streamed.masters
+    f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
+    f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
     # process_groups
     f"{CORE}.parallel_state:destroy_model_parallel": "()",
     f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward": (
@@ -116,10 +119,11 @@ ATTRIBUTES = {
     f"{CORE}.distributed.param_and_grad_buffer:_ParamAndGradBucketGroup": {
         "per_param_grad_ready_counts", "grad_reduce_handle",
     },
-    # cpu_optimizer
+    # cpu_optimizer, and residency.streamed.masters
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer": {
-        "model_float16_groups", "shard_fp32_from_float16_groups",
+        "model_float16_groups", "shard_float16_groups", "shard_fp32_from_float16_groups",
     },
+    f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params": {"float16_groups", "fp32_from_float16_groups"},
     # gradient_nodes, saved_state
     f"{CORE}.distributed.distributed_data_parallel:DistributedDataParallel": {
         "grad_accs", "bucket_groups", "expert_parallel_bucket_groups",
