@@ -183,7 +183,11 @@ class ClippedPGLoss:
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See ``LossFunction``; needs advantages and the log-probs of the old policy, the sampler and the reference."""
+        """See ``LossFunction``; needs advantages and the log-probs of the old policy, the sampler and the reference.
+
+        The KL penalty is that of the whole policy: where the log-probs are those of a sampler's filter, it takes
+        ``unfiltered_logprobs``.
+        """
         token_mask = data["token_mask"][:, 1:]
         sample_mask = data["sample_mask"]
         previous_logprobs = logprobs.detach() if self.force_on_policy_ratio else data["prev_logprobs"]
@@ -206,7 +210,10 @@ class ClippedPGLoss:
         kl = torch.zeros_like(loss)
         if self.needs_reference_logprobs:
             reference = torch.where(token_mask > 0, data["reference_policy_logprobs"][:, 1:], 0.0)
-            kl = mean(self._reference_kl(current, reference, sampler))
+            whole = current
+            if "unfiltered_logprobs" in data:
+                whole = torch.where(token_mask > 0, data["unfiltered_logprobs"][:, 1:], 0.0)
+            kl = mean(self._reference_kl(whole, reference, sampler))
             loss = loss + self.reference_policy_kl_penalty * kl
 
         with torch.no_grad():

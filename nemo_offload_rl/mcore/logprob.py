@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, ReduceOp
 
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
 
 # Tokens whose float32 softmax is alive at one time: 1024 tokens of a 152k vocabulary are 0.6 GB.
 CHUNK_TOKENS = 1024
@@ -17,12 +18,19 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
     As in megatron-core's vocab-parallel cross entropy, three small all-reduces (max, sum of exponentials, target's
     logit) stand for a gather of the logits. Saved for the backward pass are the logits themselves, in their own
-    dtype, and one float32 a token; the softmax is computed again in chunks.
+    dtype, and one or two float32 a token; the softmax is computed again in chunks.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, logits: Tensor, target: Tensor, group: ProcessGroup | None, first: int, limit: int, temperature: float
+        ctx: Any,
+        logits: Tensor,
+        target: Tensor,
+        group: ProcessGroup | None,
+        first: int,
+        limit: int,
+        temperature: float,
+        kept: SamplingFilter,
     ) -> Tensor:
         """Log-probs [N] float32 of `target` [N] under `logits` [N, V_local] of any dtype."""
         ranks = group is not None and group.size() > 1
@@ -30,13 +38,18 @@ class _VocabParallelLogprob(torch.autograd.Function):
         mine = (local >= 0) & (local < logits.shape[1])
         local = torch.where(mine, local, 0)
         maximum = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+        least = None if kept.keeps_all else torch.empty_like(maximum)
         for rows in _chunks(logits.shape[0]):
-            maximum[rows] = _scaled(logits[rows], limit, temperature).amax(dim=1)
+            scaled = _scaled(logits[rows], limit, temperature)
+            maximum[rows] = scaled.amax(dim=1)
+            if least is not None:
+                least[rows] = kept.thresholds(scaled, group)
         if ranks:
             torch.distributed.all_reduce(maximum, ReduceOp.MAX, group=group)
         total, chosen = torch.empty_like(maximum), torch.empty_like(maximum)
         for rows in _chunks(logits.shape[0]):
-            shifted = _scaled(logits[rows], limit, temperature) - maximum[rows, None]
+            scaled = _scaled(logits[rows], limit, temperature)
+            shifted = _filtered(scaled, least, local, mine, rows) - maximum[rows, None]
             chosen[rows] = shifted.gather(1, local[rows, None]).squeeze(1)
             total[rows] = shifted.exp_().sum(dim=1)
         chosen = torch.where(mine, chosen, 0.0)
@@ -44,7 +57,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
             both = torch.stack([total, chosen])
             torch.distributed.all_reduce(both, group=group)
             total, chosen = both.unbind()
-        ctx.save_for_backward(logits, local, mine, maximum + total.log())
+        ctx.save_for_backward(logits, local, mine, maximum + total.log(), least)
         ctx.limit, ctx.temperature = limit, temperature
         return chosen - total.log()
 
@@ -52,15 +65,16 @@ class _VocabParallelLogprob(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
         """Gradient (onehot - softmax) / temperature * grad, in the logits' dtype."""
         (grad,) = grad_outputs
-        logits, local, mine, log_total = ctx.saved_tensors
+        logits, local, mine, log_total, least = ctx.saved_tensors
         out = torch.empty_like(logits)
         for rows in _chunks(logits.shape[0]):
-            softmax = (_scaled(logits[rows], ctx.limit, ctx.temperature) - log_total[rows, None]).exp_()
+            scaled = _scaled(logits[rows], ctx.limit, ctx.temperature)
+            softmax = (_filtered(scaled, least, local, mine, rows) - log_total[rows, None]).exp_()
             factor = (grad[rows] / ctx.temperature)[:, None]
             chunk = softmax.mul_(-factor)
             chunk.scatter_add_(1, local[rows, None], torch.where(mine[rows, None], factor, 0.0))
             out[rows] = chunk.to(out.dtype)
-        return out, None, None, None, None, None
+        return out, None, None, None, None, None, None
 
 
 def _chunks(rows: int) -> list[slice]:
@@ -76,8 +90,24 @@ def _scaled(logits: Tensor, limit: int, temperature: float) -> Tensor:
     return scaled
 
 
+def _filtered(scaled: Tensor, least: Tensor | None, local: Tensor, mine: Tensor, rows: slice) -> Tensor:
+    """The logits of some rows, -inf where the sampler keeps a token not; it has kept the target, which it drew."""
+    if least is None:
+        return scaled
+    is_out = scaled < least[rows, None]
+    own = mine[rows].nonzero().squeeze(1)
+    is_out[own, local[rows][own]] = False
+    return scaled.masked_fill(is_out, -torch.inf)
+
+
 def token_logprobs(
-    logits: Tensor, targets: Tensor, *, vocab_size: int, temperature: float, tp_group: ProcessGroup | None
+    logits: Tensor,
+    targets: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: ProcessGroup | None,
+    kept: SamplingFilter = KEEP_ALL,
 ) -> Tensor:
     """Log-probs of target tokens.
 
@@ -88,13 +118,15 @@ def token_logprobs(
         vocab_size: number of real tokens; columns beyond are padding.
         temperature: what the logits are divided by, so that the log-probs are those of what was sampled.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.
+        kept: the tokens that the probabilities are shared out among, after the temperature; a target is always one.
 
     Returns:
         float32 [S, B], with grad if the logits have it.
     """
     width = logits.shape[-1]
     ranks = 1 if tp_group is None else tp_group.size()
-    if logits.is_cuda and have_transformer_engine() and temperature == 1.0 and vocab_size == width * ranks:
+    is_plain = temperature == 1.0 and kept.keeps_all and vocab_size == width * ranks
+    if logits.is_cuda and have_transformer_engine() and is_plain:
         # One Triton kernel that reads the logits once, where the function above makes some ten float32 passes over
         # them; the logits of 4,096 tokens of a 152k vocabulary are 1.2 GB.
         from transformer_engine.pytorch.cross_entropy import parallel_cross_entropy
@@ -103,12 +135,18 @@ def token_logprobs(
         return -parallel_cross_entropy(logits, targets, dist_process_group=group, overwrite_input=True)
     first = 0 if tp_group is None else width * tp_group.rank()
     flat = logits.reshape(-1, width)
-    out = _VocabParallelLogprob.apply(flat, targets.reshape(-1), tp_group, first, vocab_size - first, temperature)
+    out = _VocabParallelLogprob.apply(flat, targets.reshape(-1), tp_group, first, vocab_size - first, temperature, kept)
     return out.reshape(targets.shape)
 
 
 def next_token_logprobs(
-    logits: Tensor, tokens: Tensor, *, vocab_size: int, temperature: float, tp_group: ProcessGroup | None
+    logits: Tensor,
+    tokens: Tensor,
+    *,
+    vocab_size: int,
+    temperature: float,
+    tp_group: ProcessGroup | None,
+    kept: SamplingFilter = KEEP_ALL,
 ) -> Tensor:
     """Log-probs of a row's own tokens, aligned with them.
 
@@ -118,11 +156,14 @@ def next_token_logprobs(
         vocab_size: as for `token_logprobs`.
         temperature: as for `token_logprobs`.
         tp_group: as for `token_logprobs`.
+        kept: as for `token_logprobs`.
 
     Returns:
         float32 [B, S]: entry t is log p(tokens[t] | tokens[<t]); entry 0 is 0.
     """
     # Every position gets a target, the last one an unused one: cutting it off would copy the logits.
     targets = tokens.roll(-1, dims=1).t().contiguous()
-    values = token_logprobs(logits, targets, vocab_size=vocab_size, temperature=temperature, tp_group=tp_group)
+    values = token_logprobs(
+        logits, targets, vocab_size=vocab_size, temperature=temperature, tp_group=tp_group, kept=kept
+    )
     return torch.nn.functional.pad(values.t()[:, :-1], (1, 0))

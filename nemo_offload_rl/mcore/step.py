@@ -22,6 +22,7 @@ from nemo_offload_rl.mcore.logprob import next_token_logprobs
 from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
 from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
 from nemo_offload_rl.mcore.router_updates import router_updates
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
 
 
 @dataclass
@@ -83,7 +84,9 @@ def _process_output(
     return context(scale_logits(logits))
 
 
-def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature: float) -> Tensor:
+def logprobs_of(
+    logits: Tensor, batch: MicroBatch, vocab_size: int, temperature: float, kept: SamplingFilter = KEEP_ALL
+) -> Tensor:
     """Log-probs of a micro-batch's tokens.
 
     Args:
@@ -91,6 +94,7 @@ def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature:
         batch: what they were computed from.
         vocab_size: number of real tokens.
         temperature: what the logits are divided by.
+        kept: the tokens that the sampler keeps.
 
     Returns:
         float32 [n, S]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
@@ -101,6 +105,7 @@ def logprobs_of(logits: Tensor, batch: MicroBatch, vocab_size: int, temperature:
         vocab_size=vocab_size,
         temperature=temperature,
         tp_group=mpu.get_tensor_model_parallel_group(),
+        kept=kept,
     )
     lengths, width = batch.data["input_lengths"], batch.data["input_ids"].shape[1]
     rows = values if batch.cu_seqlens is None else unpack(values[0], batch.cu_seqlens, lengths, width)
@@ -125,16 +130,21 @@ def _run(
     on_output: Callable[[MicroBatch, Tensor], Any],
     *,
     temperature: float,
+    kept: Sequence[SamplingFilter] = (KEEP_ALL,),
     forward_only: bool,
     device: torch.device,
 ) -> list[Any]:
-    """Run the schedule; `on_output(batch, logprobs)` is called on the last stage for each micro-batch."""
+    """Run the schedule; `on_output(batch, logprobs)` is called on the last stage for each micro-batch.
+
+    The log-probs are [n, S] for one filter, and [n, S, filters] for several.
+    """
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
 
         def logprobs(logits: Tensor) -> Tensor:
-            return logprobs_of(logits, batch, state.vocab_size, temperature)
+            under_each = [logprobs_of(logits, batch, state.vocab_size, temperature, one) for one in kept]
+            return under_each[0] if len(under_each) == 1 else torch.stack(under_each, dim=-1)
 
         def loss_func(logprobs: Tensor, non_loss_data: bool = False) -> Any:
             return on_output(batch, logprobs)
@@ -220,6 +230,7 @@ def train_step(
     *,
     temperature: float,
     device: torch.device,
+    kept: SamplingFilter = KEEP_ALL,
     before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Forward, backward and one optimizer step over one global batch.
@@ -231,6 +242,8 @@ def train_step(
         loss_fn: the loss contract's function.
         temperature: of the sampling; log-probs are those of logits / temperature.
         device: where the model computes.
+        kept: the tokens that the sampler keeps. Where not all, the loss gets the log-probs over all tokens, too, in the
+            column `unfiltered_logprobs`, with grad.
         before_update: called behind the backward pass, before the gradients' norm is known.
     """
     assert state.optimizer is not None and state.scheduler is not None
@@ -243,14 +256,26 @@ def train_step(
     sums: dict[str, Tensor] = {}
 
     def on_output(batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        loss, metrics = loss_fn(logprobs, batch.data, counts)
+        data = batch.data
+        if not kept.keeps_all:
+            logprobs, unfiltered = logprobs.unbind(dim=-1)
+            data = BatchedData({**data, "unfiltered_logprobs": unfiltered}).in_groups(data.group_size)
+        loss, metrics = loss_fn(logprobs, data, counts)
         _add(sums, {"loss": loss.detach().clone(), **metrics})
         return loss * scale, {}
 
     optimizer = state.optimizer
     assert isinstance(optimizer, ChainedOptimizer)
     with router_updates(state.model, state.config) as undo_router_updates:
-        _run(state, batches, on_output, temperature=temperature, forward_only=False, device=device)
+        _run(
+            state,
+            batches,
+            on_output,
+            temperature=temperature,
+            kept=(KEEP_ALL,) if kept.keeps_all else (kept, KEEP_ALL),
+            forward_only=False,
+            device=device,
+        )
         before_update()
         # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
         optimizer.prepare_grads()
@@ -304,11 +329,22 @@ def evaluate(
 
 @torch.no_grad()
 def forward_logprobs(
-    state: TrainingState, batches: Sequence[MicroBatch], *, temperature: float, device: torch.device
+    state: TrainingState,
+    batches: Sequence[MicroBatch],
+    *,
+    temperature: float,
+    device: torch.device,
+    kept: SamplingFilter = KEEP_ALL,
 ) -> list[Tensor]:
     """Log-probs [n, S] float32 of each micro-batch on the CPU, known to every pipeline stage."""
     outputs = _run(
-        state, batches, lambda _, logprobs: logprobs, temperature=temperature, forward_only=True, device=device
+        state,
+        batches,
+        lambda _, logprobs: logprobs,
+        temperature=temperature,
+        kept=(kept,),
+        forward_only=True,
+        device=device,
     )
     if mpu.get_pipeline_model_parallel_world_size() > 1:
         if not mpu.is_pipeline_last_stage(ignore_virtual=True):

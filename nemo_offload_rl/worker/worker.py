@@ -2,7 +2,7 @@
 
 import contextlib
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
@@ -19,6 +19,7 @@ from nemo_offload_rl.mcore.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
@@ -33,6 +34,7 @@ from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
+from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +135,8 @@ class MegatronPolicyWorker:
         self.residency = self.engine.residency
         self.batcher: Final = MicroBatcher(config, self.device)
         self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
-        self._temperature = self._sampling_temperature()
+        self._temperature = sampling_temperature(config)
+        self._kept = sampling_filter(config)
         self._num_skipped = 0
         self._peaks: dict[str, float] = {}
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
@@ -142,14 +145,6 @@ class MegatronPolicyWorker:
         self._param_gather = ParamGather(self.state.model)
         bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
         self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=bucket_bytes)
-
-    def _sampling_temperature(self) -> float:
-        """Returns the temperature of sampling, by which logits are divided for log-probs.
-
-        A greedy sampler (0) reports log-probs at temperature 1.
-        """
-        policy: Mapping[str, Any] = self._config  # only some algorithms' policies have a generation section
-        return (policy["generation"]["temperature"] or 1.0) if "generation" in policy else 1.0
 
     def _catch_up(self) -> None:
         """End what a `train` that failed has left under way between ranks, which are all here now."""
@@ -227,6 +222,7 @@ class MegatronPolicyWorker:
                         loss_fn,
                         temperature=self._temperature,
                         device=self.device,
+                        kept=self._kept,
                         before_update=self.engine.prefetch_streamed_state,
                     )
                 if self.graphs.fixed_shapes:
@@ -270,7 +266,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
-        return BatchedData(logprobs=self._logprobs(data, mbs, prefetch=self._prefetches))
+        return BatchedData(logprobs=self._logprobs(data, mbs, self._kept, prefetch=self._prefetches))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
@@ -283,9 +279,9 @@ class MegatronPolicyWorker:
             raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
         with reference.swapped_in():
-            return BatchedData(reference_logprobs=self._logprobs(data, mbs))
+            return BatchedData(reference_logprobs=self._logprobs(data, mbs, KEEP_ALL))
 
-    def _logprobs(self, data: BatchedData, mbs: int, *, prefetch: bool = False) -> torch.Tensor:
+    def _logprobs(self, data: BatchedData, mbs: int, kept: SamplingFilter, *, prefetch: bool = False) -> torch.Tensor:
         batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens")
         tokens = batches[0].tokens.numel()
         if prefetch and self._logprob_gib_per_token:  # known from the first pass on
@@ -293,7 +289,9 @@ class MegatronPolicyWorker:
             reserve = 1.1 * self._logprob_gib_per_token * tokens
             self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
         with step.eval_mode(self.state.model), self._measuring("logprobs"):
-            outputs = step.forward_logprobs(self.state, batches, temperature=self._temperature, device=self.device)
+            outputs = step.forward_logprobs(
+                self.state, batches, temperature=self._temperature, kept=kept, device=self.device
+            )
         if "logprobs" in self._taken:  # nothing is measured without a GPU
             self._logprob_gib_per_token = max(self._logprob_gib_per_token, self._taken["logprobs"] / tokens)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]

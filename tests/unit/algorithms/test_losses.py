@@ -312,6 +312,21 @@ def test_without_a_penalty_no_reference_is_needed():
     assert replace(PLAIN, reference_policy_kl_penalty=0.1).needs_reference_logprobs
 
 
+def test_the_penalty_is_of_the_whole_policy_where_the_sampler_filters():
+    loss = replace(PLAIN, reference_policy_kl_penalty=0.1)
+    logprobs, data = random_batch()
+    counts = GlobalCounts.of(data)
+    plain = loss(logprobs, data, counts)[1]
+    data["unfiltered_logprobs"] = (logprobs - 0.3).requires_grad_()
+    value, metrics = loss(logprobs, data, counts)
+    data_of_whole = BatchedData({name: column for name, column in data.items() if name != "unfiltered_logprobs"})
+    assert metrics["kl_penalty"] == loss(logprobs - 0.3, data_of_whole, counts)[1]["kl_penalty"]
+    assert metrics["kl_penalty"] != plain["kl_penalty"]
+    assert metrics["probs_ratio"] == plain["probs_ratio"]
+    value.backward()
+    assert data["unfiltered_logprobs"].grad.abs().max() > 0
+
+
 def test_a_forced_ratio_needs_no_previous_logprobs():
     loss = replace(PLAIN, force_on_policy_ratio=True)
     logprobs, data = random_batch()

@@ -50,10 +50,39 @@ def test_log_probs_are_those_of_the_hugging_face_model(make_worker):
 
 
 def test_log_probs_follow_the_sampling_temperature(make_worker):
-    policy = tiny_policy() | {"generation": {"temperature": 0.5}}
+    policy = tiny_policy() | {"generation": {"backend": "transformers", "temperature": 0.5}}
     warm = make_worker().get_logprobs(random_batch(2), mbs=2)["logprobs"]
     cold = make_worker(policy).get_logprobs(random_batch(2), mbs=2)["logprobs"]
     assert not torch.allclose(warm, cold)
+
+
+class LossThatLooks:
+    """Keeps the log-probs that it gets, before the optimizer's step."""
+
+    def __call__(self, logprobs, data, counts):
+        self.logprobs = logprobs.detach().clone()
+        self.unfiltered = data["unfiltered_logprobs"].detach().clone()
+        return -logprobs.mean() - data["unfiltered_logprobs"].mean(), {}
+
+
+def test_log_probs_follow_the_filter_of_an_engine_that_reports_them_filtered(make_worker):
+    def policy(backend: str) -> dict:
+        sampling = {"backend": backend, "temperature": 0.7, "top_k": 3, "top_p": 0.8}
+        return tiny_policy() | {"generation": sampling}
+
+    data = random_batch(4)
+    unfiltered = make_worker(policy("transformers")).get_logprobs(data, mbs=2)["logprobs"]
+    worker = make_worker(policy("vllm"), init_reference_model=True)
+    filtered = worker.get_logprobs(data, mbs=2)["logprobs"]
+    real = torch.arange(data["input_ids"].shape[1])[None] < data["input_lengths"][:, None]
+    real[:, 0] = False
+    assert (filtered[real] > unfiltered[real]).all()  # what is filtered out gives its probability to the rest
+    reference = worker.get_reference_policy_logprobs(data, mbs=2)["reference_logprobs"]
+    torch.testing.assert_close(reference, unfiltered)  # of the KL penalty: over all tokens
+    loss = LossThatLooks()
+    worker.train(data, loss, gbs=4, mbs=4)
+    torch.testing.assert_close(loss.logprobs, filtered)
+    torch.testing.assert_close(loss.unfiltered, unfiltered)
 
 
 def test_training_learns_and_follows_the_schedule(make_worker):

@@ -1,0 +1,24 @@
+"""The distribution that generation samples from, as the policy's log-probs have to follow it."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
+
+# The generation backends whose log-probs are those of the distribution after top_k and top_p.
+FILTERED_LOGPROBS = ("vllm",)
+
+
+def sampling_temperature(policy: Mapping[str, Any]) -> float:
+    """Returns the temperature of sampling, by which logits are divided for log-probs.
+
+    A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
+    """
+    return (policy["generation"]["temperature"] or 1.0) if "generation" in policy else 1.0
+
+
+def sampling_filter(policy: Mapping[str, Any]) -> SamplingFilter:
+    """Returns the tokens that the sampler's log-probs are over: all, where it reports them before its filter."""
+    if "generation" not in policy or policy["generation"]["backend"] not in FILTERED_LOGPROBS:
+        return KEEP_ALL
+    return SamplingFilter(policy["generation"]["top_k"], policy["generation"]["top_p"])
