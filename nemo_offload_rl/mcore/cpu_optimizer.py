@@ -7,65 +7,29 @@ docs/optimizer-offload.md says what it does differently, and why.
 import contextlib
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from megatron.core.optimizer.cpu_offloading import HybridDeviceOptimizer
 from torch import Tensor
 
-from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena, cut_at_locks
+from nemo_offload_rl.mcore.cpu_optimizer_state import (
+    FLOAT,
+    HostVector,
+    OnCpu,
+    Part,
+    State,
+    gpu_master,
+    gradient_of,
+    largest_within,
+)
+from nemo_offload_rl.memory.pinned import HostSegment, PinnedArena
 from nemo_offload_rl.memory.streams import CopyStream
 from nemo_offload_rl.memory.units import GIB, MIB, round_up
 
 _ALIGNMENT = 64  # bytes
-_PIECE = 16 * MIB
-"""Elements of one copy: float32 of 64 MiB, which converting them from or to bf16 takes of the GPU meanwhile."""
 _PART = 16 * MIB
 """Elements that are copied and stepped together where copies overlap, at least."""
-_FLOAT = 4
-
-
-@dataclass(frozen=True)
-class _HostVector:
-    """float32 [n] in host memory, and where in its segment it begins, in bytes."""
-
-    tensor: Tensor
-    offset: int
-
-    def pieces(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parts of it, each with the same part of another [n] tensor, as they can be copied."""
-        for begin, end in cut_at_locks(self.offset, self.tensor.nbytes):
-            first, last = (begin - self.offset) // _FLOAT, (end - self.offset) // _FLOAT
-            for start in range(first, last, _PIECE):
-                stop = min(start + _PIECE, last)
-                yield self.tensor[start:stop], other[start:stop]
-
-
-@dataclass(frozen=True)
-class _OnCpu:
-    """A parameter [n] of megatron-core's that is stepped on the CPU, and its gradient, master and moments there."""
-
-    param: Tensor
-    grad: _HostVector
-    master: _HostVector
-    moments: Mapping[str, Tensor]
-
-
-@dataclass(frozen=True)
-class _Part:
-    """Parameters whose gradients arrive together, and that are stepped and leave together."""
-
-    optimizer: torch.optim.Optimizer
-    params: Sequence[_OnCpu]
-
-
-class _State(dict[str, Tensor]):
-    """A parameter's state; what is assigned is copied into the tensors that the optimizers work on."""
-
-    def __setitem__(self, key: str, value: Tensor) -> None:
-        if key != "step":  # megatron-core assigns it too, but gives it in the groups as well
-            self[key].copy_(value)
 
 
 class CpuOptimizer(HybridDeviceOptimizer):
@@ -117,7 +81,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         self._masters_in_state = True
         self._on_cpu: list[tuple[int, Tensor]] = []  # groups and parameters
         self._on_gpu: list[tuple[Tensor, Tensor]] = []  # parameters and masters
-        self._parts: list[_Part] = []
+        self._parts: list[Part] = []
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Adds a group; its parameters may be views of a float32 model's, which torch's own method refuses."""
@@ -144,7 +108,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
             if number in chosen:
                 self._on_cpu.append((index, param))
             else:
-                self._on_gpu.append((param, _gpu_master(param)))
+                self._on_gpu.append((param, gpu_master(param)))
                 groups.setdefault(index, []).append(self._on_gpu[-1][1])
         if groups:
             self.gpu_optimizer = self._inner(self.defaults["gpu_optimizer_cls"], groups)
@@ -160,11 +124,11 @@ class CpuOptimizer(HybridDeviceOptimizer):
             vectors = []
             for _ in range(2 + len(self._moments)):
                 assert segment is not None
-                nbytes = param.numel() * _FLOAT
-                vectors.append(_HostVector(segment.window(offset, nbytes).view(torch.float32), offset))
+                nbytes = param.numel() * FLOAT
+                vectors.append(HostVector(segment.window(offset, nbytes).view(torch.float32), offset))
                 offset += round_up(nbytes, _ALIGNMENT)
             moments = {name: vector.tensor for name, vector in zip(self._moments, vectors[2:], strict=True)}
-            on_cpu.append((index, _OnCpu(param, vectors[0], vectors[1], moments)))
+            on_cpu.append((index, OnCpu(param, vectors[0], vectors[1], moments)))
         self._parts = [self._part(params) for params in self._cut(on_cpu)]
         self.cpu_optimizers = [part.optimizer for part in self._parts]
         for param, master in self._on_gpu:
@@ -187,11 +151,19 @@ class CpuOptimizer(HybridDeviceOptimizer):
         """Returns the number of elements that are stepped on the CPU."""
         return sum(param.numel() for _, param in self._on_cpu)
 
+    def describe(self) -> str:
+        """Returns what it steps where, in words for the log."""
+        total = self.num_on_cpu + sum(param.numel() for param, _ in self._on_gpu)
+        return (
+            f"the CPU optimizer steps {self.num_on_cpu:,} of this rank's {total:,} parameters, with "
+            f"{self.host_bytes / GIB:.2f} GiB of host memory in {len(self.cpu_optimizers)} parts"
+        )
+
     @property
     def host_bytes(self) -> int:
         """Returns the host memory that it needs: gradients, masters and moments, all in float32."""
         num_vectors = 2 + len(self._moments)
-        return sum(num_vectors * round_up(param.numel() * _FLOAT, _ALIGNMENT) for _, param in self._on_cpu)
+        return sum(num_vectors * round_up(param.numel() * FLOAT, _ALIGNMENT) for _, param in self._on_cpu)
 
     @property
     def _moments(self) -> tuple[str, ...]:
@@ -199,10 +171,10 @@ class CpuOptimizer(HybridDeviceOptimizer):
             return ("exp_avg", "exp_avg_sq")
         return ("momentum_buffer",) if self._hyperparameters["momentum"] else ()
 
-    def _cut(self, on_cpu: Sequence[tuple[int, _OnCpu]]) -> Iterator[Sequence[tuple[int, _OnCpu]]]:
+    def _cut(self, on_cpu: Sequence[tuple[int, OnCpu]]) -> Iterator[Sequence[tuple[int, OnCpu]]]:
         """Yields what is copied and stepped together: all of it, or parts of some MiB where copies overlap."""
         least = _PART if self.defaults["overlap_cpu_optimizer_d2h_h2d"] else self.num_on_cpu
-        held: list[tuple[int, _OnCpu]] = []
+        held: list[tuple[int, OnCpu]] = []
         for entry in on_cpu:
             held.append(entry)
             if sum(other.param.numel() for _, other in held) >= least:
@@ -211,7 +183,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         if held:
             yield held
 
-    def _part(self, params: Sequence[tuple[int, _OnCpu]]) -> _Part:
+    def _part(self, params: Sequence[tuple[int, OnCpu]]) -> Part:
         groups: dict[int, list[Tensor]] = {}
         for index, entry in params:
             groups.setdefault(index, []).append(entry.master.tensor)
@@ -223,7 +195,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
             if isinstance(optimizer, torch.optim.AdamW):
                 state["step"] = torch.tensor(0.0)
             self._expose(entry.param, entry.master.tensor, state)
-        return _Part(optimizer, [entry for _, entry in params])
+        return Part(optimizer, [entry for _, entry in params])
 
     def _inner(
         self, cls: Callable[..., torch.optim.Optimizer], groups: Mapping[int, list[Tensor]], **options: Any
@@ -236,7 +208,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
     def _expose(self, param: Tensor, master: Tensor, state: Mapping[str, Any]) -> None:
         """Show megatron-core the state of a parameter, under the parameter that it knows."""
         shown = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
-        self.state[param] = _State(shown | ({"master_param": master} if self._masters_in_state else {}))
+        self.state[param] = State(shown | ({"master_param": master} if self._masters_in_state else {}))
 
     # ---- steps
 
@@ -254,7 +226,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         arriving = []
         for part in self._parts:
             for entry in part.params:
-                gradient = _gradient(entry.param)
+                gradient = gradient_of(entry.param)
                 entry.master.tensor.grad = None if gradient is None else entry.grad.tensor
                 if gradient is not None:
                     self._out.copy_all(entry.grad.pieces(gradient))
@@ -278,7 +250,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         if self.gpu_optimizer is None:
             return
         for param, master in self._on_gpu:
-            gradient = _gradient(param)
+            gradient = gradient_of(param)
             master.grad = None if gradient is None else gradient.float()
         self.gpu_optimizer.step()
         rounded = [(param, master) for param, master in self._on_gpu if param.dtype != master.dtype]
@@ -360,21 +332,6 @@ class CpuOptimizer(HybridDeviceOptimizer):
         """Do nothing: what megatron-core has assigned is in place."""
 
 
-def largest_within(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the largest of some sizes that fit into a fraction of their sum together, taking each that still does.
-
-    Returns:
-        Their indices.
-    """
-    room = fraction * sum(sizes)
-    chosen = set()
-    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
-        if sizes[index] <= room:
-            chosen.add(index)
-            room -= sizes[index]
-    return chosen
-
-
 def cpu_optimizers(optimizer: Any) -> Iterator[CpuOptimizer]:
     """Yields those inside of megatron-core's optimizer."""
     for part in getattr(optimizer, "chained_optimizers", ()):
@@ -414,20 +371,7 @@ def metrics(optimizer: Any) -> dict[str, float]:
     values = {
         "step_s": sum(one.last_step_s for one in found),
         "waited_s": sum(one.last_wait_s for one in found),
-        "copied_gib": sum(one.num_on_cpu for one in found) * _FLOAT / GIB,
+        "copied_gib": sum(one.num_on_cpu for one in found) * FLOAT / GIB,
         "host_gib": sum(one.host_bytes for one in found) / GIB,
     }
     return {f"cpu_optimizer/{name}": value for name, value in values.items()}
-
-
-def _gradient(param: Tensor) -> Tensor | None:
-    """Returns the gradient where megatron-core's distributed optimizer leaves it."""
-    decoupled: Tensor | None = getattr(param, "decoupled_grad", None)
-    return param.grad if decoupled is None else decoupled
-
-
-def _gpu_master(param: Tensor) -> Tensor:
-    """Returns a float32 copy of a parameter; of a float32 one the parameter itself, or a view that torch steps."""
-    if param.dtype is not torch.float32:
-        return param.detach().float()
-    return param if param.is_leaf else param.detach()

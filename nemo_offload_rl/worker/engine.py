@@ -80,6 +80,8 @@ def make_engine(
     _require_host_memory(need, fixed_bytes, plan.host_memory_limit_bytes)
     with contextlib.ExitStack() as undo:
         undo.callback(take_host_memory(state.optimizer, arena))
+        for optimizer in cpu_optimizers(state.optimizer):
+            logger.info("%s, %d threads", optimizer.describe(), torch.get_num_threads())
         engine = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
         return dataclasses.replace(engine, hooks=[*engine.hooks, undo.pop_all().close])
 

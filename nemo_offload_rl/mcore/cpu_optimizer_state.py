@@ -1,0 +1,84 @@
+"""Describes what of the CPU optimizer is where: float32 vectors in host memory, and masters on the GPU."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.memory.pinned import cut_at_locks
+from nemo_offload_rl.memory.units import MIB
+
+FLOAT = 4
+PIECE = 16 * MIB
+"""Elements of one copy: float32 of 64 MiB, which converting them from or to bf16 takes of the GPU meanwhile."""
+
+
+@dataclass(frozen=True)
+class HostVector:
+    """float32 [n] in host memory, and where in its segment it begins, in bytes."""
+
+    tensor: Tensor
+    offset: int
+
+    def pieces(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields parts of it, each with the same part of another [n] tensor, as they can be copied."""
+        for begin, end in cut_at_locks(self.offset, self.tensor.nbytes):
+            first, last = (begin - self.offset) // FLOAT, (end - self.offset) // FLOAT
+            for start in range(first, last, PIECE):
+                stop = min(start + PIECE, last)
+                yield self.tensor[start:stop], other[start:stop]
+
+
+@dataclass(frozen=True)
+class OnCpu:
+    """A parameter [n] of megatron-core's that is stepped on the CPU, and its gradient, master and moments there."""
+
+    param: Tensor
+    grad: HostVector
+    master: HostVector
+    moments: Mapping[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Part:
+    """Parameters whose gradients arrive together, and that are stepped and leave together."""
+
+    optimizer: torch.optim.Optimizer
+    params: Sequence[OnCpu]
+
+
+class State(dict[str, Tensor]):
+    """A parameter's state; what is assigned is copied into the tensors that the optimizers work on."""
+
+    def __setitem__(self, key: str, value: Tensor) -> None:
+        if key != "step":  # megatron-core assigns it too, but gives it in the groups as well
+            self[key].copy_(value)
+
+
+def largest_within(sizes: Sequence[int], fraction: float) -> set[int]:
+    """Choose the largest of some sizes that fit into a fraction of their sum together, taking each that still does.
+
+    Returns:
+        Their indices.
+    """
+    room = fraction * sum(sizes)
+    chosen = set()
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
+        if sizes[index] <= room:
+            chosen.add(index)
+            room -= sizes[index]
+    return chosen
+
+
+def gradient_of(param: Tensor) -> Tensor | None:
+    """Returns the gradient where megatron-core's distributed optimizer leaves it."""
+    decoupled: Tensor | None = getattr(param, "decoupled_grad", None)
+    return param.grad if decoupled is None else decoupled
+
+
+def gpu_master(param: Tensor) -> Tensor:
+    """Returns a float32 copy of a parameter; of a float32 one the parameter itself, or a view that torch steps."""
+    if param.dtype is not torch.float32:
+        return param.detach().float()
+    return param if param.is_leaf else param.detach()
