@@ -12,6 +12,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss
+from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty, RewardShaping, StopProperlyPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
@@ -73,7 +74,8 @@ class GRPO(Algorithm):
         weights: brings the policy's weights to the generation engine.
         sample: gives the rollouts of a step.
         validation: what validation samples.
-        advantages: from scaled rewards [P, N] to advantages of that shape.
+        shape: how the length of answers changes their rewards; None for not at all.
+        advantages: from scaled and shaped rewards [P, N] to advantages of that shape.
         loss_fn: what is trained on them.
         batch_sizes: of the policy's passes.
         overlong_filtering: leave answers that were cut off out of the loss.
@@ -88,6 +90,7 @@ class GRPO(Algorithm):
         weights: WeightSync,
         sample: GroupSampler,
         validation: ValidationSampling,
+        shape: RewardShaping | None,
         advantages: Callable[[torch.Tensor], torch.Tensor],
         loss_fn: ClippedPGLoss,
         batch_sizes: BatchSizes,
@@ -99,6 +102,7 @@ class GRPO(Algorithm):
         self._weights = weights
         self._sample = sample
         self._validation = validation
+        self._shape = shape
         self._advantages = advantages
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
@@ -115,7 +119,12 @@ class GRPO(Algorithm):
         batch = rollouts.batch
         if self._overlong_filtering:
             batch["sample_mask"] = batch["sample_mask"] * ~rollouts.truncated
-        advantages = self._advantages(self._sample.scale(rollouts.rewards))
+        rewards = self._sample.scale(rollouts.rewards)
+        if self._shape is not None:
+            shaped = self._shape(rewards, rollouts)
+            metrics["train/reward_shaping"] = float((shaped - rewards).mean())
+            rewards = shaped
+        advantages = self._advantages(rewards)
         batch["advantages"] = advantages.view(-1, 1) * batch["token_mask"]
         self._add_logprobs(batch, timer)
 
@@ -235,6 +244,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,
             ),
+            shape=_make_reward_shaping(section),
             advantages=_make_advantages(section),
             loss_fn=loss_fn,
             batch_sizes=BatchSizes(
@@ -267,3 +277,16 @@ def _make_reward_scaling(section: GRPOConfig) -> Callable[[torch.Tensor], torch.
     if "reward_scaling" not in section or not section["reward_scaling"]["enabled"]:
         return unscaled
     return RewardScaling(**fields_from(RewardScaling, section["reward_scaling"]))
+
+
+def _make_reward_shaping(section: GRPOConfig) -> RewardShaping | None:
+    if "reward_shaping" not in section or not section["reward_shaping"]["enabled"]:
+        return None
+    shaping = section["reward_shaping"]
+    factor = shaping["stop_properly_penalty_coef"]
+    if factor is not None:
+        return StopProperlyPenalty(factor)
+    buffer, penalty = shaping["overlong_buffer_length"], shaping["overlong_buffer_penalty"]
+    longest = shaping["max_response_length"]
+    assert buffer is not None and penalty is not None and longest is not None, "validation asks for them"
+    return OverlongPenalty(buffer, penalty, longest)

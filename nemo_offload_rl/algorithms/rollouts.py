@@ -40,9 +40,14 @@ class Rollouts:
         return self.rewards.shape[0]
 
     @property
+    def response_tokens(self) -> torch.Tensor:
+        """Tokens of each answer, its stop token included: float32 [P x N]."""
+        return self.batch["token_mask"].sum(dim=1)
+
+    @property
     def mean_response_tokens(self) -> float:
         """Mean number of tokens of an answer, its stop token included."""
-        return float(self.batch["token_mask"].sum(dim=1).mean())
+        return float(self.response_tokens.mean())
 
     def select_prompts(self, prompts: torch.Tensor) -> Self:
         """The rollouts of some prompts, given by their indices (int64 [K])."""

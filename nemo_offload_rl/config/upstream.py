@@ -108,6 +108,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
     OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
+    OffOnly("grpo.reward_shaping.mode", ("response_length", None), "reward shaping by the length of the reasoning"),
     OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
     OffOnly("grpo.val_num_generations_per_prompt", (1, None), "several validation answers to a prompt"),
     OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
@@ -186,13 +187,6 @@ SWITCHED_OFF: tuple[SwitchedOff, ...] = (
         ),
     ),
     SwitchedOff(
-        "grpo.reward_shaping",
-        "enabled",
-        _FALSE,
-        "reward shaping",
-        ("max_response_length", "overlong_buffer_length", "overlong_buffer_penalty", "stop_properly_penalty_coef"),
-    ),
-    SwitchedOff(
         "policy.draft",
         "enabled",
         _FALSE,
@@ -249,6 +243,11 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
     WithoutEffect("env.*.num_workers", "rewards are computed in the driver", True),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
+    WithoutEffect(
+        "grpo.reward_shaping.reasoning_length",
+        "tunes reward shaping by the length of the reasoning, which is off",
+        True,
+    ),
     WithoutEffect("logger.gpu_monitoring", "tunes monitor_gpus, which is off", True),
     WithoutEffect("logger.mlflow", "tunes mlflow_enabled, which is off", True),
     WithoutEffect("logger.swanlab", "tunes swanlab_enabled, which is off", True),

@@ -1,7 +1,7 @@
 """Groups of answers, advantages, and the loss."""
 
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import Verdict, rule
+from nemo_offload_rl.config.rules.base import Verdict, note, rule
 
 
 @rule("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
@@ -91,6 +91,29 @@ def reward_scaling_has_its_ranges(
             "end to its larger one"
         )
     return None
+
+
+_SHAPING = "grpo.reward_shaping"
+_STOP_PROPERLY = f"{_SHAPING}.stop_properly_penalty_coef"
+_OVERLONG = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_length")
+
+
+@rule(f"{_SHAPING}.enabled", f"{_STOP_PROPERLY}?", *(f"{_SHAPING}.{key}?" for key in _OVERLONG))
+def reward_shaping_has_its_numbers(enabled: bool, factor: float | None, *overlong: float | None) -> Verdict:
+    """One of the two penalties must be stated."""
+    if not enabled or factor is not None:
+        return None
+    absent = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is None]
+    return f"is true, which needs {' and '.join(absent)}, or stop_properly_penalty_coef" if absent else None
+
+
+@note(f"{_STOP_PROPERLY}?", f"{_SHAPING}.enabled", *(f"{_SHAPING}.{key}?" for key in _OVERLONG))
+def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | None) -> Verdict:
+    """NeMo-RL's recipes inherit the other penalty's numbers."""
+    given = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is not None]
+    if not enabled or factor is None or not given:
+        return None
+    return f"{factor} is what counts; {', '.join(given)} of {_SHAPING} are without effect"
 
 
 @rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")

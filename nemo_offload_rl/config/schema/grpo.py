@@ -1,10 +1,17 @@
 """The section `grpo`: group relative policy optimisation."""
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
-from pydantic import with_config
+from pydantic import Field, with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, FiniteFloat, NonEmptyStr, NonNegativeInt, PositiveInt
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    FiniteFloat,
+    NonEmptyStr,
+    NonNegativeFloat,
+    NonNegativeInt,
+    PositiveInt,
+)
 
 
 @with_config(STRICT)
@@ -37,6 +44,30 @@ class RewardScalingConfig(TypedDict):
 
 
 @with_config(STRICT)
+class RewardShapingConfig(TypedDict):
+    """Section `grpo.reward_shaping`: rewards by the length of answers, after `reward_scaling`, in training alone.
+
+    Either stop_properly_penalty_coef or the other three keys count.
+    """
+
+    # Shape rewards. Dynamic sampling compares them as they were before. Recommended: false, or true where answers grow
+    # without getting better.
+    enabled: bool
+    # Tokens below max_response_length over which the penalty grows (DAPO). 1 or more; recommended an eighth of
+    # max_response_length. Null or absent: no such penalty.
+    overlong_buffer_length: NotRequired[PositiveInt | None]
+    # What an answer of max_response_length tokens loses; longer ones lose more. 0 or more; recommended 1.0. Null or
+    # absent: no such penalty.
+    overlong_buffer_penalty: NotRequired[NonNegativeFloat | None]
+    # Tokens of an answer, its stop token included. 1 or more; recommended "${policy.generation.max_new_tokens}". Null
+    # or absent: no such penalty.
+    max_response_length: NotRequired[PositiveInt | None]
+    # Factor on the rewards of answers that were cut off at max_new_tokens, in place of the penalty above. 0 to 1;
+    # recommended null. Null or absent: the penalty above counts.
+    stop_properly_penalty_coef: NotRequired[Annotated[float, Field(ge=0, le=1)] | None]
+
+
+@with_config(STRICT)
 class GRPOConfig(TypedDict):
     """Section `grpo`."""
 
@@ -62,6 +93,8 @@ class GRPOConfig(TypedDict):
     advantage_clip_high: NotRequired[FiniteFloat | None]
     # A linear map of the rewards. Absent: none.
     reward_scaling: NotRequired[RewardScalingConfig]
+    # Penalties on long answers. Absent: none.
+    reward_shaping: NotRequired[RewardShapingConfig]
     # Leave answers out of the loss that were cut off at max_new_tokens. Recommended: false.
     overlong_filtering: bool
     # Leave prompts out whose answers all got the same reward, after reward_scaling, and sample more until the batch is

@@ -19,6 +19,7 @@ from support.toy_policy import (
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
 from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling
+from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
@@ -59,6 +60,7 @@ class Setting:
         train_global=40,
         reward=EXACT_MATCH,
         scale=unscaled,
+        shape=None,
         generation=None,
         transport=None,
     ):
@@ -74,6 +76,7 @@ class Setting:
             weights=WeightSync(self.policy, self.generation, transport, verify=verify),
             sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
             validation=ValidationSampling(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
+            shape=shape,
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
@@ -328,6 +331,25 @@ def test_a_step_trains_on_scaled_rewards():
     assert 0 < raw["train/reward"] == flat["train/reward"] < 1
     assert raw["train/informative_prompts"] > 0 == flat["train/informative_prompts"]
     assert raw["train/grad_norm"] > 0 == flat["train/grad_norm"]
+
+
+def test_a_step_trains_on_shaped_rewards_and_samples_by_those_before():
+    nothing = Reward("nothing", lambda response, answer: 0.0)
+    flat, shaped = (
+        Setting(reward=nothing, shape=shape).grpo.step(1, Timer())
+        for shape in (None, OverlongPenalty(buffer_length=2, penalty=1.0, max_response_length=3))
+    )
+    assert "train/reward_shaping" not in flat
+    assert flat["train/grad_norm"] == 0 < shaped["train/grad_norm"]
+    mean_penalty = (shaped["train/mean_gen_tokens_per_sample"] - 1) / 2  # every answer has 1, 2 or 3 tokens
+    assert shaped["train/reward_shaping"] == pytest.approx(-mean_penalty)
+    assert undocumented({"train/reward_shaping"}) == []
+    assert shaped["train/reward"] == shaped["train/informative_prompts"] == 0
+
+    # Answers of different length, and so of different shaped rewards, do not make a prompt worth sampling.
+    dynamic = replace(SETTINGS, use_dynamic_sampling=True)
+    with pytest.raises(RuntimeError, match="4 generation batches of step 1 did not give 5 prompts"):
+        Setting(reward=nothing, settings=dynamic, shape=OverlongPenalty(2, 1.0, 3)).grpo.step(1, Timer())
 
 
 def test_a_recipes_scaling_is_what_it_says():

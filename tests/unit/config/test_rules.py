@@ -272,6 +272,10 @@ BROKEN = {
         ["grpo.num_generations_per_prompt=1", "grpo.num_prompts_per_step=512"],
         "grpo.num_generations_per_prompt: must be 2 or more, since an answer's advantage is its reward against",
     ),
+    "reward_shaping_has_its_numbers": (
+        ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=null"],
+        "grpo.reward_shaping.enabled: is true, which needs overlong_buffer_length, or stop_properly_penalty_coef",
+    ),
     "truncation_has_its_bounds": (
         ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"],
         "loss_fn.truncated_importance_sampling_type: is tis, which needs loss_fn.use_importance_sampling_correction",
@@ -625,6 +629,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
                 f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=1048576",
             ],
             "pp_ranks has no effect, since policy.megatron_cfg.fine_grained_activation_offloading is false",
+        ),
+        (
+            ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.5"],
+            "stop_properly_penalty_coef 0.5 is what counts; overlong_buffer_length, overlong_buffer_penalty, max_resp",
         ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],

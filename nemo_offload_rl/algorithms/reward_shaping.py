@@ -1,0 +1,52 @@
+"""Shapes rewards by the length of answers, with NeMo-RL's two penalties."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+
+from nemo_offload_rl.algorithms.rollouts import Rollouts
+
+# From scaled rewards [P, N], and the rollouts that they are of, to the rewards [P, N] that advantages are made of.
+RewardShaping = Callable[[torch.Tensor, Rollouts], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class OverlongPenalty:
+    """A penalty that grows with the tokens of an answer (DAPO, https://arxiv.org/abs/2503.14476).
+
+    It starts where the last ``buffer_length`` tokens below ``max_response_length`` do, has reached ``penalty`` at
+    ``max_response_length``, and goes on growing above, as NeMo-RL's does.
+
+    Attributes:
+        buffer_length: tokens; above 0.
+        penalty: what a whole buffer costs; 0 or more.
+        max_response_length: tokens of an answer, its stop token included.
+    """
+
+    buffer_length: int
+    penalty: float
+    max_response_length: int
+
+    def __call__(self, rewards: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
+        """Subtracts the penalty."""
+        excess = rollouts.response_tokens - (self.max_response_length - self.buffer_length)
+        penalty = excess.clamp(min=0) / self.buffer_length * self.penalty
+        return rewards - penalty.view_as(rewards)
+
+
+@dataclass(frozen=True)
+class StopProperlyPenalty:
+    """A factor on the rewards of answers that were cut off.
+
+    Attributes:
+        factor: from 0, which leaves them nothing, to 1, which leaves them everything.
+    """
+
+    factor: float
+
+    def __call__(self, rewards: torch.Tensor, rollouts: Rollouts) -> torch.Tensor:
+        """Scales the rewards."""
+        return torch.where(rollouts.truncated.view_as(rewards), rewards * self.factor, rewards)
