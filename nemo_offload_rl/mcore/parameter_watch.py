@@ -8,7 +8,9 @@ _NUM_STEPS = 10
 """Of a worker's life that are looked at: phases and a resumed checkpoint lie before the first or between them."""
 _PATIENCE = 3
 """In bf16 a step of a small learning rate may change few parameters, and by chance none of those looked at."""
-_MOST_PARAMETERS, _MOST_ELEMENTS = 64, 65_536
+_MOST_PARAMETERS, _MOST_ELEMENTS = 16, 65_536
+_LEAST_NORM = 1e-6
+"""With a smaller gradient Adam's epsilon may leave bf16 parameters as they are, as where all advantages are alike."""
 
 
 class UnchangedParametersError(RuntimeError):
@@ -18,7 +20,8 @@ class UnchangedParametersError(RuntimeError):
 class ParameterWatch:
     """Compares a sample of the parameters before and after each of the first steps.
 
-    Up to 64 parameters with 65,536 elements each are copied and compared on their device.
+    Up to 16 matrices of all sizes, with 65,536 elements each, are copied and compared on their device. Not norms: a
+    small learning rate does not change a bf16 number near 1.
 
     Args:
         parameters: of this rank; those that are not trained are left out.
@@ -26,7 +29,8 @@ class ParameterWatch:
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
         trained = [parameter for parameter in parameters if parameter.requires_grad]
-        self._parameters = trained[:: -(-len(trained) // _MOST_PARAMETERS) or 1]
+        matrices = sorted((one for one in trained if one.ndim > 1), key=torch.Tensor.numel) or trained
+        self._parameters = matrices[:: -(-len(matrices) // _MOST_PARAMETERS) or 1]
         self._num_left = _NUM_STEPS
         self._num_unchanged = 0
         self._before: list[torch.Tensor] = []
@@ -47,7 +51,7 @@ class ParameterWatch:
             UnchangedParametersError: on every rank, where the last three steps with gradients and a learning rate have
                 changed nothing on any.
         """
-        if not self._num_left or grad_norm == 0:
+        if not self._num_left or grad_norm < _LEAST_NORM:
             return
         self._num_left -= 1
         before, self._before = self._before, []
