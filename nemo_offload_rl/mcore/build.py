@@ -47,6 +47,8 @@ class TrainingState:
     """By which autograd tells DistributedDataParallel of each gradient."""
     watch: ParameterWatch
     """Notices first steps that change nothing."""
+    before_update: Callable[[], None] = lambda: None
+    """Called in each step behind the backward pass, before the gradients' norm is known."""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Every parameter of this rank, with a name that is unique over the model chunks."""
@@ -70,7 +72,7 @@ def build(
     *,
     seed: int,
     init_optimizer: bool,
-    stream_optimizer_state: bool = False,
+    streamed: bool = False,
 ) -> TrainingState:
     """Build the policy of this rank; the process groups must exist.
 
@@ -79,7 +81,7 @@ def build(
         hf_config: the model's Hugging Face config.
         seed: seed of random weights (`policy.hf_config`), the same on every rank.
         init_optimizer: False for a policy that is only evaluated.
-        stream_optimizer_state: leave it to the residency engine to make masters and moments, in host memory.
+        streamed: leave it to the residency engine to make masters and moments, in host memory.
 
     Raises:
         ValueError: what megatron-core's checks of the configs say.
@@ -106,9 +108,9 @@ def build(
     config = get_model_config(model[0])
     optimizer = scheduler = None
     if init_optimizer:
-        with masters_without_memory() if stream_optimizer_state else contextlib.nullcontext():
+        with masters_without_memory() if streamed else contextlib.nullcontext():
             optimizer = build_optimizer(make_optimizer_config(policy), model)
-        if not stream_optimizer_state:
+        if not streamed:
             init_optimizer_state(optimizer)
         scheduler = make_scheduler(policy["megatron_cfg"], optimizer)
         config.grad_scale_func = optimizer.scale_loss

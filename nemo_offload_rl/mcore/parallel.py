@@ -152,3 +152,15 @@ def destroy() -> None:
         clear_globals()
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
+
+
+def coordinates() -> dict[str, int]:
+    """Returns this rank's place in its groups: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
+    return {
+        "dp_rank": mpu.get_data_parallel_rank(),
+        "dp_size": mpu.get_data_parallel_world_size(),
+        "tp_rank": mpu.get_tensor_model_parallel_rank(),
+        "tp_size": mpu.get_tensor_model_parallel_world_size(),
+        "pp_rank": mpu.get_pipeline_model_parallel_rank(),
+        "pp_size": mpu.get_pipeline_model_parallel_world_size(),
+    }

@@ -231,7 +231,6 @@ def train_step(
     temperature: float,
     device: torch.device,
     kept: SamplingFilter = KEEP_ALL,
-    before_update: Callable[[], None] = lambda: None,
 ) -> StepResult:
     """Forward, backward and one optimizer step over one global batch.
 
@@ -244,7 +243,6 @@ def train_step(
         device: where the model computes.
         kept: the tokens that the sampler keeps. Where not all, the loss gets the log-probs over all tokens, too, in the
             column `unfiltered_logprobs`, with grad.
-        before_update: called behind the backward pass, before the gradients' norm is known.
     """
     assert state.optimizer is not None and state.scheduler is not None
     for chunk in state.model:
@@ -276,7 +274,7 @@ def train_step(
             forward_only=False,
             device=device,
         )
-        before_update()
+        state.before_update()
         # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())

@@ -83,6 +83,7 @@ def make_engine(
         for optimizer in cpu_optimizers(state.optimizer):
             logger.info("%s, %d threads", optimizer.describe(), torch.get_num_threads())
         engine = attach(state.model, state.optimizer, arena, table=plan.table, options=options)
+        state.before_update = engine.prefetch_streamed_state
         return dataclasses.replace(engine, hooks=[*engine.hooks, undo.pop_all().close])
 
 

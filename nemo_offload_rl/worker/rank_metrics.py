@@ -1,6 +1,6 @@
-"""Reduces the numbers of many ranks to one: a step is as slow as its slowest rank, and as full as its fullest."""
+"""Reduces many numbers to one: of ranks the worst, as a step is as slow as its slowest rank; of steps the mean."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 _LEAST_COUNTS = ("hidden_s", "gb_per_s", "share_of_link")
 """Endings of names of which the smallest value is the worst: speed, and waiting that was saved."""
@@ -26,3 +26,9 @@ def worst_of_ranks(every_rank: Sequence[Mapping[str, float]]) -> dict[str, float
 def _least_counts(name: str) -> bool:
     quantity = name.rpartition("/")[2]
     return quantity in _LEAST_COUNTS or quantity.startswith(_FREE_MEMORY)
+
+
+def mean(values: Iterable[float]) -> float:
+    """Returns the mean of some numbers, of which there is at least one."""
+    held = list(values)
+    return sum(held) / len(held)

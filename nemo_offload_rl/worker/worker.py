@@ -34,6 +34,7 @@ from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
+from nemo_offload_rl.worker.rank_metrics import mean
 from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
 
 logger = logging.getLogger(__name__)
@@ -88,8 +89,7 @@ class MegatronPolicyWorker:
         self._config = config
         self._rank = rank
         self._world_size = world_size
-        if hf_config is None:
-            hf_config = read_hf_config(config)
+        hf_config = read_hf_config(config) if hf_config is None else hf_config
         plan = settings(config)
         binding = bind_to_gpu(plan.numa, local_rank=local_rank)
         self._sizes = parallel_sizes(config["megatron_cfg"])
@@ -109,13 +109,8 @@ class MegatronPolicyWorker:
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
             facts = hf_config.to_dict()  # before the bridge changes the config
-            self.state: Final = build(
-                config,
-                hf_config,
-                seed=seed,
-                init_optimizer=init_optimizer,
-                stream_optimizer_state=plan.streams_optimizer_state,
-            )
+            streamed = plan.streams_optimizer_state
+            self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
             nbytes = 0
             if init_optimizer:
@@ -153,15 +148,7 @@ class MegatronPolicyWorker:
 
     def parallel_ranks(self) -> dict[str, int]:
         """This rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
-        mpu = parallel.mpu
-        return {
-            "dp_rank": mpu.get_data_parallel_rank(),
-            "dp_size": mpu.get_data_parallel_world_size(),
-            "tp_rank": mpu.get_tensor_model_parallel_rank(),
-            "tp_size": mpu.get_tensor_model_parallel_world_size(),
-            "pp_rank": mpu.get_pipeline_model_parallel_rank(),
-            "pp_size": mpu.get_pipeline_model_parallel_world_size(),
-        }
+        return parallel.coordinates()
 
     # --- training ---------------------------------------------------------------------------------------------------
 
@@ -195,14 +182,14 @@ class MegatronPolicyWorker:
         done = [result for result in results if not result.skipped]
         names = results[-1].metrics
         return {
-            "loss": _mean(result.loss for result in done or results),
-            "grad_norm": _mean(result.grad_norm for result in done or results),
+            "loss": mean(result.loss for result in done or results),
+            "grad_norm": mean(result.grad_norm for result in done or results),
             "lr": self._learning_rate(),
             "num_steps": len(done),
             "num_skipped": len(results) - len(done),
             "num_microbatches": num_microbatches,
             "tokens": int(data["input_lengths"].sum()),
-            "metrics": {name: _mean(result.metrics[name] for result in done or results) for name in names},
+            "metrics": {name: mean(result.metrics[name] for result in done or results) for name in names},
         }
 
     def _train_steps(
@@ -223,7 +210,6 @@ class MegatronPolicyWorker:
                         temperature=self._temperature,
                         device=self.device,
                         kept=self._kept,
-                        before_update=self.engine.prefetch_streamed_state,
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
@@ -411,8 +397,3 @@ class MegatronPolicyWorker:
             closed = (self._stream.close, self.state.close, self.engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self.graphs.delete):
                 stack.callback(give_back)
-
-
-def _mean(values: Any) -> float:
-    held = list(values)
-    return sum(held) / len(held)
