@@ -87,7 +87,7 @@ def test_weights_loaded_apart_from_a_step_reach_every_master(make_worker, aware)
 def test_numbers_are_those_of_the_resident_optimizer_but_for_the_last_bits(make_worker):
     """The kernels of torch round differently; and with the precision-aware optimizer gradients are clipped in bf16."""
     want = steps(make_worker(policy_of(None)))
-    for fraction, aware, tolerance in ((0.3, False, 1e-5), (1.0, False, 1e-5), (0.5, True, 1e-3)):
+    for fraction, aware, tolerance in ((1.0, False, 1e-5), (0.5, True, 1e-3)):
         for one, other in zip(steps(make_worker(policy_of(fraction, aware=aware))), want, strict=True):
             assert one["loss"] == pytest.approx(other["loss"], abs=tolerance)
 
@@ -224,6 +224,7 @@ def resumed_on_two_ranks(rank, world_size, ports):
     return shares, reports
 
 
+@pytest.mark.slow
 def test_two_ranks_step_halves_of_their_shards_and_resume(tmp_path, monkeypatch):
     monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
     for shares, (want, got) in run_ranks(resumed_on_two_ranks, 2, num_ports=2):
