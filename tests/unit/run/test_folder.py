@@ -22,7 +22,7 @@ def test_runs_that_start_at_once_get_folders_of_their_own(tmp_path):
 
 
 def test_recipes_come_back_as_they_were(tmp_path):
-    config = {"loss_fn": {"lr": 1e-8, "metric": None, "on": True}, "names": ["a", "b"]}
+    config = {"optimizer": {"lr": 1e-8, "metric": None, "on": True}, "names": ["a", "b"]}
     assert read_recipe(tmp_path) is None
     write_recipe(tmp_path, config)
     assert read_recipe(tmp_path) == config
