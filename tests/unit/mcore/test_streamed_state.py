@@ -2,11 +2,13 @@
 
 import pytest
 import torch
+from support.late_copies import LateCopies
 from support.late_streams import LateStream
 from support.phases import checkpoint_entries, checksums, differing, run_steps
-from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import host_copies
@@ -44,6 +46,14 @@ def test_steps_are_bit_equal_to_those_with_resident_state(make_worker, kind):
     assert run_steps(worker, 3, visit_phases=True) == plain
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
+
+
+def test_activations_may_be_offloaded_beside_it(make_worker, monkeypatch):
+    monkeypatch.setattr(activation_offload, "CudaCopies", lambda device, graphs: LateCopies(0))
+    plain = run_steps(make_worker(policy_of("bf16", streamed=False)), 2, visit_phases=False)
+    worker = make_worker(offloading_activations(policy_of("bf16"), ["qkv_linear", "core_attn", "attn_proj"], gbs=8))
+    assert run_steps(worker, 2, visit_phases=True) == plain
+    assert worker.activations.offloader.report.total().moved_bytes > 0
 
 
 def test_nothing_of_the_state_is_ever_made_on_the_device(make_worker):

@@ -149,6 +149,15 @@ def test_a_window_that_does_not_come_back_harms_nothing(streaming):
     assert job.step(1) == wanted[1]
 
 
+def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeypatch):
+    """As on a GPU whose host memory could not be page-locked."""
+    monkeypatch.setattr(host_copies.HostCopies, "_is_staged", lambda self, segment: True)
+    plain, job = make_job(), make_job()
+    engine = streaming(job, pinned_optimizer_state=False, verify=True)
+    assert run_steps(job, 2, engine) == run_steps(plain, 2)
+    assert_same(engine, job, plain)
+
+
 class FailingStream(LateStream):
     """Fails in one of the copies to come."""
 
