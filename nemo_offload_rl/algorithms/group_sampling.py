@@ -23,6 +23,12 @@ class GroupSettings:
     num_generations_per_prompt: int
     use_dynamic_sampling: bool
     dynamic_sampling_max_gen_batches: int
+    batch_multiplier: float
+
+    @property
+    def prompts_per_batch(self) -> int:
+        """Prompts of one generation batch; those of a step where there is no dynamic sampling."""
+        return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,8 @@ class GroupSampler:
         """Rollouts of ``num_prompts_per_step`` prompts, and metrics of everything that was sampled.
 
         With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward,
-        after scaling, are left out with all their answers, and further batches are sampled in their place.
+        after scaling, are left out with all their answers, and further batches are sampled in their place; each has
+        ``batch_multiplier`` times the prompts of a step.
 
         Raises:
             RuntimeError: dynamic sampling found too few prompts in the batches it may use.
@@ -72,7 +79,7 @@ class GroupSampler:
         return batch, self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
 
     def _sample(self, step: int, timer: Timer, first_sample_id: int) -> Rollouts:
-        problems = self.prompts.next_batch(self.settings.num_prompts_per_step)
+        problems = self.prompts.next_batch(self.settings.prompts_per_batch)
         return self.rollout(
             problems, self.settings.num_generations_per_prompt, self.sampling, step, timer, first_sample_id
         )

@@ -55,12 +55,14 @@ class ValidationSampling:
     """The problems and settings of validation.
 
     Attributes:
-        problems: one answer is sampled to each; may be empty.
+        problems: what is asked; may be empty.
+        num_generations: answers that are sampled to each.
         batch_size: problems of one generation request.
         sampling: how answers are sampled.
     """
 
     problems: Sequence[Problem]
+    num_generations: int
     batch_size: int
     sampling: SamplingParams
 
@@ -145,27 +147,32 @@ class GRPO(Algorithm):
                 batch["reference_policy_logprobs"] = reference["reference_logprobs"]
 
     def validate(self, step: int) -> dict[str, float]:
-        """Samples one answer to each validation problem.
+        """Samples answers to the validation problems.
 
         Returns:
             ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
-            reward, and the mean length of an answer; nothing where there are no problems.
+            reward, and the mean length of an answer; of several answers to a problem also ``validation/pass_k``, the
+            share of problems of which one answer or more got a reward above 0. Nothing where there are no problems.
         """
         problems, size = self._validation.problems, self._validation.batch_size
+        num_generations, sampling = self._validation.num_generations, self._validation.sampling
         if not problems:
             return {}
         self._weights.refresh()
         parts = [
-            self._sample.rollout(problems[start : start + size], 1, self._validation.sampling, step, Timer())
+            self._sample.rollout(problems[start : start + size], num_generations, sampling, step, Timer())
             for start in range(0, len(problems), size)
         ]
         self._generation.finish_generation()
         rollouts = Rollouts.concat(parts, self._sample.rollout.tokenizer.pad_token_id)
-        return {
+        metrics = {
             "validation/accuracy": float((rollouts.rewards >= 1).float().mean()),
             "validation/reward": float(rollouts.rewards.mean()),
             "validation/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
         }
+        if num_generations > 1:
+            metrics |= {"validation/pass_k": float((rollouts.rewards > 0).any(dim=1).float().mean())}
+        return metrics
 
     def load(self, folder: Path) -> None:
         """Continues from a checkpoint folder."""
@@ -187,7 +194,9 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     """
     section, policy_config = config["grpo"], config["policy"]
     train, validation = read_data(config["data"], section["seed"])
-    train.require(section["num_prompts_per_step"], "grpo.num_prompts_per_step")
+    groups = GroupSettings(**fields_from(GroupSettings, section))
+    larger = "" if groups.batch_multiplier == 1 else " x grpo.batch_multiplier"
+    train.require(groups.prompts_per_batch, f"grpo.num_prompts_per_step{larger}")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
     prompts = make_prompt_format(config["data"], tokenizer, policy_config["tokenizer"])
     for problems in (train.problems, validation):
@@ -236,11 +245,12 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 train,
                 rollout,
                 sampling,
-                GroupSettings(**fields_from(GroupSettings, section)),
+                groups,
                 _make_reward_scaling(section),
             ),
             validation=ValidationSampling(
                 problems=validation[: section["max_val_samples"]],
+                num_generations=section["val_num_generations_per_prompt"],
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,
             ),

@@ -30,6 +30,8 @@ IF_ABSENT: Mapping[str, Any] = {
     "loss_fn.truncated_importance_sampling_ratio_min": None,
     "grpo.advantage_clip_low": None,
     "grpo.advantage_clip_high": None,
+    "grpo.batch_multiplier": 1,
+    "grpo.val_num_generations_per_prompt": 1,
     "grpo.reward_shaping.overlong_buffer_length": None,
     "grpo.reward_shaping.overlong_buffer_penalty": None,
     "grpo.reward_shaping.max_response_length": None,

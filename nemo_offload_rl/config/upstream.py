@@ -104,13 +104,11 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "math-verify",
         "name a reward in env.NAME.reward: exact_match, numeric_match or python",
     ),
-    OffOnly("grpo.batch_multiplier", (1, None), "generating more prompts than a step trains on"),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
     OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
     OffOnly("grpo.reward_shaping.mode", ("response_length", None), "reward shaping by the length of the reasoning"),
     OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
-    OffOnly("grpo.val_num_generations_per_prompt", (1, None), "several validation answers to a prompt"),
     OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
     OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
@@ -132,6 +130,7 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     ),
     OffOnly("policy.megatron_cfg.use_fused_linear_logprobs", _FALSE, "fused linear log-probs"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
+    OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
     OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
     OffOnly("policy.tokenizer.use_fastokens", _FALSE, "fastokens"),
     OffOnly("reward_penalties.penalize_duplicated_reasoning", _FALSE, "reward penalties"),
@@ -263,6 +262,7 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.generation.refit_cfg", _NIXL, True),
     WithoutEffect("policy.generation.vllm_cfg", _VLLM, True),
     WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True),
+    WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
     ),
@@ -274,7 +274,7 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
 )
 
 # Sections that hold nothing but keys of OFF_ONLY and WITHOUT_EFFECT.
-UPSTREAM_SECTIONS = ("reward_penalties", "policy.generation.colocated")
+UPSTREAM_SECTIONS = ("reward_penalties", "policy.generation.colocated", "policy.router_replay")
 
 # Values that NeMo-RL has for keys of ours, and this package has not.
 OTHER_VALUES: dict[str, str] = {

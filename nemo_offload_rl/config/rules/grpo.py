@@ -2,6 +2,7 @@
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
+from nemo_offload_rl.metrics.names import without_default_set
 
 
 @rule("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
@@ -40,6 +41,42 @@ def dynamic_sampling_needs_two_answers(enabled: bool, generations: int) -> Verdi
     if not enabled or generations > 1:
         return None
     return "is true, which needs grpo.num_generations_per_prompt of 2 or more; found 1"
+
+
+@rule("grpo.batch_multiplier?", "grpo.use_dynamic_sampling", "grpo.num_prompts_per_step")
+def larger_batches_need_dynamic_sampling(multiplier: float | None, dynamic: bool, prompts: int) -> Verdict:
+    """Otherwise a step trains on all that it has sampled."""
+    if multiplier is None or multiplier == 1:
+        return None
+    if not dynamic:
+        return f"is {multiplier:g}, which needs grpo.use_dynamic_sampling true; set it to 1"
+    if int(prompts * multiplier) == 0:
+        return f"is {multiplier:g}, of which grpo.num_prompts_per_step ({prompts}) makes no whole prompt; raise it"
+    return None
+
+
+@rule(
+    "grpo.val_num_generations_per_prompt?",
+    "grpo.stop_at_validation_metric?",
+    "checkpointing.metric_name",
+    "checkpointing.enabled",
+)
+def pass_k_needs_several_answers(
+    generations: int | None, target: str | None, metric: str | None, saves: bool
+) -> Verdict:
+    """Of one answer to a problem, there is no pass@k."""
+    names = [target, metric if saves else None]
+    if (generations or 1) > 1 or not any(without_default_set(name or "") == "val:pass_k" for name in names):
+        return None
+    return "must be 2 or more for val:pass_k to be measured; found 1"
+
+
+@note("grpo.val_num_generations_per_prompt?", "policy.generation.val_temperature")
+def greedy_answers_are_equal(generations: int | None, temperature: float) -> Verdict:
+    """Nothing is drawn at temperature 0."""
+    if (generations or 1) == 1 or temperature > 0:
+        return None
+    return f"samples {generations} equal answers to a problem, since policy.generation.val_temperature is 0"
 
 
 @rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")

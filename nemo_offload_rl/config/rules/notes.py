@@ -18,9 +18,11 @@ def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Ver
 
 
 @note(f"{OPTIMIZER}.clip_grad", "policy.max_grad_norm")
-def clip_grad_is_what_counts(clip: float, norm: float) -> Verdict:
+def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
     """Only the optimizer's setting is read."""
-    return None if clip == norm else f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
+    if norm is None or clip == norm:
+        return None
+    return f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
 
 
 @note(f"{OPTIMIZER}.optimizer")

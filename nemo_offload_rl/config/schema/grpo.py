@@ -10,6 +10,7 @@ from nemo_offload_rl.config.schema.value_types import (
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
+    PositiveFloat,
     PositiveInt,
 )
 
@@ -102,6 +103,10 @@ class GRPOConfig(TypedDict):
     use_dynamic_sampling: bool
     # Generation batches that dynamic sampling may use for one step before it fails. 1 or more; recommended 10.
     dynamic_sampling_max_gen_batches: PositiveInt
+    # Prompts of a generation batch of dynamic sampling, as a multiple of num_prompts_per_step, rounded down: above 1,
+    # more prompts are sampled than a step trains on, and what is too many is dropped. Above 0, 1 without dynamic
+    # sampling; recommended 1 over the share of prompts that are kept, train/informative_prompts. Absent: 1.
+    batch_multiplier: NotRequired[PositiveFloat]
     # Steps between validations; 0 for none. Recommended: 10.
     val_period: NonNegativeInt
     # Validate before the first step. Recommended: true where the starting accuracy is of interest.
@@ -110,6 +115,9 @@ class GRPOConfig(TypedDict):
     val_at_end: bool
     # Problems of a validation; the first ones of the set. 1 or more; recommended 256.
     max_val_samples: PositiveInt
+    # Answers sampled to each problem of a validation, which then means over all of them, and also measures
+    # val:pass_k. 1 or more; recommended 1, or 8 where val_temperature is above 0. Absent: 1.
+    val_num_generations_per_prompt: NotRequired[PositiveInt]
     # Problems of one validation batch. 1 or more; recommended max_val_samples.
     val_batch_size: PositiveInt
     # Seed of data order, sampling and initial weights. 0 or more.

@@ -83,8 +83,8 @@ class PolicyConfig(TypedDict):
     # Samples of one forward and backward pass on one rank. 1 or more; as large as memory allows.
     train_micro_batch_size: PositiveInt
     # Largest norm of the gradient, for megatron_cfg.optimizer.clip_grad to refer to; 0 clips nothing.
-    # Recommended: 1.0.
-    max_grad_norm: NonNegativeFloat
+    # Recommended: 1.0; null where clip_grad is a number of its own.
+    max_grad_norm: NonNegativeFloat | None
     # Steps whose loss or gradient is not finite that a run may skip before it stops. 0 or more; recommended 10.
     # Absent: 0, the first one stops the run.
     max_skipped_steps: NotRequired[NonNegativeInt]

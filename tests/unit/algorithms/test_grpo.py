@@ -41,6 +41,7 @@ SETTINGS = GroupSettings(
     num_generations_per_prompt=8,
     use_dynamic_sampling=False,
     dynamic_sampling_max_gen_batches=4,
+    batch_multiplier=1,
 )
 SCHEDULE = Schedule(
     max_num_steps=6, max_num_epochs=99, val_period=3, val_at_start=True, val_at_end=True, save_period=2, target=None
@@ -63,6 +64,8 @@ class Setting:
         shape=None,
         generation=None,
         transport=None,
+        val_generations=1,
+        val_temperature=0.0,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -75,7 +78,12 @@ class Setting:
             generation=self.generation,
             weights=WeightSync(self.policy, self.generation, transport, verify=verify),
             sample=GroupSampler(ProblemLoader(PROBLEMS, shuffle=True, seed=7), rollout, SAMPLING, settings, scale),
-            validation=ValidationSampling(PROBLEMS, batch_size=4, sampling=replace(SAMPLING, temperature=0.0)),
+            validation=ValidationSampling(
+                PROBLEMS,
+                num_generations=val_generations,
+                batch_size=4,
+                sampling=replace(SAMPLING, temperature=val_temperature),
+            ),
             shape=shape,
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
@@ -110,7 +118,24 @@ def test_it_learns_and_stops_at_its_target():
 
 
 def test_validation_measures_what_recipes_may_name():
-    assert set(Setting().grpo.validate(0)) == {f"validation/{name}" for name in ALGORITHMS["grpo"].validation_metrics}
+    named = {f"validation/{name}" for name in ALGORITHMS["grpo"].validation_metrics}
+    assert set(Setting(val_generations=2).grpo.validate(0)) == named
+    assert set(Setting().grpo.validate(0)) == named - {"validation/pass_k"}
+    assert undocumented(named) == []
+
+
+def test_validation_means_over_several_answers_to_a_problem():
+    graded = Reward("graded", lambda response, answer: {answer: 1.0, "7": 0.5}.get(response, 0.0))
+    setting = Setting(reward=graded, val_generations=6, val_temperature=1.0)
+    metrics = setting.grpo.validate(0)
+    assert [request.sample_ids for request in setting.generation.requests] == [[*range(6)] * n for n in (4, 4, 2)]
+    setting.grpo._weights.refresh()
+    rewards = setting.grpo._sample.rollout(PROBLEMS, 6, SAMPLING, 0, Timer()).rewards
+    assert metrics["validation/reward"] == pytest.approx(rewards.mean().item())
+    assert metrics["validation/accuracy"] == pytest.approx((rewards == 1).float().mean().item())
+    solved = [any(reward > 0 for reward in row) for row in rewards.tolist()]
+    assert metrics["validation/pass_k"] == pytest.approx(sum(solved) / 10)
+    assert metrics["validation/accuracy"] < metrics["validation/reward"] < metrics["validation/pass_k"] < 1
 
 
 def test_the_same_seed_twice_gives_the_same_metrics():
@@ -307,6 +332,17 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
     assert [request.sample_ids[0] for request in generation.requests[:2]] == [0, 8]
     assert metrics["train/informative_prompts"] < 1
     assert metrics["train/reward"] < rollouts.rewards.mean()
+
+
+def test_dynamic_sampling_may_sample_more_prompts_than_a_step_trains_on():
+    settings = {"use_dynamic_sampling": True, "num_prompts_per_step": 3, "dynamic_sampling_max_gen_batches": 40}
+    sample, generation = sampler(batch_multiplier=2.5, **settings)
+    rollouts, metrics = sample(1, Timer())
+    assert [len(request.prompt_ids) for request in generation.requests] == [7 * 8] * len(generation.requests)
+    assert rollouts.rewards.shape == (3, 8)
+    assert (rollouts.rewards.amax(1) > rollouts.rewards.amin(1)).all()
+    sample, _ = sampler(**settings)
+    assert metrics["train/num_generation_batches"] < sample(1, Timer())[1]["train/num_generation_batches"]
 
 
 def test_dynamic_sampling_compares_scaled_rewards():

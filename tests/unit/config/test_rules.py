@@ -276,6 +276,14 @@ BROKEN = {
         ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.overlong_buffer_length=null"],
         "grpo.reward_shaping.enabled: is true, which needs overlong_buffer_length, or stop_properly_penalty_coef",
     ),
+    "larger_batches_need_dynamic_sampling": (
+        ["grpo.batch_multiplier=1.5"],
+        "grpo.batch_multiplier: is 1.5, which needs grpo.use_dynamic_sampling true; set it to 1",
+    ),
+    "pass_k_needs_several_answers": (
+        ["grpo.stop_at_validation_metric=val:pass_k"],
+        "grpo.val_num_generations_per_prompt: must be 2 or more for val:pass_k to be measured; found 1",
+    ),
     "truncation_has_its_bounds": (
         ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"],
         "loss_fn.truncated_importance_sampling_type: is tis, which needs loss_fn.use_importance_sampling_correction",
@@ -323,7 +331,7 @@ BROKEN = {
     ),
     "checkpoint_metric_is_measured": (
         ["checkpointing.metric_name=val:val_loss"],
-        "must be 'val:accuracy', 'val:reward' or 'val:mean_gen_tokens_per_sample', train:NAME or null; found",
+        "must be 'val:accuracy', 'val:reward', 'val:mean_gen_tokens_per_sample' or 'val:pass_k', train:NAME or",
     ),
     "wandb_has_its_names": (["logger.wandb_enabled=true"], "logger.wandb_enabled: is true, which needs logger.wandb"),
     "environment_is_defined": (
@@ -633,6 +641,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         (
             ["grpo.reward_shaping.enabled=true", "grpo.reward_shaping.stop_properly_penalty_coef=0.5"],
             "stop_properly_penalty_coef 0.5 is what counts; overlong_buffer_length, overlong_buffer_penalty, max_resp",
+        ),
+        (
+            ["grpo.val_num_generations_per_prompt=4", "policy.generation.val_temperature=0.0"],
+            "val_num_generations_per_prompt samples 4 equal answers to a problem, since policy.generation.val_temp",
         ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],

@@ -139,6 +139,15 @@ def test_a_section_loads_while_its_switch_is_off(feature, error_of):
     )
 
 
+def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
+    overrides = ["policy.max_grad_norm=null", "policy.megatron_cfg.optimizer.clip_grad=0.0"]
+    recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, "+policy.megatron_cfg.converter_type=LlamaForCausalLM"])
+    assert recipe.config["policy"]["max_grad_norm"] is None
+    assert not any("max_grad_norm" in note for note in recipe.notes)
+    why = "policy.megatron_cfg.converter_type has no effect: the model's own config names its architecture"
+    assert why in recipe.notes
+
+
 def test_an_unknown_key_in_a_section_that_only_upstream_has(error_of):
     error = error_of("+reward_penalties.penalize_unwanted_token=true")
     assert "unknown key; nearest valid key: reward_penalties.penalize_unwanted_tokens" in error
