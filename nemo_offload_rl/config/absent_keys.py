@@ -38,6 +38,11 @@ IF_ABSENT: Mapping[str, Any] = {
     "grpo.reward_shaping.stop_properly_penalty_coef": None,
 }
 
+# The same for keys that a recipe of another algorithm must have or cannot have, by the algorithm's section.
+IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
+    "dpo": {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False},
+}
+
 
 def resolve_absent_keys(config: dict[str, Any]) -> None:
     """Fill in the absent keys of the sections that a recipe has.
@@ -45,7 +50,8 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
     Args:
         config: a recipe's, which is changed.
     """
-    for path, value in IF_ABSENT.items():
+    own = [values for section, values in IF_ABSENT_IN.items() if section in config]
+    for path, value in [pair for values in (IF_ABSENT, *own) for pair in values.items()]:
         section, _, name = path.rpartition(".")
         found: Any = config
         for part in section.split("."):

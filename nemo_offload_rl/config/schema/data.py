@@ -121,18 +121,6 @@ class DataOrder(TypedDict):
 
 
 @with_config(STRICT)
-class AnswerTokens(TypedDict):
-    """What the section `data` of a recipe has that trains on given answers."""
-
-    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one.
-    add_bos: bool
-    # End answers with the end-of-sequence token. Recommended: true.
-    add_eos: bool
-    # End prompts with the chat template's opening of an answer. Recommended: true with a chat template, else false.
-    add_generation_prompt: bool
-
-
-@with_config(STRICT)
 class DataConfig(DataOrder):
     """Section `data`."""
 
@@ -145,14 +133,28 @@ class DataConfig(DataOrder):
 
 
 @with_config(STRICT)
-class SFTDataConfig(DataConfig, AnswerTokens):
+class SFTDataConfig(DataConfig):
     """Section `data` of an SFT recipe."""
+
+    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one.
+    add_bos: bool
+    # End answers with the end-of-sequence token. Recommended: true.
+    add_eos: bool
+    # End prompts with the chat template's opening of an answer. Recommended: true with a chat template, else false.
+    add_generation_prompt: bool
 
 
 @with_config(STRICT)
-class PreferenceDataConfig(DataOrder, AnswerTokens):
+class PreferenceDataConfig(DataOrder):
     """Section `data` of a DPO recipe."""
 
+    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one. Absent: true.
+    add_bos: NotRequired[bool]
+    # End answers with the end-of-sequence token. Recommended: true. Absent: true.
+    add_eos: NotRequired[bool]
+    # End prompts with the chat template's opening of an answer, which is trained with the answer otherwise.
+    # Recommended: true with a chat template, else false. Absent: false, as in NeMo-RL.
+    add_generation_prompt: NotRequired[bool]
     # Training pairs.
     train: PairDataset
     # Validation pairs. Null or absent: none.

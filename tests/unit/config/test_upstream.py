@@ -89,16 +89,13 @@ def test_upstreams_sft_recipe_needs_megatron_and_data():
     assert config["policy"]["tokenizer"]["chat_template"].startswith("{% for message in messages %}")
 
 
-def test_upstreams_dpo_recipe_needs_megatron_pairs_and_their_tokens():
+def test_upstreams_dpo_recipe_needs_megatron_and_pairs():
     overrides = [
         "policy.dtensor_cfg.enabled=false",
         "policy.megatron_cfg.enabled=true",
         "policy.megatron_cfg.tensor_model_parallel_size=1",
         "policy.megatron_cfg.sequence_parallel=false",
         "logger.monitor_gpus=false",
-        "+data.add_bos=true",
-        "+data.add_eos=true",
-        "+data.add_generation_prompt=false",
         "~data.train",
         "+data.train={dataset_name: PreferenceDataset, data_path: pairs.jsonl}",
         "~data.validation",
@@ -108,6 +105,8 @@ def test_upstreams_dpo_recipe_needs_megatron_pairs_and_their_tokens():
     config = load(DATA / "nemo_rl_dpo.yaml", overrides).config
     assert config["dpo"]["reference_policy_kl_penalty"] == 0.05
     assert config["data"]["train"]["dataset_name"] == "PreferenceDataset"
+    tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}  # as NeMo-RL has them
+    assert tokens.items() <= config["data"].items()
 
 
 @pytest.mark.parametrize("row", OFF_ONLY, ids=lambda row: row.path)
