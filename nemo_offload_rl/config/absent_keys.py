@@ -25,6 +25,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.numa": "auto",
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
+    "data.train.split_validation_size": 0,
     "loss_fn.truncated_importance_sampling_type": None,
     "loss_fn.truncated_importance_sampling_ratio": None,
     "loss_fn.truncated_importance_sampling_ratio_min": None,

@@ -93,12 +93,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "data.validation.system_prompt_file", _NULL, "a system prompt for the validation data alone", _FILE_OF_BOTH
     ),
     OffOnly(
-        "data.train.split_validation_size",
-        (0, None),
-        "splitting validation data off the training data",
-        "split the file and name the second part in data.validation",
-    ),
-    OffOnly(
         "env.*.math_verify_impl",
         _NULL,
         "math-verify",

@@ -22,6 +22,7 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
 from nemo_offload_rl.data.problem import Problem
 from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.split import split_validation
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.run.algorithm import Algorithm
@@ -65,14 +66,28 @@ def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]
 def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader[Problem], Sequence[Problem]]:
     """Reads the training and the validation data; where there is none of the latter, it is empty.
 
+    Validation data that is split off the training data comes before that of ``data.validation``.
+
     Raises:
         DataError: one of them cannot be used.
     """
-    validation = data.get("validation")
-    return (
-        ProblemLoader(_read_problems("train", data["train"]), data["shuffle"], seed),
-        [] if validation is None else _read_problems("validation", validation),
-    )
+    train, validation = _split_off(data["train"], _read_problems("train", data["train"]))
+    further = data.get("validation")
+    if further is not None:
+        validation = _joined(validation, _read_problems("validation", further))
+    return ProblemLoader(train, data["shuffle"], seed), validation
+
+
+def _split_off[Sample](
+    dataset: Dataset | PairDataset, samples: Sequence[Sample]
+) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    if not dataset.get("split_validation_size"):
+        return samples, []
+    return split_validation(samples, dataset["split_validation_size"], dataset["seed"])
+
+
+def _joined[Sample](split_off: Sequence[Sample], validation: Sequence[Sample]) -> Sequence[Sample]:
+    return [*split_off, *validation] if split_off else validation
 
 
 def _read_problems(role: Role, dataset: Dataset) -> Sequence[Problem]:
@@ -87,16 +102,16 @@ def _read_problems(role: Role, dataset: Dataset) -> Sequence[Problem]:
 
 
 def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[PreferencePair], Sequence[PreferencePair]]:
-    """Reads the training and the validation pairs; where there are none of the latter, it is empty.
+    """Reads the training and the validation pairs, as ``read_data``; where there are none of the latter, it is empty.
 
     Raises:
         DataError: one of them cannot be used.
     """
-    validation = data.get("validation")
-    return (
-        ProblemLoader(_read_pairs("train", data["train"]), data["shuffle"], seed, noun="pairs"),
-        [] if validation is None else _read_pairs("validation", validation),
-    )
+    train, validation = _split_off(data["train"], _read_pairs("train", data["train"]))
+    further = data.get("validation")
+    if further is not None:
+        validation = _joined(validation, _read_pairs("validation", further))
+    return ProblemLoader(train, data["shuffle"], seed, noun="pairs"), validation
 
 
 def _read_pairs(role: Role, dataset: PairDataset) -> Sequence[PreferencePair]:

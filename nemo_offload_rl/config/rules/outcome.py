@@ -8,16 +8,25 @@ from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
 from nemo_offload_rl.metrics.names import without_default_set
 
 
-@rule("data.validation?", f"{SECTION}.val_period", f"{SECTION}.val_at_start", f"{SECTION}.val_at_end", SPEC)
-def validation_has_data(validation: Any, period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec) -> Verdict:
+@rule(
+    "data.validation?",
+    "data.train.split_validation_size?",
+    f"{SECTION}.val_period",
+    f"{SECTION}.val_at_start",
+    f"{SECTION}.val_at_end",
+    SPEC,
+)
+def validation_has_data(
+    validation: Any, split_off: float | None, period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
+) -> Verdict:
     """A validation needs problems."""
     asked = {"val_period": period, "val_at_start": at_start, "val_at_end": at_end}
     first = next((name for name, value in asked.items() if value), None)
-    if validation is not None or first is None:
+    if validation is not None or split_off or first is None:
         return None
     return (
-        f"is null, but {spec.name}.{first} is {show(asked[first])}; name validation data, or set val_period to 0 and "
-        "val_at_start and val_at_end to false"
+        f"is null, but {spec.name}.{first} is {show(asked[first])}; name validation data, set "
+        "data.train.split_validation_size above 0, or set val_period to 0 and val_at_start and val_at_end to false"
     )
 
 

@@ -4,7 +4,7 @@ import re
 from typing import Any
 
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.rules.base import Verdict, rule
+from nemo_offload_rl.config.rules.base import Verdict, note, rule
 
 
 @rule("data.default.env_name?", "env")
@@ -34,3 +34,29 @@ def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
         if function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", function):
             return f"env.{name}.reward_function", f"is written package.module:function; found {show(function)}"
     return None
+
+
+@rule("data.train.split_validation_size?", "data.train.seed?")
+def splits_have_a_seed(size: float | None, seed: int | None) -> Verdict:
+    """A resumed run splits as the first one did, and so does one on another machine."""
+    return f"is {size}, which needs data.train.seed" if size and seed is None else None
+
+
+@rule("data.train.split_validation_size?")
+def splits_are_shares_or_counts(size: float | None) -> Verdict:
+    """There is no part of a sample."""
+    if size is None or isinstance(size, int) or size < 1:
+        return None
+    return f"is {size}; it is a share below 1, or a number of samples, written without a point"
+
+
+@rule("data.validation.split_validation_size?")
+def validation_data_is_not_split(size: float | None) -> Verdict:
+    """The rest of it would be lost."""
+    return f"is {size}, but only data.train is split; delete it" if size else None
+
+
+@note("data.validation.seed?", "data.validation.dataset_name?")
+def nothing_is_drawn_of_validation_data(seed: int | None, name: str | None) -> Verdict:
+    """Validation reads the first rows, in their order."""
+    return None if seed is None or name == "arithmetic" else f"has no effect, since {name} is read in its order"

@@ -4,7 +4,7 @@ from typing import Annotated, Literal, NotRequired, TypedDict
 
 from pydantic import Field, with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, NonNegativeInt, PositiveInt
+from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, NonNegativeFloat, NonNegativeInt, PositiveInt
 
 
 @with_config(STRICT)
@@ -20,6 +20,9 @@ class ArithmeticDataset(TypedDict):
     num_problems: PositiveInt
     # Seed of which problems are drawn. 0 or more.
     seed: NonNegativeInt
+    # Of data.train: share (below 1) or number of its problems that are validation data instead, drawn by `seed`.
+    # Absent: 0.
+    split_validation_size: NotRequired[NonNegativeFloat]
 
 
 @with_config(STRICT)
@@ -34,6 +37,10 @@ class ResponseDataset(TypedDict):
     input_key: NonEmptyStr
     # Field of the answer, such as output.
     output_key: NonEmptyStr
+    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    split_validation_size: NotRequired[NonNegativeFloat]
+    # Seed of this split, which needs it. Absent: nothing is split off.
+    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
@@ -50,6 +57,10 @@ class HFDataset(TypedDict):
     input_key: NonEmptyStr
     # Column of the answer, such as output.
     output_key: NonEmptyStr
+    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    split_validation_size: NotRequired[NonNegativeFloat]
+    # Seed of this split, which needs it. Absent: nothing is split off.
+    seed: NotRequired[NonNegativeInt]
 
 
 Dataset = Annotated[ArithmeticDataset | ResponseDataset | HFDataset, Field(discriminator="dataset_name")]
@@ -71,6 +82,10 @@ class BinaryPreferenceDataset(TypedDict):
     chosen_key: NonEmptyStr
     # Field of the other answer, in the same forms. Recommended: rejected.
     rejected_key: NonEmptyStr
+    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    split_validation_size: NotRequired[NonNegativeFloat]
+    # Seed of this split, which needs it. Absent: nothing is split off.
+    seed: NotRequired[NonNegativeInt]
 
 
 @with_config(STRICT)
@@ -83,6 +98,10 @@ class PreferenceDataset(TypedDict):
     data_path: NonEmptyStr
     # Split of a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
+    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    split_validation_size: NotRequired[NonNegativeFloat]
+    # Seed of this split, which needs it. Absent: nothing is split off.
+    seed: NotRequired[NonNegativeInt]
 
 
 PairDataset = Annotated[
@@ -126,7 +145,7 @@ class DataConfig(DataOrder):
 
     # Training data.
     train: Dataset
-    # Validation data. Null or absent: none.
+    # Validation data, after what is split off the training data. Null or absent: none further.
     validation: NotRequired[Dataset | None]
     # What both share. Absent: nothing.
     default: NotRequired[DataDefaults]
@@ -157,7 +176,7 @@ class PreferenceDataConfig(DataOrder):
     add_generation_prompt: NotRequired[bool]
     # Training pairs.
     train: PairDataset
-    # Validation pairs. Null or absent: none.
+    # Validation pairs, after what is split off the training pairs. Null or absent: none further.
     validation: NotRequired[PairDataset | None]
     # What both share. Absent: nothing.
     default: NotRequired[PromptFiles]

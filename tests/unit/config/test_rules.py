@@ -284,6 +284,21 @@ BROKEN = {
         ["grpo.stop_at_validation_metric=val:pass_k"],
         "grpo.val_num_generations_per_prompt: must be 2 or more for val:pass_k to be measured; found 1",
     ),
+    "splits_have_a_seed": (
+        [
+            "data.train={_override_: true, dataset_name: HFDataset, data_path: d, input_key: q, output_key: a,"
+            " split_validation_size: 0.1}"
+        ],
+        "data.train.split_validation_size: is 0.1, which needs data.train.seed",
+    ),
+    "splits_are_shares_or_counts": (
+        ["data.train.split_validation_size=8.0"],
+        "data.train.split_validation_size: is 8.0; it is a share below 1, or a number of samples, written without",
+    ),
+    "validation_data_is_not_split": (
+        ["+data.validation.split_validation_size=8"],
+        "data.validation.split_validation_size: is 8, but only data.train is split; delete it",
+    ),
     "truncation_has_its_bounds": (
         ["loss_fn.truncated_importance_sampling_type=tis", "loss_fn.truncated_importance_sampling_ratio=2.0"],
         "loss_fn.truncated_importance_sampling_type: is tis, which needs loss_fn.use_importance_sampling_correction",
@@ -645,6 +660,13 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         (
             ["grpo.val_num_generations_per_prompt=4", "policy.generation.val_temperature=0.0"],
             "val_num_generations_per_prompt samples 4 equal answers to a problem, since policy.generation.val_temp",
+        ),
+        (
+            [
+                "data.validation={_override_: true, dataset_name: ResponseDataset, data_path: d, input_key: q,"
+                " output_key: a, seed: 3}"
+            ],
+            "data.validation.seed has no effect, since ResponseDataset is read in its order",
         ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],

@@ -184,8 +184,8 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     assert ": 4 problems\n" in error
     assert (
         "data.train.num_digits: is a key of dataset_name 'arithmetic', but data.train.dataset_name is "
-        "'ResponseDataset', whose keys are data_path, input_key, output_key; delete it (on the command line: "
-        "~data.train.num_digits)\n" in f"{error}\n"
+        "'ResponseDataset', whose keys are data_path, input_key, output_key, split_validation_size, seed; delete it "
+        "(on the command line: ~data.train.num_digits)\n" in f"{error}\n"
     )
     assert "data.train.data_path: missing (its meaning: The file, relative to" in error
     assert "nearest valid key" not in error
@@ -198,7 +198,7 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     wrong = "data.train={_override_: true, dataset_name: ResponseDataset, data_path: x, input_key: q, output_key: a"
     assert error_of(f"{wrong}, splt: x}}").endswith(
         "data.train.splt: unknown key; data.train with dataset_name 'ResponseDataset' has data_path, input_key, "
-        "output_key"
+        "output_key, split_validation_size, seed"
     )
     assert error_of(f"{wrong}, input_kye: x}}").endswith(
         "data.train.input_kye: unknown key; nearest valid key: data.train.input_key"

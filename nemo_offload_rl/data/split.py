@@ -1,0 +1,48 @@
+"""Splits validation data off the training data."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+
+import numpy as np
+
+from nemo_offload_rl.data.datasets import HFRows
+from nemo_offload_rl.data.errors import DataError
+
+
+def split_validation[Sample](
+    samples: Sequence[Sample], size: float, seed: int
+) -> tuple[Sequence[Sample], Sequence[Sample]]:
+    """Draws validation data of the training data, as ``train_test_split`` of ``datasets`` does, and so as NeMo-RL.
+
+    The same samples, size and seed always give the same two parts; no sample is in both.
+
+    Args:
+        samples: N of them.
+        size: of the validation data: a share (a float below 1, rounded up to whole samples) or a number of samples; 0
+            leaves the samples as they are.
+        seed: of the drawing.
+
+    Returns:
+        Training data and validation data, each in the order in which they were drawn.
+
+    Raises:
+        DataError: nothing is left to train on.
+    """
+    if size == 0:
+        return samples, []
+    num_validation = ceil(size * len(samples)) if isinstance(size, float) else size
+    if num_validation >= len(samples):
+        raise DataError(
+            f"data.train.split_validation_size is {size}, which takes {num_validation} samples for validation, but "
+            f"data.train has only {len(samples)}: lower it, or give more data."
+        )
+    order = np.random.default_rng(seed).permutation(len(samples))
+    return _select(samples, order[num_validation:]), _select(samples, order[:num_validation])
+
+
+def _select[Sample](samples: Sequence[Sample], rows: np.ndarray) -> Sequence[Sample]:
+    if isinstance(samples, HFRows):
+        return samples.select(rows)
+    return [samples[int(row)] for row in rows]
