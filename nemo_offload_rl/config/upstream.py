@@ -43,11 +43,13 @@ class WithoutEffect:
     Attributes:
         reason: why; printed as a note unless `silent`.
         silent: for keys that only tune a part which is not in use.
+        unless: a key and the value with which the part is in use; the schema then has its keys.
     """
 
     path: str
     reason: str
     silent: bool = False
+    unless: tuple[str, Any] | None = None
 
 
 _FALSE = (False, None)
@@ -221,7 +223,10 @@ SWITCHED_OFF: tuple[SwitchedOff, ...] = (
     SwitchedOff("policy.megatron_cfg.peft", "enabled", _FALSE, "LoRA", _LORA_KEYS),
 )
 
-_VLLM = "tunes the vLLM backend, which is not in use"
+_VLLM = "tunes the vLLM backend; read with policy.generation.backend: vllm alone"
+_VLLM_IN_USE = ("policy.generation.backend", "vllm")
+_VLLM_SERVERS = "is for vLLM's asynchronous engine or its servers, which are not in use"
+_KEYS_OF_VLLM_SERVERS = ("enable_vllm_metrics_logger", "http_refit_api_key_env_var", "vllm_metrics_logger_interval")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
 _NIXL = "tunes the NIXL transport, which is not in use"
 _DTENSOR_ONLY = "only the DTensor policy reads it; Megatron's is policy.megatron_cfg.{0}"
@@ -248,14 +253,16 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("logger.tensorboard", "TensorBoard files go into the run folder", True),
     WithoutEffect("policy.generation.colocated.resources", "generation shares the policy's devices", True),
     WithoutEffect("policy.generation.mcore_generation_config", _MCORE_GENERATION, True),
-    WithoutEffect("policy.generation.port_range_high", "the transformers backend opens no port", True),
-    WithoutEffect("policy.generation.port_range_low", "the transformers backend opens no port", True),
+    WithoutEffect("policy.generation.port_range_high", "engines open no port to others", True),
+    WithoutEffect("policy.generation.port_range_low", "engines open no port to others", True),
     WithoutEffect(
         "policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True
     ),
     WithoutEffect("policy.generation.refit_cfg", _NIXL, True),
-    WithoutEffect("policy.generation.vllm_cfg", _VLLM, True),
-    WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True),
+    WithoutEffect("policy.generation.vllm_cfg", _VLLM, True, _VLLM_IN_USE),
+    *(WithoutEffect(f"policy.generation.vllm_cfg.{key}", _VLLM_SERVERS, True) for key in _KEYS_OF_VLLM_SERVERS),
+    WithoutEffect("policy.generation.vllm_cfg.use_tqdm", "engines have no terminal to draw a progress bar on", True),
+    WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True, _VLLM_IN_USE),
     WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
@@ -272,7 +279,7 @@ UPSTREAM_SECTIONS = ("reward_penalties", "policy.generation.colocated", "policy.
 
 # Values that NeMo-RL has for keys of ours, and this package has not.
 OTHER_VALUES: dict[str, str] = {
-    "policy.generation.backend": "set policy.generation.backend=transformers",
+    "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
     "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the one policy backend here",
     "policy.precision": "set policy.precision=bfloat16",
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
@@ -317,6 +324,8 @@ def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
     for feature in SWITCHED_OFF:
         _screen_feature(screened, feature)
     for plain in WITHOUT_EFFECT:
+        if plain.unless is not None and _matches(screened.config, plain.unless[0]) == [plain.unless]:
+            continue
         for path, value in _matches(screened.config, plain.path):
             if not plain.silent and value not in (None, {}, []):
                 screened.notes.append(f"{path} has no effect: {plain.reason}")

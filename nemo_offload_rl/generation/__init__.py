@@ -13,14 +13,17 @@ logger = logging.getLogger(__name__)
 # policy.generation.backend -> "module:name" of its `EngineSpec`, imported where a recipe names it.
 ENGINES: dict[str, str] = {
     "transformers": "nemo_offload_rl.generation.transformers_backend:ENGINE",
+    "vllm": "nemo_offload_rl.generation.vllm_backend:ENGINE",
 }
 
 
 def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> GenerationInterface:
-    """Start the generation engines that a recipe's `policy` names; returns before they are built.
+    """Start the generation engines that a recipe's `policy` names; returns before they are built, where they allow it.
 
     Raises:
-        ValueError: If the backend is not known, or its engines' bundles do not divide those of a node.
+        GenerationError: If an engine that has to be built by now could not be.
+        ValueError: If the backend is not known or needs GPUs that the cluster has not, or its engines' bundles do not
+            divide those of a node.
     """
     backend = policy_config["generation"]["backend"]
     if backend not in ENGINES:

@@ -76,8 +76,9 @@ class GenerationOutput:
 
     Attributes:
         output_ids: New tokens, the stop token included.
-        logprobs: Of each new token, under the temperature-scaled distribution (temperature 1 where greedy) before top_k
-            and top_p: what training compares its own with.
+        logprobs: Of each new token, under the temperature-scaled distribution (temperature 1 where greedy). Those of
+            `transformers` are before top_k and top_p, those of `vllm` after them; what training compares its own with
+            follows the engine (`worker.sampling`).
         finish_reasons: "stop" after a stop token, "length" at the limit.
     """
 
@@ -185,8 +186,9 @@ class EngineSpec:
 
     Attributes:
         bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.
-        start: Starts the engines and returns before they are built; takes the recipe's `policy`, the cluster and, for
-            each engine, the ranks whose bundles it shares.
+        start: Starts the engines, before the policy's ranks, and returns before they are built, unless they must have
+            the GPU for themselves meanwhile; takes the recipe's `policy`, the cluster and, for each engine, the ranks
+            whose bundles it shares.
     """
 
     bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]

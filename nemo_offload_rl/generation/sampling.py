@@ -25,12 +25,21 @@ def row_uniforms(
     start = np.zeros(4, dtype=np.uint64)
     uniforms = np.empty((len(prompt_ids), num_draws), dtype=np.float64)
     for row, (prompt, sample_id) in enumerate(zip(prompt_ids, sample_ids, strict=True)):
-        words = array.array("q", (seed, step, sample_id, *prompt))
-        key = np.frombuffer(hashlib.blake2b(words.tobytes(), digest_size=16).digest(), dtype=np.uint64)
+        key = np.frombuffer(_row_key(seed, step, prompt, sample_id), dtype=np.uint64)
         state["state"] = {"counter": start, "key": key}
         philox.state = state
         generator.random(out=uniforms[row])
     return uniforms
+
+
+def row_seed(seed: int, step: int, prompt: Sequence[int], sample_id: int) -> int:
+    """A seed in [0, 2^63) for an engine that draws a row's numbers itself, of the same key as `row_uniforms`."""
+    return int.from_bytes(_row_key(seed, step, prompt, sample_id)[:8], "little") >> 1
+
+
+def _row_key(seed: int, step: int, prompt: Sequence[int], sample_id: int) -> bytes:
+    words = array.array("q", (seed, step, sample_id, *prompt))
+    return hashlib.blake2b(words.tobytes(), digest_size=16).digest()
 
 
 def choose_tokens(

@@ -1,29 +1,16 @@
 """Generation with Hugging Face models in Ray actors: one replica a GPU, or one that has all cores of a machine."""
 
-import itertools
 import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import ray
-from ray.exceptions import RayError, RayTaskError
 
-from nemo_offload_rl.generation.interface import (
-    Capabilities,
-    EngineSpec,
-    GenerationError,
-    GenerationOutput,
-    GenerationRequest,
-    WakeUpTag,
-)
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
+from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
-from nemo_offload_rl.refit.checksum import require_equal_checksums
-from nemo_offload_rl.refit.interface import Receiver, WeightBucket, WeightLoader
-from nemo_offload_rl.refit.plan import ExportPlan
-
-_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 
 class GeneratorActor(WeightLoader):
@@ -64,8 +51,8 @@ class GeneratorActor(WeightLoader):
         return getattr(self._generator, verb)(*arguments)
 
 
-class TransformersGeneration:
-    """The driver's handle on the replicas, which share out every request (see `GenerationInterface`)."""
+class TransformersGeneration(ActorEngines):
+    """The driver's handle on the replicas, one actor each (see `GenerationInterface`)."""
 
     capabilities = Capabilities(refit_transport="object_store", keeps_weights=True, batch_independent_sampling=True)
 
@@ -93,112 +80,41 @@ class TransformersGeneration:
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
         """
-        self._cluster = cluster
-        self._ranks_by_engine = ranks_by_engine
         has_node = len(ranks_by_engine[0]) == cluster.ranks_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_rank
         actor_class = ray.remote(GeneratorActor)
-        self._actors = [
-            actor_class.options(
-                **cluster.actor_options(ranks[0], ENGINE_SHARE),
-                runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
-            ).remote(num_threads)
-            for ranks in ranks_by_engine
+        actors = [
+            EngineActor(
+                actor_class.options(
+                    **cluster.actor_options(ranks[0], ENGINE_SHARE),
+                    runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
+                ).remote(num_threads),
+                engine,
+                ranks,
+            )
+            for engine, ranks in enumerate(ranks_by_engine)
         ]
-        self._process_refs = [actor.process.remote() for actor in self._actors]
         model = {
             "model_name": model_name,
             "hf_config": hf_config,
             "hf_config_overrides": hf_config_overrides,
             "precision": precision,
         }
-        self._build_refs = [
-            actor.build.remote(
+        build_refs = [
+            one.actor.build.remote(
                 model,
                 device="cuda" if cluster.has_gpus else "cpu",
                 generation_batch_size=generation_batch_size,
                 max_sequence_length=max_sequence_length,
             )
-            for actor in self._actors
+            for one in actors
         ]
-
-    @property
-    def receivers(self) -> Sequence[Receiver]:
-        """The replicas; none after `shutdown`."""
-        return tuple(map(Receiver, self._actors, self._ranks_by_engine))
-
-    def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt; consecutive rows, such as those of one prompt, mostly go to the same replica."""
-        num_rows, num_replicas = len(request.prompt_ids), len(self._actors)
-        bounds = [num_rows * replica // num_replicas for replica in range(num_replicas + 1)]
-        parts = [
-            GenerationRequest(
-                request.prompt_ids[start:stop], request.sample_ids[start:stop], request.step, request.sampling
-            )
-            for start, stop in itertools.pairwise(bounds)
-        ]
-        outputs = self._collect(
-            "generate", [actor.call.remote("generate", part) for actor, part in zip(self._actors, parts, strict=True)]
-        )
-        return GenerationOutput(
-            output_ids=[row for output in outputs for row in output.output_ids],
-            logprobs=[row for output in outputs for row in output.logprobs],
-            finish_reasons=[row for output in outputs for row in output.finish_reasons],
-        )
+        super().__init__(cluster, actors, build_refs)
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
         """Bring the replicas' models onto their GPUs; a KV cache grows there while a batch is generated."""
         if "weights" in tags:
             self._run("prepare_for_generation")
-
-    def finish_generation(self) -> None:
-        """Give the GPU memory back."""
-        self._run("finish_generation")
-
-    def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
-        self._run("prepare_refit_info", plan)
-
-    def weights_checksum(self) -> dict[str, int]:
-        """Checksums of the weights that a refit brings.
-
-        Raises:
-            RuntimeError: If the replicas' weights differ.
-        """
-        first, *others = self._run("weights_checksum")
-        for other in others:
-            require_equal_checksums(first, other)
-        return first
-
-    def memory_stats(self) -> dict[str, float]:
-        """Memory in GiB; of each quantity the largest value of any replica."""
-        every_replica = self._run("memory_stats")
-        return {name: max(stats[name] for stats in every_replica) for name in every_replica[0]}
-
-    def wait_until_ready(self) -> None:
-        """Wait until every replica is built."""
-        self._collect("its construction", self._build_refs)
-
-    def shutdown(self) -> None:
-        """End the replicas."""
-        actors, self._actors = self._actors, []
-        self._cluster.stop(actors, self._process_refs)
-
-    def _run(self, verb: str, *arguments: Any) -> list[Any]:
-        return self._collect(verb, [actor.call.remote(verb, *arguments) for actor in self._actors])
-
-    def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """The replicas' results.
-
-        Raises:
-            GenerationError: If one failed to be built or to run.
-        """
-        try:
-            ray.get(self._build_refs)
-            return ray.get(list(refs))
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None
 
 
 def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:

@@ -1,5 +1,6 @@
 """Checks a valid recipe against this machine and the model's sizes, before anything is built."""
 
+import importlib.util
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,9 +11,11 @@ import torch
 from nemo_offload_rl.config.graph_modules import check_graph_environment
 from nemo_offload_rl.config.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+from nemo_offload_rl.plan.generation import check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
@@ -28,10 +31,16 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
 
     Raises:
         HostBudgetError: as `check_sizes`; or this machine has no GPU, and too little memory for the model.
-        ValueError: as `check_sizes`; the model's config cannot be had from the hub; or the environment does not go with
-            CUDA graphs.
+        ValueError: as `check_sizes`; the model's config cannot be had from the hub; the environment does not go with
+            CUDA graphs; vLLM is missing, or its share of the GPU does not fit beside the policy's.
     """
     policy = config["policy"]
+    uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
+    if uses_vllm and importlib.util.find_spec("vllm") is None:
+        raise ValueError(
+            'policy.generation.backend is vllm, which is not installed; run make setup EXTRAS="te vllm", or set it to '
+            "transformers."
+        )
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         fields = hf_config(policy).to_dict()  # of the hub, or of its cache where that cannot be reached
         check_model(fields, policy["megatron_cfg"])
@@ -41,6 +50,10 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     planned = check_sizes(config, algorithm)
     if planned is not None and torch.cuda.device_count() == 0:
         check_state_fits_host(planned.first_host_state_bytes, host_facts())
+    sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
+    if planned is not None and sizes:
+        share = policy["generation"]["vllm_cfg"]["gpu_memory_utilization"]
+        check_share_beside_policy(planned.plan, share, min(sizes))
 
 
 def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:

@@ -79,7 +79,8 @@ LAYERS = {
     ),
     "run": layer(
         "worker.group", "worker.environment", "generation", "refit", "data", "environments", "placement.cluster",
-        "placement.machine", "plan", "config", "hf_config", *LEAVES, never="megatron transformer_engine",
+        "placement.machine", "placement.gpus", "plan", "config", "hf_config", *LEAVES,
+        never="megatron transformer_engine",
     ),
     "algorithms": layer(
         "run", "worker.group", "generation", "refit", "data", "environments", "placement.cluster", "config", *LEAVES,

@@ -20,6 +20,7 @@ from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them register
     parallel,
     residency,
     tasks,
+    vllm,
 )
 from nemo_offload_rl.config.rules.base import NOTES, RULES, Rule
 

@@ -1,6 +1,6 @@
 """The section `policy.generation`: how answers are sampled."""
 
-from typing import Annotated, Literal, TypedDict
+from typing import Annotated, Any, Literal, NotRequired, TypedDict
 
 from pydantic import Field, with_config
 
@@ -10,17 +10,68 @@ from nemo_offload_rl.config.schema.value_types import (
     NonNegativeInt,
     PositiveFloat,
     PositiveInt,
+    Precision,
 )
 
 TopP = Annotated[float, Field(gt=0, le=1)]
+# Of a GPU's memory; what is left is the policy's.
+MemoryShare = Annotated[float, Field(gt=0, lt=1)]
+
+
+@with_config(STRICT)
+class VllmConfig(TypedDict):
+    """Section `policy.generation.vllm_cfg`: the engines of `backend: vllm`."""
+
+    # GPUs that share each layer of an engine. A divisor of cluster.gpus_per_node and of the model's attention heads.
+    # Recommended: 1, or as many as the weights need.
+    tensor_parallel_size: PositiveInt
+    # GPUs that an engine's layers are divided among; 1 alone is supported.
+    pipeline_parallel_size: PositiveInt
+    # GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole experts to
+    # each GPU. Recommended: 1.
+    expert_parallel_size: PositiveInt
+    # Share of a GPU's memory that vLLM takes, for weights, activations and KV cache. Above 0, below 1; what the policy
+    # keeps on the GPU beside generation has to fit into the rest. Recommended: 0.6.
+    gpu_memory_utilization: MemoryShare
+    # Most tokens of a prompt with its answer that the KV cache is made for; policy.max_total_sequence_length or more.
+    # Recommended: "${policy.max_total_sequence_length}".
+    max_model_len: PositiveInt
+    # Run without CUDA graphs and compilation: a shorter start, slower decoding. Recommended: false.
+    enforce_eager: bool
+    # Type of weights and activations; policy.precision, since refits send that. Recommended: "${policy.precision}".
+    precision: Precision
+    # Where the first weights come from; dummy alone, as the first refit brings them. Absent: dummy.
+    load_format: NotRequired[str]
+    # Type of the KV cache; auto alone: that of the weights. Absent: auto.
+    kv_cache_dtype: NotRequired[str]
+    # vLLM's asynchronous engine; false alone. Absent: false.
+    async_engine: NotRequired[bool]
+    # Leave the tokenizer out of the engine; true alone, as prompts and answers are token ids here. Absent: true.
+    skip_tokenizer_init: NotRequired[bool]
+    # Whose log-probs the engine reports; processed_logprobs alone: those of the distribution that is sampled, after
+    # temperature, top_k and top_p. Absent: processed_logprobs.
+    logprobs_mode: NotRequired[str]
+    # First layers of an fp8 engine that stay in bfloat16; 0 alone. Absent: 0.
+    num_first_layers_in_bf16: NotRequired[NonNegativeInt]
+    # Last layers of an fp8 engine that stay in bfloat16; 0 alone. Absent: 0.
+    num_last_layers_in_bf16: NotRequired[NonNegativeInt]
+    # DeepGEMM's kernels for fp8; false alone. Absent: false.
+    use_deep_gemm: NotRequired[bool]
+    # Port of a server that takes weights over HTTP; null alone. Absent: null.
+    http_refit_server_port: NotRequired[int | None]
+    # Port of a server that takes weights over ZeroMQ; null alone. Absent: null.
+    zmq_refit_server_port: NotRequired[int | None]
+    # Reset the cache of images' encodings after a refit; false alone. Absent: false.
+    reset_encoder_cache_after_weight_update: NotRequired[bool]
 
 
 @with_config(STRICT)
 class GenerationConfig(TypedDict):
     """Section `policy.generation`."""
 
-    # What samples. Only transformers: the Hugging Face model on the policy's own devices.
-    backend: Literal["transformers"]
+    # What samples, on the policy's own devices: vllm, which needs GPUs and the extra vllm; or transformers, the Hugging
+    # Face model, which runs everywhere. Without a GPU, vllm becomes transformers.
+    backend: Literal["transformers", "vllm"]
     # Most tokens of an answer; prompt and answer together stay within policy.max_total_sequence_length.
     # Recommended: "${policy.max_total_sequence_length}".
     max_new_tokens: PositiveInt
@@ -39,3 +90,8 @@ class GenerationConfig(TypedDict):
     val_top_k: PositiveInt | None
     # Token ids that end an answer; null for the tokenizer's end of sequence. Recommended: null.
     stop_token_ids: list[NonNegativeInt] | None
+    # The engines of backend: vllm. Absent: no vLLM, whose sizes have no defaults. Without effect with another backend.
+    vllm_cfg: NotRequired[VllmConfig]
+    # Further arguments of vLLM's `LLM`, by its own names. Those that other keys of the recipe stand for, and those that
+    # quantise weights or draft tokens, are refused. Without effect with another backend. Absent: none.
+    vllm_kwargs: NotRequired[dict[str, Any]]

@@ -25,6 +25,7 @@ from nemo_offload_rl.config.rules import (
     experts,
     graphs,
     model,
+    vllm,
 )
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
 from tests.unit.config.conftest import CONFIGS
@@ -360,8 +361,8 @@ BROKEN = {
 }
 
 
-# Those of activations, of the CPU optimizer, of experts, of graphs and of the model have test files of their own.
-ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model))
+# Topics that have a test file of their own.
+ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model, vllm))
 
 
 @pytest.mark.parametrize(

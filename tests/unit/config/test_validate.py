@@ -77,7 +77,10 @@ MEGATRON = "policy.megatron_cfg"
         ("~data.train.num_digits", "data.train.num_digits: missing (its meaning: Digits of each summand."),
         ("data.train=3", "data.train: must be a section (a mapping); found 3"),
         # What upstream has and this package has not.
-        ("policy.generation.backend=vllm", "'vllm' is not supported here; set policy.generation.backend=transformers"),
+        (
+            "policy.generation.backend=sglang",
+            "'sglang' is not supported here; set policy.generation.backend=vllm, or transformers",
+        ),
         ("policy.precision=float16", "'float16' is not supported here; set policy.precision=bfloat16"),
         (f"{MEGATRON}.enabled=false", "false is not supported here; set policy.megatron_cfg.enabled=true"),
         ("data.train.dataset_name=squad", "data.train.dataset_name: 'squad' is not supported here; give your data as"),
@@ -279,7 +282,7 @@ def test_all_mistakes_of_all_kinds_are_reported_at_once(error_of):
         "+grpo.nope=1",
         "+grpo.async_grpo.enabled=true",
         "grpo.seed=x",
-        "policy.generation.backend=vllm",
+        "policy.generation.backend=sglang",
         f"+{MEGATRON}.moe_z_loss_coeff=x",
         f"{MEGATRON}.context_parallel_size=2",
         "data.default.env_name=math",

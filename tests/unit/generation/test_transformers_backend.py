@@ -169,5 +169,5 @@ def test_recipes_may_name_the_registered_engines_and_these_registered_transports
 
 
 def test_an_unknown_backend_is_refused(ray_cluster):
-    with pytest.raises(ValueError, match=r"policy\.generation\.backend is 'vllm', which is not supported here"):
-        make_generation(POLICY | {"generation": {"backend": "vllm"}}, ray_cluster)
+    with pytest.raises(ValueError, match=r"policy\.generation\.backend is 'sglang', which is not supported here"):
+        make_generation(POLICY | {"generation": {"backend": "sglang"}}, ray_cluster)

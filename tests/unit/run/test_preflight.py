@@ -1,5 +1,6 @@
 """What is refused before Ray starts, although the recipe alone is valid."""
 
+import importlib.util
 import json
 from contextlib import nullcontext
 from pathlib import Path
@@ -52,6 +53,15 @@ def test_a_limit_that_is_too_small_is_said_with_what_is_missing(check):
     ):
         check(*OFFLOAD, f"{LIMIT}=0.1")
     check(*OFFLOAD, f"{LIMIT}=100")
+
+
+def test_vllm_has_to_be_installed(check):
+    if importlib.util.find_spec("vllm") is not None:
+        pytest.skip("vLLM is installed")
+    with pytest.raises(
+        ValueError, match='is not installed; run make setup EXTRAS="te vllm", or set it to transformers'
+    ):
+        check("policy.generation.backend=vllm", recipe=TINY)
 
 
 def test_activations_of_unknown_sizes_need_a_limit(check):

@@ -1,0 +1,159 @@
+"""Generation with vLLM: what its engines can be asked for, and that they fit the policy."""
+
+from typing import Any
+
+from nemo_offload_rl.config.model_kind import count_of, model_fields
+from nemo_offload_rl.config.owned_fields import same
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.base import GPUS, LENGTH, MODEL_FIELDS, Verdict, rule
+
+GENERATION = "policy.generation"
+VLLM = f"{GENERATION}.vllm_cfg"
+BACKEND, VLLM_TP = f"{GENERATION}.backend", f"{VLLM}.tensor_parallel_size"
+# vLLM raises a lower one to this, silently.
+LEAST_TEMPERATURE = 0.01
+
+# A key of vllm_cfg: the value that alone it may have, and why.
+ONLY_VALUES: dict[str, tuple[Any, str]] = {
+    "pipeline_parallel_size": (1, "pipeline parallelism of an engine is not supported here; use tensor_parallel_size"),
+    "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
+    "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
+    "async_engine": (False, "vLLM's asynchronous engine is not supported here"),
+    "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
+    "logprobs_mode": ("processed_logprobs", "training compares the log-probs of the distribution that is sampled"),
+    "num_first_layers_in_bf16": (0, "fp8 is not supported here"),
+    "num_last_layers_in_bf16": (0, "fp8 is not supported here"),
+    "use_deep_gemm": (False, "fp8 is not supported here"),
+    "http_refit_server_port": (None, "refits over HTTP are not supported here"),
+    "zmq_refit_server_port": (None, "refits over ZeroMQ are not supported here"),
+    "reset_encoder_cache_after_weight_update": (False, "models with images are not supported here"),
+}
+
+# Arguments of vLLM's LLM that a key of the recipe stands for.
+KEY_OF_ARGUMENT: dict[str, str] = {
+    "model": "policy.model_name",
+    "hf_overrides": "policy.hf_config_overrides",
+    "tokenizer": "policy.tokenizer.name",
+    "dtype": f"{VLLM}.precision",
+    "max_num_seqs": "policy.generation_batch_size",
+    "seed": "grpo.seed",
+    "enable_expert_parallel": f"{VLLM}.expert_parallel_size",
+    **{
+        name: f"{VLLM}.{name}"
+        for name in (
+            "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len",
+            "enforce_eager", "load_format", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
+        )
+    },
+}  # fmt: skip
+# Arguments that the engine sets itself, or that would make its weights or log-probs others than the policy's.
+REFUSED_ARGUMENTS: dict[str, str] = {
+    **dict.fromkeys(
+        ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
+         "override_generation_config", "data_parallel_size",),
+        "the engine sets it itself",
+    ),
+    **dict.fromkeys(
+        ("quantization", "quantization_config"), "refits bring the policy's weights as they are, and quantised ones "
+        "would not be those that it trains",
+    ),
+    **dict.fromkeys(
+        ("speculative_config", "spec_method", "spec_model", "spec_tokens"),
+        "draft models are not refitted here",
+    ),
+    **dict.fromkeys(
+        ("enable_lora", "cpu_offload_gb", "offload_group_size", "logits_processors"), "it is not supported here"
+    ),
+}  # fmt: skip
+
+
+@rule(BACKEND, f"{VLLM}?")
+def vllm_has_its_section(backend: str, section: dict[str, Any] | None) -> Verdict:
+    """The engines' sizes have no defaults."""
+    if backend != "vllm" or section is not None:
+        return None
+    return f"is vllm, which needs the section {VLLM}; add it, as examples/configs/common/grpo.yaml has it"
+
+
+@rule(VLLM)
+def vllm_is_asked_for_what_it_does_here(section: dict[str, Any]) -> Verdict:
+    """Keys of NeMo-RL's that would turn on what the engine here has not."""
+    for name, (only, why) in ONLY_VALUES.items():
+        if name in section and not same(section[name], only):
+            return f"{VLLM}.{name}", f"must be {show(only)}, since {why}; found {show(section[name])}"
+    return None
+
+
+@rule(f"{VLLM}.precision", "policy.precision")
+def vllm_computes_in_the_policys_type(precision: str, policy: str) -> Verdict:
+    """A refit copies bits."""
+    return None if precision == policy else f"is {precision}, but refits send policy.precision ({policy}); set it so"
+
+
+@rule(f"{VLLM}.max_model_len", LENGTH)
+def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
+    """Answers would be cut off before the recipe's limit."""
+    if longest >= total:
+        return None
+    return f"is {longest}, below {LENGTH} ({total}), which bounds a prompt with its answer; set it to that or more"
+
+
+@rule(VLLM_TP, GPUS)
+def vllm_engines_share_out_a_node(tp: int, gpus: int) -> Verdict:
+    """An engine is on one node."""
+    if gpus % tp == 0:
+        return None
+    return f"is {tp}, which does not divide {GPUS} ({gpus}); an engine is on one node: change one of the two"
+
+
+@rule(VLLM_TP, *MODEL_FIELDS)
+def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
+    """VLLM splits attention by heads; fewer key and value heads than GPUs are repeated."""
+    fields = model_fields(*model)
+    heads = count_of(fields, ("num_attention_heads", "n_head"))
+    if heads is not None and heads % tp:
+        return f"is {tp}, which does not divide the model's {heads} attention heads; choose a divisor"
+    groups = count_of(fields, ("num_key_value_heads",))
+    if groups is not None and max(groups, tp) % min(groups, tp):
+        return (
+            f"is {tp}, but the model has {groups} key-value heads, and one of the two must divide the other; choose "
+            "another size"
+        )
+    return None
+
+
+@rule(f"{VLLM}.expert_parallel_size", VLLM_TP)
+def vllm_divides_experts_among_its_gpus(ep: int, tp: int) -> Verdict:
+    """More would need engines that span others' GPUs."""
+    return None if ep in (1, tp) else f"must be 1 or {VLLM_TP} ({tp}); found {ep}"
+
+
+@rule("policy.verify_refit?", BACKEND, f"{VLLM}.tensor_parallel_size?")
+def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: int | None) -> Verdict:
+    """A GPU of several has parts, whose checksums are no part's of what was sent."""
+    if not verify or backend != "vllm" or tp in (None, 1):
+        return None
+    return f"is true, which needs {VLLM_TP} 1 with vllm, whose GPUs otherwise hold parts of weights; set it to false"
+
+
+@rule(f"{GENERATION}.temperature", f"{GENERATION}.val_temperature", BACKEND)
+def vllm_has_a_least_temperature(temperature: float, validation: float, backend: str) -> Verdict:
+    """It would sample at another temperature than the log-probs are computed for."""
+    if backend != "vllm":
+        return None
+    for name, value in (("temperature", temperature), ("val_temperature", validation)):
+        if 0 < value < LEAST_TEMPERATURE:
+            return f"{GENERATION}.{name}", f"is {value}, but vLLM samples at {LEAST_TEMPERATURE} or more; set it so"
+    return None
+
+
+@rule(f"{GENERATION}.vllm_kwargs", VLLM)
+def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[str, Any]) -> Verdict:
+    """One setting has one place."""
+    for name in arguments:
+        path = f"{GENERATION}.vllm_kwargs.{name}"
+        if name in KEY_OF_ARGUMENT:
+            return path, f"is what {KEY_OF_ARGUMENT[name]} stands for; write it there"
+        if name in REFUSED_ARGUMENTS:
+            return path, f"cannot be set: {REFUSED_ARGUMENTS[name]}; delete it"
+    return None

@@ -1,0 +1,128 @@
+"""The driver's handle on generation engines that are Ray actors: one actor an engine, or one for each of its GPUs."""
+
+import itertools
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationOutput, GenerationRequest
+from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.plan import ExportPlan
+
+_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+
+
+@dataclass(frozen=True)
+class EngineActor:
+    """A process of an engine.
+
+    Attributes:
+        actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for all else.
+        engine: The number of its engine.
+        ranks: The policy ranks whose bundles (GPUs) it shares.
+    """
+
+    actor: Any
+    engine: int
+    ranks: tuple[int, ...]
+
+
+class ActorEngines:
+    """Speaks to all engines, which share out every request; a base of `GenerationInterface`'s implementations.
+
+    Args:
+        cluster: Where the actors run.
+        actors: Of all engines; those of one engine are consecutive, and get the same requests.
+        build_refs: What each actor's build returns.
+    """
+
+    capabilities: ClassVar[Capabilities]
+
+    def __init__(self, cluster: Cluster, actors: Sequence[EngineActor], build_refs: Sequence[Any]) -> None:
+        self._cluster = cluster
+        self._actors = list(actors)
+        self._process_refs = [one.actor.process.remote() for one in actors]
+        self._build_refs = list(build_refs)
+
+    @property
+    def receivers(self) -> Sequence[Receiver]:
+        """The engines' processes; none after `shutdown`."""
+        return tuple(Receiver(one.actor, one.ranks) for one in self._actors)
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Continue every prompt; consecutive rows, such as those of one prompt, mostly go to the same engine."""
+        num_rows, num_engines = len(request.prompt_ids), self._actors[-1].engine + 1
+        bounds = [num_rows * engine // num_engines for engine in range(num_engines + 1)]
+        parts = [
+            GenerationRequest(
+                request.prompt_ids[start:stop], request.sample_ids[start:stop], request.step, request.sampling
+            )
+            for start, stop in itertools.pairwise(bounds)
+        ]
+        answers = self._collect(
+            "generate", [one.actor.call.remote("generate", parts[one.engine]) for one in self._actors]
+        )
+        of_engine: dict[int, GenerationOutput] = {}
+        for one, answer in zip(self._actors, answers, strict=True):
+            of_engine.setdefault(one.engine, answer)  # all actors of an engine answer alike
+        outputs = list(of_engine.values())
+        return GenerationOutput(
+            output_ids=[row for output in outputs for row in output.output_ids],
+            logprobs=[row for output in outputs for row in output.logprobs],
+            finish_reasons=[row for output in outputs for row in output.finish_reasons],
+        )
+
+    def finish_generation(self) -> None:
+        """Give the GPU memory back."""
+        self._run("finish_generation")
+
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
+        """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
+        self._run("prepare_refit_info", plan)
+
+    def weights_checksum(self) -> dict[str, int]:
+        """Checksums of the weights that a refit brings.
+
+        Raises:
+            RuntimeError: If the engines' weights differ.
+        """
+        first, *others = self._run("weights_checksum")
+        for other in others:
+            require_equal_checksums(first, other)
+        return first
+
+    def memory_stats(self) -> dict[str, float]:
+        """Memory in GiB; of each quantity the largest value of any process."""
+        every_process = self._run("memory_stats")
+        return {name: max(stats[name] for stats in every_process) for name in every_process[0]}
+
+    def wait_until_ready(self) -> None:
+        """Wait until every engine is built."""
+        self._collect("its construction", self._build_refs)
+
+    def shutdown(self) -> None:
+        """End the engines."""
+        actors, self._actors = [one.actor for one in self._actors], []
+        self._cluster.stop(actors, self._process_refs)
+
+    def _run(self, verb: str, *arguments: Any) -> list[Any]:
+        return self._collect(verb, [one.actor.call.remote(verb, *arguments) for one in self._actors])
+
+    def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
+        """The actors' results.
+
+        Raises:
+            GenerationError: If one failed to be built or to run.
+        """
+        try:
+            ray.get(self._build_refs)
+            return ray.get(list(refs))
+        except RayError as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None

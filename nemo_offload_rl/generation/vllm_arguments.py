@@ -1,0 +1,76 @@
+"""What vLLM is started with: arguments, environment, and the settings of a request's rows; imports no vLLM."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.generation.interface import GenerationRequest
+from nemo_offload_rl.generation.sampling import row_seed
+
+WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
+
+# Read by vLLM on import. Its FlashInfer sampler would need a package that the extra leaves out.
+ENVIRONMENT: Mapping[str, str] = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine, its scheduler and its model are in the actor's own process
+    "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",  # all that it reads is in a folder
+}
+
+
+def engine_arguments(policy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+    """Arguments of `vllm.LLM` for one engine.
+
+    Args:
+        policy: The recipe's `policy`, validated, with `backend: vllm`.
+        folder: Has the model's config.json.
+    """
+    generation = policy["generation"]
+    section = generation["vllm_cfg"]
+    tp = section["tensor_parallel_size"]
+    arguments: dict[str, Any] = {
+        "model": str(folder),
+        "skip_tokenizer_init": True,
+        "load_format": "dummy",
+        "dtype": section["precision"],
+        "tensor_parallel_size": tp,
+        "enable_expert_parallel": section["expert_parallel_size"] > 1,
+        "gpu_memory_utilization": section["gpu_memory_utilization"],
+        "max_model_len": section["max_model_len"],
+        "max_num_seqs": policy["generation_batch_size"],
+        "enforce_eager": section["enforce_eager"],
+        "logprobs_mode": "processed_logprobs",
+        "enable_sleep_mode": True,
+        "generation_config": "vllm",  # nothing of the model's own settings of sampling
+        "seed": 0,  # of nothing: each row has its own
+        "worker_extension_cls": WORKER_EXTENSION,
+        # Each GPU's process is an engine of its own with all requests, as under torchrun: it is placed with the policy
+        # rank of that GPU, and takes weights from there.
+        "distributed_executor_backend": "external_launcher" if tp > 1 else "uni",
+        # A process sees its own GPU alone, which vLLM's kernels between GPUs cannot do with; NCCL can.
+        "disable_custom_all_reduce": tp > 1,
+    }
+    return arguments | (generation["vllm_kwargs"] if "vllm_kwargs" in generation else {})
+
+
+def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length: int) -> dict[str, Any]:
+    """Arguments of `vllm.SamplingParams` for one row of a request.
+
+    Args:
+        request: The whole request.
+        row: One whose prompt is shorter than `max_sequence_length`.
+        max_sequence_length: Most tokens of a prompt and its continuation together.
+    """
+    prompt, sampling = request.prompt_ids[row], request.sampling
+    greedy = sampling.temperature == 0
+    return {
+        "max_tokens": min(sampling.max_new_tokens, max_sequence_length - len(prompt)),
+        "temperature": sampling.temperature,
+        "top_p": 1.0 if greedy else sampling.top_p,
+        "top_k": 0 if greedy or sampling.top_k is None else sampling.top_k,
+        "seed": None if greedy else row_seed(sampling.seed, request.step, prompt, request.sample_ids[row]),
+        "stop_token_ids": list(sampling.stop_token_ids),
+        "ignore_eos": True,  # stop_token_ids is all that stops
+        "logprobs": 0,  # of the sampled token alone
+        "detokenize": False,
+    }

@@ -1,0 +1,139 @@
+"""Generation with vLLM: an engine a Ray actor, or with tensor parallelism an actor for each of its GPUs."""
+
+import os
+import socket
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ray
+
+from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
+from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
+from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments
+from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
+from nemo_offload_rl.placement.signals import ignore_ending_signals
+from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
+
+
+class VllmActor(WeightLoader):
+    """A `VllmGenerator` in its own process, on one GPU.
+
+    With tensor parallelism the actors of an engine meet as torchrun's processes do, and each runs the same requests:
+    vLLM's scheduling is deterministic, and each samples the same tokens.
+    """
+
+    def __init__(self) -> None:
+        ignore_ending_signals()
+
+    def process(self) -> tuple[str, int]:
+        """This node's address and the process id there."""
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def rendezvous(self) -> tuple[str, int]:
+        """An address of this node, and a port that is free now, where the actors of this engine meet."""
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            return "127.0.0.1", int(listener.getsockname()[1])
+
+    def build(self, policy: Mapping[str, Any], *, rank: int, rendezvous: tuple[str, int]) -> None:
+        """Build the engine, whose weights come by refit, and put it to sleep.
+
+        Args:
+            policy: The recipe's `policy`.
+            rank: Of this process in its engine.
+            rendezvous: Where the engine's processes meet.
+
+        Raises:
+            ValueError: If vLLM is not installed here, or refuses what the recipe asks for.
+        """
+        address, port = rendezvous
+        size = policy["generation"]["vllm_cfg"]["tensor_parallel_size"]
+        os.environ |= {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(size)}
+        os.environ |= {"MASTER_ADDR": address, "MASTER_PORT": str(port)}
+        try:
+            from vllm import LLM
+        except ImportError as error:
+            raise ValueError(
+                f"policy.generation.backend is vllm, which cannot be imported on {socket.gethostname()} ({error}); run "
+                'make setup EXTRAS="te vllm" there, or set policy.generation.backend to transformers.'
+            ) from error
+        from nemo_offload_rl.generation.vllm_generator import VllmGenerator
+        from nemo_offload_rl.hf_config import hf_config
+
+        self._folder = tempfile.TemporaryDirectory()  # vLLM reads a model's config from a folder, also later
+        hf_config(policy).save_pretrained(self._folder.name)
+        self._generator = VllmGenerator(
+            LLM(**engine_arguments(policy, Path(self._folder.name))),
+            precision=policy["precision"],
+            max_sequence_length=policy["max_total_sequence_length"],
+        )
+        self._generator.finish_generation()
+
+    def load_weights(self, bucket: WeightBucket) -> None:
+        """Load a bucket of any transport (see `WeightLoader`)."""
+        self._generator.load_weights(bucket.named_tensors())
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """Run a method of the generator."""
+        return getattr(self._generator, verb)(*arguments)
+
+
+class VllmGeneration(ActorEngines):
+    """The driver's handle on the engines (see `GenerationInterface`)."""
+
+    capabilities = Capabilities(refit_transport="object_store", keeps_weights=False, batch_independent_sampling=True)
+
+    def __init__(self, cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]) -> None:
+        """Start to build every engine and return at once; `wait_until_ready`, or the first verb, waits for them.
+
+        Args:
+            cluster: Where actors run; it has GPUs.
+            ranks_by_engine: The policy ranks whose GPUs each engine spans.
+            policy: The recipe's `policy`.
+        """
+        environment = dict(ENVIRONMENT) | {"OMP_NUM_THREADS": str(cluster.threads_per_rank)}
+        actor_class = ray.remote(VllmActor)
+        actors = [
+            EngineActor(
+                actor_class.options(
+                    **cluster.actor_options(rank, ENGINE_SHARE), runtime_env={"env_vars": environment}
+                ).remote(),
+                engine,
+                (rank,),
+            )
+            for engine, ranks in enumerate(ranks_by_engine)
+            for rank in ranks
+        ]
+        first_ranks = [ranks[0] for ranks in ranks_by_engine]
+        meetings = [one.actor.rendezvous.remote() for one in actors if one.ranks[0] in first_ranks]
+        build_refs = [
+            one.actor.build.remote(policy, rank=one.ranks[0] - first_ranks[one.engine], rendezvous=meetings[one.engine])
+            for one in actors
+        ]
+        super().__init__(cluster, actors, build_refs)
+
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+        """Map the memory of weights or of the KV cache."""
+        self._run("prepare_for_generation", tags)
+
+
+def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:
+    if not cluster.has_gpus:
+        raise ValueError(
+            "policy.generation.backend is vllm, which needs GPUs, and the ranks have none; set it to transformers."
+        )
+    return int(policy_config["generation"]["vllm_cfg"]["tensor_parallel_size"])
+
+
+def _start(
+    policy_config: Mapping[str, Any], cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]]
+) -> VllmGeneration:
+    generation = VllmGeneration(cluster, ranks_by_engine, policy_config)
+    # vLLM measures what its GPU has free while it starts, so nothing else may take or free memory there meanwhile.
+    generation.wait_until_ready()
+    return generation
+
+
+ENGINE = EngineSpec(_bundles_per_engine, _start)

@@ -1,0 +1,156 @@
+"""Sampling with vLLM's engine, and the weights that it samples from."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
+from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
+from nemo_offload_rl.metrics.memory import memory_stats
+from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
+
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class VllmGenerator:
+    """Holds one process's `vllm.LLM` with the worker extension of `vllm_worker`, which is in this process, too.
+
+    Args:
+        llm: Awake; its weights are random.
+        precision: "bfloat16" or "float32", of its weights.
+        max_sequence_length: Most tokens of a prompt and its continuation together.
+    """
+
+    def __init__(self, llm: Any, *, precision: str, max_sequence_length: int) -> None:
+        self._llm = llm
+        self._dtype = _DTYPES[precision]
+        self._max_sequence_length = max_sequence_length
+        self._plan = ExportPlan(())
+        self._missing: set[str] = set()  # of the plan's names
+        self._has_weights = False
+        self._prefixes_are_stale = False
+        # Level 2 discards weights, which the next refit brings again; level 1 backs them up.
+        [self._sleep_level] = self._on_worker("refit_sleep_level")
+
+    # ---- weights
+
+    def prepare_refit_info(self, plan: ExportPlan) -> None:
+        """Take note of the tensors to come, which must have the engine's type (see `GenerationInterface`).
+
+        Which names and shapes vLLM's model has is known by loading them: the first refit tells.
+        """
+        for spec in plan.tensors:
+            if spec.dtype != self._dtype:
+                raise ValueError(
+                    f"The policy sends {spec}, but vLLM's weights are {self._dtype}; set policy.generation.vllm_cfg."
+                    "precision to policy.precision."
+                )
+        self._plan = plan
+        self._forget_weights()
+
+    def load_weights(self, named_tensors: Sequence[NamedTensor]) -> None:
+        """Load some tensors, which have been read on return.
+
+        Raises:
+            ValueError: If vLLM's model has no such weight, or has it with another shape.
+        """
+        self._prefixes_are_stale = True
+        try:
+            self._on_worker("refit_load", list(named_tensors))
+        except ValueError:
+            self._forget_weights()  # what came before it belongs to no whole set of weights
+            raise
+        self._missing -= {name for name, _ in named_tensors}
+        self._has_weights = self._has_weights or bool(named_tensors)
+
+    def weights_checksum(self) -> dict[str, int]:
+        """`tensor_checksum` of the weights that a refit brings, read back from vLLM's own parameters."""
+        [checksums] = self._on_worker("refit_checksums", list(self._plan.tensors))
+        return checksums
+
+    def _forget_weights(self) -> None:
+        self._missing = {spec.name for spec in self._plan.tensors}
+        self._has_weights = False
+        self._on_worker("refit_begin")
+
+    # ---- phases
+
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+        """Map the memory of weights or KV cache, with nothing meaningful in it."""
+        self._llm.wake_up(list(tags))
+
+    def finish_generation(self) -> None:
+        """Give the memory of weights and KV cache back."""
+        self._llm.sleep(level=self._sleep_level)
+        self._forget_weights()
+
+    def memory_stats(self) -> dict[str, float]:
+        """This process's memory in GiB (see `metrics.memory.memory_stats`)."""
+        return memory_stats()
+
+    # ---- sampling
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """Continue every prompt of a request; one that fills the whole sequence gets no token and ends with "length".
+
+        Raises:
+            RuntimeError: If weights are missing, or vLLM gave a request up.
+        """
+        self._require_weights()
+        if self._prefixes_are_stale:
+            if not self._llm.reset_prefix_cache():
+                raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of other weights.")
+            self._prefixes_are_stale = False
+        num_rows = len(request.prompt_ids)
+        output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
+        rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
+        if not rows:
+            return output
+        finished = self._llm.generate(
+            [{"prompt_token_ids": request.prompt_ids[row]} for row in rows],
+            _sampling_params([sampling_arguments(request, row, self._max_sequence_length) for row in rows]),
+            use_tqdm=False,
+        )
+        for row, answer in zip(rows, finished, strict=True):
+            tokens, logprobs, reason = read_answer(answer)
+            output.output_ids[row], output.logprobs[row], output.finish_reasons[row] = tokens, logprobs, reason
+        return output
+
+    def _require_weights(self) -> None:
+        if self._missing or not self._has_weights:
+            raise RuntimeError(
+                f"vLLM still waits for {len(self._missing)} of its weights ({', '.join(sorted(self._missing)[:3])}); "
+                "refit it before generating."
+            )
+        [unfilled] = self._on_worker("refit_unfilled")
+        if unfilled:
+            raise ValueError(
+                f"The policy sends no weight for {len(unfilled)} of the parameters of vLLM's model "
+                f"({', '.join(unfilled[:3])}{', ...' if len(unfilled) > 3 else ''}); both must have one architecture."
+            )
+
+    def _on_worker(self, method: str, *arguments: Any) -> list[Any]:
+        return self._llm.collective_rpc(method, args=arguments)
+
+
+def read_answer(answer: Any) -> tuple[list[int], list[float], str]:
+    """Tokens, log-probs of what was sampled, and finish reason of a `vllm.RequestOutput`.
+
+    Raises:
+        RuntimeError: If the request ended for another reason than a stop token or its limit.
+    """
+    [completion] = answer.outputs
+    if completion.finish_reason not in ("stop", "length"):
+        raise RuntimeError(f"vLLM ended a request with {completion.finish_reason!r} instead of 'stop' or 'length'.")
+    tokens = list(completion.token_ids)
+    of_tokens: Iterable[Mapping[int, Any]] = completion.logprobs
+    logprobs = [of_token[token].logprob for token, of_token in zip(tokens, of_tokens, strict=True)]
+    return tokens, logprobs, completion.finish_reason
+
+
+def _sampling_params(rows: Sequence[Mapping[str, Any]]) -> list[Any]:
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    return [SamplingParams(**row, output_kind=RequestOutputKind.FINAL_ONLY) for row in rows]

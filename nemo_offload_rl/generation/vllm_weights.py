@@ -1,0 +1,86 @@
+"""Finds the weights of a Hugging Face checkpoint in the parameters of vLLM's model, which fuses some of them."""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from nemo_offload_rl.refit.plan import TensorSpec
+
+# The weights that vLLM keeps one behind the other in one parameter, along their first dimension.
+_FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
+_PARTS = {part: (fused, parts) for fused, parts in _FUSED.items() for part in parts}
+_EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+def read_back(parameters: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
+    """Views of the parameters as the checkpoint's tensors.
+
+    Args:
+        parameters: Of vLLM's model on one GPU, by name.
+        specs: The tensors of the checkpoint.
+
+    Raises:
+        ValueError: If a tensor is not where vLLM keeps unquantised weights, or has another shape there: it cannot be
+            compared with what was sent.
+    """
+    rows = {spec.name: spec.shape[0] for spec in specs if spec.shape}
+    return {spec.name: _find(parameters, spec, rows) for spec in specs}
+
+
+def _find(parameters: Mapping[str, torch.Tensor], spec: TensorSpec, rows: Mapping[str, int]) -> torch.Tensor:
+    found = _locate(parameters, spec.name, rows)
+    if found is not None and spec.shape and found.dim() == len(spec.shape):
+        found = found[: spec.shape[0]]  # a vocabulary is padded
+    if found is None or tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
+        where = "no parameter of it" if found is None else f"it as {found.dtype} {list(found.shape)}"
+        raise ValueError(
+            f"The policy sends {spec}, but vLLM's model has {where}, so that it cannot be compared; set "
+            "policy.verify_refit to false."
+        )
+    return found
+
+
+def _locate(parameters: Mapping[str, torch.Tensor], name: str, rows: Mapping[str, int]) -> torch.Tensor | None:
+    if name in parameters:
+        return parameters[name]
+    if match := _EXPERT.fullmatch(name):
+        return _expert(parameters, match["experts"], int(match["expert"]), match["part"])
+    module, _, kind = name.rpartition(".")
+    parent, _, part = module.rpartition(".")
+    if part not in _PARTS:
+        # Tied: the output layer is the embedding itself.
+        return parameters.get("model.embed_tokens.weight") if name == "lm_head.weight" else None
+    fused, parts = _PARTS[part]
+    whole = parameters.get(f"{parent}.{fused}.{kind}")
+    names = [f"{parent}.{one}.{kind}" for one in parts]
+    if whole is None or any(one not in rows for one in names):
+        return None
+    start = sum(rows[one] for one in names[: parts.index(part)])
+    return whole[start : start + rows[name]]
+
+
+def _expert(parameters: Mapping[str, torch.Tensor], experts: str, expert: int, part: str) -> torch.Tensor | None:
+    fused = parameters.get(f"{experts}.{'w2' if part == 'down_proj' else 'w13'}_weight")
+    if fused is None or expert >= fused.shape[0]:
+        return None
+    return fused[expert] if part == "down_proj" else fused[expert].chunk(2, dim=0)[part == "up_proj"]
+
+
+def outside_of_parameters(
+    tensors: Sequence[torch.Tensor], restored: Sequence[torch.Tensor], blocks: Sequence[tuple[int, int]]
+) -> list[torch.Tensor]:
+    """The tensors that lie in some blocks of memory and that nothing restores after these were discarded.
+
+    Args:
+        tensors: All that are alive.
+        restored: Those whose contents come back: parameters by a refit, buffers by vLLM.
+        blocks: Address and bytes of each block.
+    """
+    safe = {tensor.untyped_storage().data_ptr() for tensor in restored}
+    lost = []
+    for tensor in tensors:
+        start = tensor.untyped_storage().data_ptr()
+        if start not in safe and any(first <= start < first + size for first, size in blocks):
+            lost.append(tensor)
+    return lost

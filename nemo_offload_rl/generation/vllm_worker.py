@@ -1,0 +1,93 @@
+"""The part of vLLM's worker that takes a refit; vLLM adds the class to its own worker's bases."""
+
+import gc
+import logging
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.plan import NamedTensor, TensorSpec
+
+logger = logging.getLogger(__name__)
+
+
+class RefitExtension:
+    """Methods that `LLM.collective_rpc` calls by name; `self` is a `vllm.v1.worker.gpu_worker.Worker`, too.
+
+    vLLM refuses an extension that has an attribute of the worker's, so all names here begin with `refit`.
+    """
+
+    def refit_begin(self) -> None:
+        """Note that no parameter has been filled."""
+        self.refit_unfilled_names = {name for name, _ in _worker(self).get_model().named_parameters()}
+
+    @torch.no_grad()
+    def refit_load(self, named_tensors: Sequence[NamedTensor]) -> None:
+        """Load some weights of a Hugging Face checkpoint, each whole, from any device; they are loaded on return.
+
+        Raises:
+            ValueError: If the model has no such weight, or has it with another shape.
+        """
+        from vllm.config import set_current_vllm_config
+
+        name = ""
+
+        def on_device() -> Iterator[NamedTensor]:
+            nonlocal name
+            for name, tensor in named_tensors:
+                yield name, tensor.to(_worker(self).device)
+
+        with set_current_vllm_config(_worker(self).vllm_config):
+            try:
+                loaded = _worker(self).get_model().load_weights(on_device())
+            except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+                raise ValueError(
+                    f"vLLM's model does not take the weight {name!r} that the policy sends ({type(error).__name__}: "
+                    f"{error}); both must have one architecture, and vLLM must know it."
+                ) from error
+        torch.cuda.synchronize(_worker(self).device)
+        if loaded is None:  # a model that does not tell
+            self.refit_unfilled_names = set()
+        else:
+            self.refit_unfilled_names -= set(loaded)
+
+    def refit_unfilled(self) -> list[str]:
+        """Names of vLLM's parameters that no weight has been loaded into since `refit_begin`."""
+        return sorted(self.refit_unfilled_names)
+
+    def refit_checksums(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
+        """`tensor_checksum` of each weight as vLLM's parameters have it."""
+        found = read_back(dict(_worker(self).get_model().named_parameters()), specs)
+        return {name: tensor_checksum(tensor) for name, tensor in found.items()}
+
+    def refit_sleep_level(self) -> int:
+        """The level to sleep at: 2, which discards weights, where all that lies among them is restored; else 1."""
+        from vllm.device_allocator import get_mem_allocator_instance
+
+        model = _worker(self).get_model()
+        blocks = [
+            (address, data.handle[1])
+            for address, data in get_mem_allocator_instance().pointer_to_data.items()
+            if data.tag == "weights"
+        ]
+        gc.unfreeze()  # vLLM has frozen what is alive, and the collector does not list that
+        alive = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_cuda]
+        gc.freeze()
+        lost = outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks)
+        if not lost:
+            return 2
+        logger.warning(
+            "vLLM sleeps at level 1, which keeps its weights in host memory: %d tensors among them are neither "
+            "parameters nor buffers, and a refit would not bring them back; the first has the shape %s.",
+            len(lost),
+            list(lost[0].shape),
+        )
+        return 1
+
+
+def _worker(extension: RefitExtension) -> Any:
+    """The extension as the worker that it is."""
+    return extension

@@ -1,0 +1,171 @@
+"""What every generation engine has to do: checks that a test of each engine calls with the engine's handle.
+
+The model is tiny and in float32; `weights` are its Hugging Face weights by name, and `reference` the model itself with
+these weights on the CPU.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
+from nemo_offload_rl.refit import make_transport
+from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.plan import ExportPlan
+
+QWEN3 = {
+    "model_type": "qwen3",
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+    "intermediate_size": 128,
+    "max_position_embeddings": 128,
+    "tie_word_embeddings": True,
+}
+MAX_LENGTH = 64
+PROMPTS = [[5, 6, 7, 8, 9], [12], [5, 6, 7, 8, 9], [120, 4, 4, 20, 33, 71], [12]]
+GREEDY = SamplingParams(max_new_tokens=12, temperature=0.0, top_p=1.0, top_k=None, stop_token_ids=(), seed=7)
+SAMPLED = dataclasses.replace(GREEDY, temperature=0.8)
+Weights = Mapping[str, torch.Tensor]
+
+
+def policy(backend: str) -> dict[str, Any]:
+    """A recipe's policy section, as far as engines read it."""
+    section = {
+        "tensor_parallel_size": 1,
+        "expert_parallel_size": 1,
+        "gpu_memory_utilization": 0.2,
+        "max_model_len": MAX_LENGTH,
+        "enforce_eager": True,
+        "precision": "float32",
+    }
+    return {
+        "model_name": "a label",
+        "hf_config": QWEN3,
+        "precision": "float32",
+        "generation_batch_size": 8,
+        "max_total_sequence_length": MAX_LENGTH,
+        "generation": {"backend": backend, "vllm_cfg": section},
+    }
+
+
+def request(sampling: SamplingParams, prompts: list[list[int]] = PROMPTS, step: int = 0) -> GenerationRequest:
+    """The prompts, those that are equal told apart by their sample ids."""
+    return GenerationRequest(prompts, [prompts[:row].count(p) for row, p in enumerate(prompts)], step, sampling)
+
+
+def refit(engine: GenerationInterface, weights: Weights) -> None:
+    """Wake up, refit as a run does, and have the KV cache mapped."""
+    plan = ExportPlan.of(weights.items())
+    engine.prepare_refit_info(plan)
+    engine.prepare_for_generation(["weights"])
+    transport = make_transport(engine.capabilities.refit_transport, engine.receivers, verify=True)
+    sent = transport.connect(plan, rank=0, bucket_bytes=30_000).send(weights.items())
+    require_equal_checksums(sent, engine.weights_checksum())
+    engine.prepare_for_generation(["kv_cache"])
+
+
+def logprobs_of(reference: Any, prompt: list[int], tokens: list[int], temperature: float) -> torch.Tensor:
+    """Log-probs [new tokens, vocabulary] that the reference model gives at each new token."""
+    with torch.no_grad():
+        logits = reference(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
+    return torch.log_softmax(logits.float() / (temperature or 1.0), dim=-1)
+
+
+def greedy_tokens_are_the_reference_models(engine: GenerationInterface, reference: Any) -> None:
+    """Also: log-probs of temperature 1, and the reason at the limit."""
+    output = engine.generate(request(GREEDY))
+    assert output.finish_reasons == ["length"] * len(PROMPTS)
+    for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
+        expected = logprobs_of(reference, prompt, tokens, 1.0)
+        assert tokens == expected.argmax(dim=-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs), expected.amax(dim=-1), atol=1e-3, rtol=0)
+
+
+def logprobs_are_of_what_was_sampled(engine: GenerationInterface, reference: Any) -> None:
+    """Divided by the temperature."""
+    output = engine.generate(request(SAMPLED))
+    for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
+        expected = logprobs_of(reference, prompt, tokens, 0.8)[torch.arange(len(tokens)), tokens]
+        torch.testing.assert_close(torch.tensor(logprobs), expected, atol=1e-3, rtol=0)
+
+
+def filters_keep_the_likeliest(engine: GenerationInterface, reference: Any, *, filtered: bool) -> None:
+    """With top_k and top_p; `filtered` says whether the engine's log-probs are those after them."""
+    output = engine.generate(request(dataclasses.replace(SAMPLED, top_k=5, top_p=0.9)))
+    for prompt, tokens, logprobs in zip(PROMPTS, output.output_ids, output.logprobs, strict=True):
+        for token, logprob, row in zip(tokens, logprobs, logprobs_of(reference, prompt, tokens, 0.8), strict=True):
+            order = row.argsort(descending=True)[:5]
+            probs = row[order].softmax(dim=-1)
+            kept = order[(probs.cumsum(dim=-1) - probs) < 0.9 + 1e-4]
+            assert token in kept
+            whole = row[kept].logsumexp(dim=-1).item() if filtered else 0.0
+            assert math.isclose(logprob, row[token].item() - whole, abs_tol=2e-3)
+
+
+def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
+    """It is part of the answer."""
+    free = engine.generate(request(GREEDY, PROMPTS[:1])).output_ids[0]
+    stop = free[3]
+    output = engine.generate(request(dataclasses.replace(GREEDY, stop_token_ids=(stop,)), PROMPTS[:1]))
+    assert output.output_ids == [free[: free.index(stop) + 1]]
+    assert output.finish_reasons == ["stop"]
+    assert len(output.logprobs[0]) == len(output.output_ids[0])
+
+
+def seeds_decide(engine: GenerationInterface) -> None:
+    """The same request gives the same tokens; another seed, step or sample id others; a row has no neighbours."""
+    first = engine.generate(request(SAMPLED)).output_ids
+    assert engine.generate(request(SAMPLED)).output_ids == first
+    assert first[0] != first[2]
+    assert first[1] != first[4]
+    assert engine.generate(request(dataclasses.replace(SAMPLED, seed=8))).output_ids != first
+    assert engine.generate(request(SAMPLED, step=1)).output_ids != first
+    assert engine.generate(request(SAMPLED, PROMPTS[3:4])).output_ids == first[3:4]
+
+
+def empty_and_overlong_prompts_are_answered(engine: GenerationInterface) -> None:
+    """No rows, no answers; a prompt without room for a token gets none, one with little room a few."""
+    nothing = engine.generate(GenerationRequest([], [], 0, GREEDY))
+    assert (nothing.output_ids, nothing.logprobs, nothing.finish_reasons) == ([], [], [])
+    lengths = (MAX_LENGTH + 3, MAX_LENGTH, MAX_LENGTH - 2, 3)
+    output = engine.generate(request(GREEDY, [[9] * length for length in lengths]))
+    assert [len(tokens) for tokens in output.output_ids] == [0, 0, 2, 12]
+    assert output.finish_reasons == ["length"] * 4
+
+
+def a_refit_changes_the_answers(engine: GenerationInterface, weights: Weights) -> None:
+    """Also of a prompt whose keys and values are cached; and the old weights bring the old answers back."""
+    before = engine.generate(request(GREEDY)).output_ids
+    refit_after_sleep(engine, {name: tensor.flip(0) for name, tensor in weights.items()})
+    assert engine.generate(request(GREEDY)).output_ids != before
+    refit_after_sleep(engine, weights)
+    assert engine.generate(request(GREEDY)).output_ids == before
+
+
+def refit_after_sleep(engine: GenerationInterface, weights: Weights) -> None:
+    """What a training step does to an engine."""
+    engine.finish_generation()
+    refit(engine, weights)
+
+
+def check(engine: GenerationInterface, weights: Weights, reference: Any, *, filtered: bool) -> None:
+    """Runs everything, on one engine, since starting one takes long."""
+    checks: list[Callable[[], None]] = [
+        lambda: greedy_tokens_are_the_reference_models(engine, reference),
+        lambda: logprobs_are_of_what_was_sampled(engine, reference),
+        lambda: filters_keep_the_likeliest(engine, reference, filtered=filtered),
+        lambda: a_stop_token_ends_its_row(engine),
+        lambda: seeds_decide(engine),
+        lambda: empty_and_overlong_prompts_are_answered(engine),
+        lambda: a_refit_changes_the_answers(engine, weights),
+    ]
+    refit(engine, weights)
+    for one in checks:
+        one()

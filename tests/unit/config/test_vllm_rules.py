@@ -1,0 +1,107 @@
+"""Keys of generation with vLLM: what is refused, what loads, and what counts without a GPU or with another backend."""
+
+import pytest
+
+from nemo_offload_rl.config import for_machine, load
+from nemo_offload_rl.config.rules import RULES, vllm
+from tests.unit.config.conftest import CONFIGS, each_of
+from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
+
+TINY = CONFIGS / "grpo_tiny_cpu.yaml"
+VLLM = "policy.generation.vllm_cfg"
+KWARGS = "policy.generation.vllm_kwargs"
+ON = "policy.generation.backend=vllm"
+NODE = "cluster.gpus_per_node=8"
+
+BROKEN = {
+    "vllm_has_its_section": [([f"~{VLLM}"], "backend: is vllm, which needs the section policy.generation.v")],
+    "vllm_is_asked_for_what_it_does_here": [
+        ([f"{VLLM}.pipeline_parallel_size=2"], "pipeline_parallel_size: must be 1, since pipeline parallelism"),
+        ([f"+{VLLM}.load_format=auto"], "load_format: must be 'dummy', since weights come with the first refit"),
+        ([f"+{VLLM}.kv_cache_dtype=fp8"], "kv_cache_dtype: must be 'auto', since a quantised KV cache is not"),
+        ([f"+{VLLM}.async_engine=true"], "async_engine: must be false, since vLLM's asynchronous engine"),
+        ([f"+{VLLM}.skip_tokenizer_init=false"], "skip_tokenizer_init: must be true, since prompts"),
+        ([f"+{VLLM}.logprobs_mode=raw_logprobs"], "logprobs_mode: must be 'processed_logprobs', since training"),
+        ([f"+{VLLM}.num_first_layers_in_bf16=1"], "num_first_layers_in_bf16: must be 0, since fp8"),
+        ([f"+{VLLM}.num_last_layers_in_bf16=1"], "num_last_layers_in_bf16: must be 0, since fp8"),
+        ([f"+{VLLM}.use_deep_gemm=true"], "use_deep_gemm: must be false, since fp8"),
+        ([f"+{VLLM}.http_refit_server_port=9000"], "http_refit_server_port: must be null, since refits over HTTP"),
+        ([f"+{VLLM}.zmq_refit_server_port=9000"], "zmq_refit_server_port: must be null, since refits over ZeroMQ"),
+        ([f"+{VLLM}.reset_encoder_cache_after_weight_update=true"], "must be false, since models with images"),
+    ],
+    "vllm_computes_in_the_policys_type": [([f"{VLLM}.precision=bfloat16"], "is bfloat16, but refits send policy.prec")],
+    "vllm_takes_whole_sequences": [([f"{VLLM}.max_model_len=15"], "is 15, below policy.max_total_sequence_length (1")],
+    "vllm_engines_share_out_a_node": [([f"{VLLM}.tensor_parallel_size=2"], "is 2, which does not divide cluster.gpus")],
+    "vllm_splits_whole_heads": [
+        (
+            [NODE, f"{VLLM}.tensor_parallel_size=8"],
+            "tensor_parallel_size: is 8, which does not divide the model's 4 attention heads; choose a divisor",
+        ),
+        (
+            ["cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=2", "policy.hf_config.num_attention_heads=6",
+             "policy.hf_config.num_key_value_heads=3"],
+            "is 2, but the model has 3 key-value heads, and one of the two must divide the other",
+        ),
+    ],
+    "vllm_divides_experts_among_its_gpus": [
+        ([NODE, f"{VLLM}.tensor_parallel_size=4", f"{VLLM}.expert_parallel_size=2"], "must be 1 or policy.generat"),
+    ],
+    "vllm_checksums_are_of_whole_weights": [
+        (
+            ["cluster.gpus_per_node=2", f"{VLLM}.tensor_parallel_size=2", "++policy.verify_refit=true"],
+            "verify_refit: is true, which needs policy.generation.vllm_cfg.tensor_parallel_size 1 with vllm",
+        ),
+    ],
+    "vllm_has_a_least_temperature": [
+        (["policy.generation.val_temperature=0.001"], "val_temperature: is 0.001, but vLLM samples at 0.01 or more"),
+    ],
+    "vllm_arguments_are_not_the_recipes": [
+        ([f"+{KWARGS}.max_num_seqs=4"], "max_num_seqs: is what policy.generation_batch_size stands for; write it"),
+        ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits bring the policy's weights as they are"),
+    ],
+}  # fmt: skip
+
+
+@each_of(BROKEN)
+def test_what_cannot_be_is_refused_with_its_remedy(overrides, message, error_of):
+    assert message in error_of(ON, *overrides)
+
+
+def test_every_rule_has_a_broken_recipe():
+    assert set(BROKEN) == {rule.check.__name__ for rule in RULES if rule.check.__module__ == vllm.__name__}
+
+
+@pytest.mark.parametrize("row", vllm.ONLY_VALUES.items(), ids=lambda row: row[0])
+def test_what_means_off_loads(row):
+    name, (only, _) = row
+    value = str(only).lower().replace("none", "null")
+    assert load(TINY, [ON, f"++{VLLM}.{name}={value}"]).config["policy"]["generation"]["vllm_cfg"][name] == only
+
+
+def test_arguments_of_vllms_own_are_passed_on():
+    generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
+    assert generation["vllm_kwargs"] == {"max_num_batched_tokens": 4096}
+
+
+def test_nemo_rls_recipe_keeps_its_generation():
+    generation = load(MEGATRON_RECIPE, OUR_SECTIONS[1:]).config["policy"]["generation"]
+    assert generation["backend"] == "vllm"
+    assert generation["vllm_cfg"]["gpu_memory_utilization"] == 0.6
+
+
+def test_with_another_backend_nothing_of_it_counts():
+    overrides = [f"{VLLM}.pipeline_parallel_size=two", f"+{VLLM}.nope=1", f"+{KWARGS}.quantization=fp8"]
+    assert "vllm_cfg" not in load(TINY, overrides).config["policy"]["generation"]
+
+
+def test_an_unknown_key_is_one_with_vllm(one_problem_of):
+    error = one_problem_of(ON, f"+{VLLM}.tensor_paralel_size=1")
+    assert f"unknown key; nearest valid key: {VLLM}.tensor_parallel_size" in error
+
+
+def test_without_a_gpu_the_hugging_face_model_generates():
+    config = load(TINY, [ON]).config
+    adapted, lines = for_machine(config, has_gpus=False)
+    assert adapted["policy"]["generation"]["backend"] == "transformers"
+    assert "policy.generation.backend is transformers on this machine: vllm needs a GPU" in lines
+    assert for_machine(config, has_gpus=True)[0]["policy"]["generation"]["backend"] == "vllm"

@@ -1,0 +1,41 @@
+"""One suite for every engine; vLLM's runs where there are a GPU and the extra."""
+
+import importlib.util
+
+import pytest
+import torch
+from support import engine_conformance
+
+from nemo_offload_rl.generation import make_generation
+from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
+from nemo_offload_rl.worker.sampling import FILTERED_LOGPROBS
+
+HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
+
+
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "transformers",
+        pytest.param(
+            "vllm",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.slow,
+                pytest.mark.skipif(not HAS_VLLM, reason="needs a CUDA GPU and the extra vllm"),
+            ],
+        ),
+    ],
+)
+def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster):
+    reference = build_model("tiny", engine_conformance.QWEN3, "float32")
+    generator = torch.Generator().manual_seed(0)
+    for parameter in reference.parameters():
+        noise = torch.randn(parameter.shape, generator=generator)
+        parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else 0.2 * noise)
+    weights = {name: tensor for name, tensor in weights_by_name(reference).items() if name != "lm_head.weight"}
+    engine = make_generation(engine_conformance.policy(backend), ray_cluster)
+    try:
+        engine_conformance.check(engine, weights, reference, filtered=backend in FILTERED_LOGPROBS)
+    finally:
+        engine.shutdown()

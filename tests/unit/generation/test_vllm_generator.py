@@ -1,0 +1,173 @@
+"""The part of generation with vLLM that needs no GPU: arguments, seeds, answers, and which weights are there."""
+
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import engine_conformance
+
+from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
+from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
+from nemo_offload_rl.generation.vllm_arguments import engine_arguments, sampling_arguments
+from nemo_offload_rl.generation.vllm_backend import ENGINE
+from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
+from nemo_offload_rl.generation.vllm_worker import RefitExtension
+from nemo_offload_rl.refit.plan import ExportPlan
+
+SAMPLING = SamplingParams(10, 0.8, 0.9, None, (2, 3), 11)
+
+
+def request(sampling: SamplingParams = SAMPLING) -> GenerationRequest:
+    return GenerationRequest([[5, 6, 7], [5, 6, 7], [8] * 60], [0, 1, 0], 3, sampling)
+
+
+def test_an_engine_is_started_with_the_recipes_settings():
+    policy = engine_conformance.policy("vllm")
+    section = policy["generation"]["vllm_cfg"]
+    arguments = engine_arguments(policy, Path("/folder"))
+    expected = {
+        "model": "/folder",
+        "load_format": "dummy",
+        "dtype": "float32",
+        "tensor_parallel_size": 1,
+        "enable_expert_parallel": False,
+        "gpu_memory_utilization": 0.2,
+        "max_model_len": 64,
+        "max_num_seqs": 8,
+        "enforce_eager": True,
+        "logprobs_mode": "processed_logprobs",
+        "distributed_executor_backend": "uni",
+    }
+    assert {name: arguments[name] for name in expected} == expected
+    section |= {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    policy["generation"]["vllm_kwargs"] = {"max_num_batched_tokens": 4096}
+    split = engine_arguments(policy, Path("/folder"))
+    assert split["distributed_executor_backend"] == "external_launcher"
+    assert split["enable_expert_parallel"]
+    assert split["max_num_batched_tokens"] == 4096
+
+
+def test_each_row_has_its_limit_its_stops_and_its_seed():
+    rows = [sampling_arguments(request(), row, 64) for row in range(3)]
+    assert [row["max_tokens"] for row in rows] == [10, 10, 4]
+    assert rows[0]["seed"] == row_seed(11, 3, [5, 6, 7], 0)
+    assert len({row["seed"] for row in rows}) == 3
+    assert (rows[0]["temperature"], rows[0]["top_p"], rows[0]["top_k"]) == (0.8, 0.9, 0)
+    assert rows[0]["stop_token_ids"] == [2, 3]
+    greedy = sampling_arguments(request(SamplingParams(10, 0.0, 0.9, 5, (), 11)), 0, 64)
+    assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["seed"]) == (0.0, 1.0, 0, None)
+
+
+def test_a_seed_depends_on_what_the_uniforms_depend_on():
+    seeds = {row_seed(*key) for key in [(3, 9, [5, 6], 0), (4, 9, [5, 6], 0), (3, 8, [5, 6], 0), (3, 9, [6, 5], 0)]}
+    assert len(seeds | {row_seed(3, 9, [5, 6], 1)}) == 5
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert row_uniforms(3, 9, [[5, 6]], [0], 1) == row_uniforms(3, 9, [[5, 6]], [0], 1)
+
+
+def answer(reason: str):
+    """Like a `vllm.RequestOutput` whose second token is less likely than another."""
+    logprobs = [
+        {5: SimpleNamespace(logprob=-0.5)},
+        {9: SimpleNamespace(logprob=-0.1), 2: SimpleNamespace(logprob=-3.0)},
+    ]
+    return SimpleNamespace(outputs=[SimpleNamespace(token_ids=[5, 2], logprobs=logprobs, finish_reason=reason)])
+
+
+def test_an_answer_has_the_log_probs_of_its_tokens():
+    assert read_answer(answer("stop")) == ([5, 2], [-0.5, -3.0], "stop")
+    with pytest.raises(RuntimeError, match="ended a request with 'abort'"):
+        read_answer(answer("abort"))
+
+
+class StandIn(RefitExtension):
+    """Stands for `vllm.LLM` and its worker: a model whose weights load, and an engine that answers no request."""
+
+    def __init__(self):
+        self.model = torch.nn.Linear(3, 2)
+        self.calls = []
+
+    def get_model(self):
+        return self.model
+
+    def refit_sleep_level(self):
+        return 2
+
+    def refit_load(self, named_tensors):
+        for name, tensor in named_tensors:
+            if name == "unknown":
+                raise ValueError("vLLM's model does not take the weight 'unknown'")
+            self.model.get_parameter(name).data.copy_(tensor)
+            self.refit_unfilled_names.discard(name)
+
+    def collective_rpc(self, method, args):
+        return [getattr(self, method)(*args)]
+
+    def sleep(self, level):
+        self.calls.append(("sleep", level))
+
+    def reset_prefix_cache(self):
+        self.calls.append("reset_prefix_cache")
+        return True
+
+
+WEIGHTS = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
+TOO_LONG = GenerationRequest([[1] * 64], [0], 0, SAMPLING)
+
+
+@pytest.fixture
+def generator():
+    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    return generator
+
+
+def test_it_waits_for_every_weight_of_each_refit(generator):
+    with pytest.raises(RuntimeError, match=r"still waits for 2 of its weights \(bias, weight\)"):
+        generator.generate(TOO_LONG)
+    generator.load_weights(list(WEIGHTS.items())[:1])
+    with pytest.raises(RuntimeError, match=r"still waits for 1 of its weights \(bias\)"):
+        generator.generate(TOO_LONG)
+    generator.load_weights(list(WEIGHTS.items())[1:])
+    assert generator.generate(TOO_LONG).finish_reasons == ["length"]
+    assert generator.weights_checksum().keys() == WEIGHTS.keys()
+    generator.finish_generation()
+    assert ("sleep", 2) in generator._llm.calls
+    with pytest.raises(RuntimeError, match="still waits for 2"):
+        generator.generate(TOO_LONG)
+
+
+def test_the_prefix_cache_is_reset_once_after_each_refit(generator):
+    for _ in range(2):
+        generator.load_weights(list(WEIGHTS.items()))
+        generator.generate(TOO_LONG)
+        generator.generate(TOO_LONG)
+    assert generator._llm.calls == ["reset_prefix_cache"] * 2
+
+
+def test_a_weight_that_is_not_taken_leaves_no_half_loaded_engine(generator):
+    generator.load_weights(list(WEIGHTS.items()))
+    with pytest.raises(ValueError, match="'unknown'"):
+        generator.load_weights([("unknown", torch.zeros(1))])
+    with pytest.raises(RuntimeError, match="still waits for 2"):
+        generator.generate(TOO_LONG)
+
+
+def test_a_parameter_that_the_policy_does_not_send_is_named(generator):
+    generator.prepare_refit_info(ExportPlan.of([("weight", WEIGHTS["weight"])]))
+    generator.load_weights([("weight", WEIGHTS["weight"])])
+    with pytest.raises(ValueError, match=r"no weight for 1 of the parameters of vLLM's model \(bias\)"):
+        generator.generate(TOO_LONG)
+
+
+def test_another_type_is_refused_before_anything_is_sent(generator):
+    with pytest.raises(ValueError, match=r"'weight' as torch\.bfloat16 \[2, 3\], but vLLM's weights"):
+        generator.prepare_refit_info(ExportPlan.of([("weight", WEIGHTS["weight"].bfloat16())]))
+
+
+def test_it_needs_gpus(ray_cluster):
+    if ray_cluster.has_gpus:
+        pytest.skip("is for machines without a GPU")
+    with pytest.raises(ValueError, match="backend is vllm, which needs GPUs, and the ranks have none"):
+        ENGINE.bundles_per_engine(engine_conformance.policy("vllm"), ray_cluster)

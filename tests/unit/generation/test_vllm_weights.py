@@ -1,0 +1,88 @@
+"""Weights of a checkpoint in parameters as vLLM's models keep them."""
+
+import pytest
+import torch
+
+from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back
+from nemo_offload_rl.refit.plan import TensorSpec
+
+LAYER = "model.layers.0"
+CHECKPOINT = {
+    "model.embed_tokens.weight": torch.randn(30, 8),
+    f"{LAYER}.self_attn.q_proj.weight": torch.randn(16, 8),
+    f"{LAYER}.self_attn.k_proj.weight": torch.randn(4, 8),
+    f"{LAYER}.self_attn.v_proj.weight": torch.randn(4, 8),
+    f"{LAYER}.self_attn.q_proj.bias": torch.randn(16),
+    f"{LAYER}.self_attn.k_proj.bias": torch.randn(4),
+    f"{LAYER}.self_attn.v_proj.bias": torch.randn(4),
+    f"{LAYER}.self_attn.o_proj.weight": torch.randn(8, 16),
+    f"{LAYER}.mlp.gate_proj.weight": torch.randn(12, 8),
+    f"{LAYER}.mlp.up_proj.weight": torch.randn(12, 8),
+    "model.layers.1.mlp.gate.weight": torch.randn(2, 8),
+    "model.norm.weight": torch.randn(8),
+    **{
+        f"model.layers.1.mlp.experts.{expert}.{part}.weight": torch.randn(*shape)
+        for expert in range(2)
+        for part, shape in {"gate_proj": (6, 8), "up_proj": (6, 8), "down_proj": (8, 6)}.items()
+    },
+}
+SPECS = [TensorSpec.of(name, tensor) for name, tensor in CHECKPOINT.items()]
+
+
+def fused() -> dict[str, torch.Tensor]:
+    """The checkpoint as vLLM has it: qkv, gate and up in one, experts in two, a vocabulary of 64."""
+    own = {name: tensor for name, tensor in CHECKPOINT.items() if not any(f"{p}_proj." in name for p in "qkv")}
+    parameters = {name: tensor for name, tensor in own.items() if ".experts." not in name and "gate_proj" not in name}
+    parameters["model.embed_tokens.weight"] = torch.cat([CHECKPOINT["model.embed_tokens.weight"], torch.zeros(34, 8)])
+    for kind in ("weight", "bias"):
+        parts = [CHECKPOINT[f"{LAYER}.self_attn.{part}_proj.{kind}"] for part in "qkv"]
+        parameters[f"{LAYER}.self_attn.qkv_proj.{kind}"] = torch.cat(parts)
+    gate, up = (CHECKPOINT[f"{LAYER}.mlp.{part}_proj.weight"] for part in ("gate", "up"))
+    del parameters[f"{LAYER}.mlp.up_proj.weight"]
+    parameters[f"{LAYER}.mlp.gate_up_proj.weight"] = torch.cat([gate, up])
+    experts = [
+        {part: CHECKPOINT[f"model.layers.1.mlp.experts.{expert}.{part}_proj.weight"] for part in ("gate", "up", "down")}
+        for expert in range(2)
+    ]
+    parameters["model.layers.1.mlp.experts.w13_weight"] = torch.stack(
+        [torch.cat([one["gate"], one["up"]]) for one in experts]
+    )
+    parameters["model.layers.1.mlp.experts.w2_weight"] = torch.stack([one["down"] for one in experts])
+    return parameters
+
+
+def test_every_weight_is_read_back():
+    found = read_back(fused(), SPECS)
+    assert list(found) == list(CHECKPOINT)
+    for name, tensor in CHECKPOINT.items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_a_tied_output_layer_is_the_embedding():
+    embedding = CHECKPOINT["model.embed_tokens.weight"]
+    found = read_back(fused(), [*SPECS, TensorSpec.of("lm_head.weight", embedding)])
+    assert torch.equal(found["lm_head.weight"], embedding)
+
+
+@pytest.mark.parametrize(
+    "name", ["model.layers.0.self_attn.kv_a_proj.weight", "model.layers.1.mlp.experts.2.up_proj.weight"]
+)
+def test_what_cannot_be_found_cannot_be_compared(name):
+    with pytest.raises(ValueError, match=rf"{name}' as .* has no parameter of it, .* policy\.verify_refit to false"):
+        read_back(fused(), [TensorSpec(name, (6, 8), torch.float32)])
+
+
+def test_a_weight_that_was_repacked_cannot_be_compared():
+    parameters = fused()
+    parameters["model.norm.weight"] = parameters["model.norm.weight"].view(2, 4)
+    with pytest.raises(ValueError, match=r"'model\.norm\.weight' as torch\.float32 \[8\], but vLLM's model has it as"):
+        read_back(parameters, SPECS)
+
+
+def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
+    weight, scale, elsewhere = torch.zeros(100), torch.ones(1), torch.ones(1)
+    blocks = [(weight.data_ptr() - 64, 464), (scale.data_ptr(), 4)]
+    if any(first <= elsewhere.data_ptr() < first + size for first, size in blocks):
+        blocks[0] = (weight.data_ptr(), 400)
+    lost = outside_of_parameters([weight, weight[3:5], scale, elsewhere], [weight], blocks)
+    assert [id(tensor) for tensor in lost] == [id(scale)]
