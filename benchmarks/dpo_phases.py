@@ -11,7 +11,6 @@ since NeMo-RL #2859 ran out of memory behind its first step.
 
 import argparse
 import multiprocessing
-import socket
 import statistics
 import time
 from collections.abc import Mapping
@@ -21,6 +20,7 @@ from typing import Any
 import torch
 from gpu_watch import GpuWatch
 from model_shapes import QWEN2_1_5B
+from ports import free_port
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
@@ -138,13 +138,6 @@ def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> Batche
         token_mask=token_mask,
         sample_mask=torch.ones(2 * num_pairs),
     ).in_groups(2)
-
-
-def free_port() -> int:
-    """Returns a port that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Mapping
 
 import torch
+from ports import free_port
 
 from activation_cases.combinations import REFUSED, Combination, several_gpus, single_gpu
 from activation_cases.processes import run_processes
 from activation_cases.table import Setting, as_list
 from activation_cases.trial import Trial, first_difference, run_trial
-from activation_cases.worker import free_port, policy
+from activation_cases.worker import policy
 from nemo_offload_rl.config.problems import RecipeError
 
 NUM_STEPS = 10

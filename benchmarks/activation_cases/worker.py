@@ -3,14 +3,13 @@
 import contextlib
 import gc
 import os
-import random
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from ports import free_port
 
 from activation_cases import batches
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
@@ -36,15 +35,6 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
     config: Any = load(RECIPES / f"{recipe}.yaml", list(overrides)).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     return dict(config["policy"])
-
-
-def free_port() -> int:
-    """A free port, below those of outgoing connections: runs may go on side by side."""
-    while True:
-        port = random.SystemRandom().randrange(20_000, 32_000)
-        with socket.socket() as probe, contextlib.suppress(OSError):
-            probe.bind(("localhost", port))
-            return port
 
 
 @contextlib.contextmanager

@@ -2,12 +2,12 @@
 
 import contextlib
 import io
-import socket
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from model_shapes import QWEN2_1_5B
+from ports import free_port
 
 RECIPE = "examples/configs/grpo_math_1B_megatron.yaml"
 OVERRIDES = [
@@ -50,7 +50,7 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
         world_size=1,
         local_rank=0,
         master_addr="localhost",
-        master_port=_free_port(),
+        master_port=free_port(),
         seed=0,
         te_rng_tracker=False,
     )
@@ -82,9 +82,3 @@ def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
             if not name.startswith("master") and tensor.is_floating_point():
                 tensor.uniform_(0.0, 1.0)
     return model, optimizer
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -1,6 +1,5 @@
 """Trains one model in one way, and measures its steps."""
 
-import socket
 import statistics
 import time
 from collections.abc import Iterator
@@ -9,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from ports import free_port
 from result_file import TableValue
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -80,7 +80,7 @@ def _worker(case: Case, way: Way) -> MegatronPolicyWorker:
         world_size=1,
         local_rank=0,
         master_addr="localhost",
-        master_port=_free_port(),
+        master_port=free_port(),
         seed=0,
         init_reference_model=False,
     )
@@ -181,9 +181,3 @@ def _peak_mib(worker: MegatronPolicyWorker) -> int | None:
     """The highest of all verbs, ranges of the engine included."""
     peaks = [value for name, value in worker.memory_stats().items() if name == "gpu_peak_train_gib"]
     return round(peaks[0] * 1024) if peaks else None
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("localhost", 0))
-        return int(probe.getsockname()[1])

@@ -19,7 +19,7 @@ from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
     fields_from,
-    make_prompt_format,
+    make_answer_format,
     make_schedule,
     read_pairs,
     read_tokenizer,
@@ -123,14 +123,7 @@ def prepare(config: DPOMasterConfig) -> Preparation:
     train, validation = read_pairs(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    answers = make_prompt_format(
-        data,
-        tokenizer,
-        policy_config["tokenizer"],
-        add_bos=data["add_bos"],
-        add_eos=data["add_eos"],
-        add_generation_prompt=data["add_generation_prompt"],
-    )
+    answers = make_answer_format(data, tokenizer, policy_config["tokenizer"])
     for pairs in (train.problems, validation):
         check_pairs(answers, pairs)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)

@@ -19,7 +19,7 @@ from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.run.setup import (
     Preparation,
-    make_prompt_format,
+    make_answer_format,
     make_schedule,
     read_data,
     read_tokenizer,
@@ -115,14 +115,7 @@ def prepare(config: SFTMasterConfig) -> Preparation:
     train, validation = read_data(data, section["seed"])
     train.require(policy_config["train_global_batch_size"], "policy.train_global_batch_size")
     tokenizer = read_tokenizer(policy_config["tokenizer"])
-    examples = make_prompt_format(
-        data,
-        tokenizer,
-        policy_config["tokenizer"],
-        add_bos=data["add_bos"],
-        add_eos=data["add_eos"],
-        add_generation_prompt=data["add_generation_prompt"],
-    )
+    examples = make_answer_format(data, tokenizer, policy_config["tokenizer"])
     for problems in (train.problems, validation):
         examples.check_vocabulary(problems, with_answers=True)
     num_validation = section["val_batches"] * section["val_global_batch_size"] or len(validation)

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_offload_rl.config.schema.data import DataConfig, Dataset, PairDataset, PreferenceDataConfig
+from nemo_offload_rl.config.schema.data import DataConfig, Dataset, PairDataset, PreferenceDataConfig, SFTDataConfig
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
@@ -168,6 +168,20 @@ def make_prompt_format(
         system_prompt=None if system_file is None else read_text_file(system_file, "data.default.system_prompt_file"),
         chat_template_kwargs=tokenizer_config.get("chat_template_kwargs") or {},
         **special_tokens,
+    )
+
+
+def make_answer_format(
+    data: SFTDataConfig | PreferenceDataConfig, tokenizer: PreTrainedTokenizerFast, tokenizer_config: TokenizerConfig
+) -> PromptFormat:
+    """Makes the format of a recipe that trains on given answers; see ``make_prompt_format``."""
+    return make_prompt_format(
+        data,
+        tokenizer,
+        tokenizer_config,
+        add_bos=data["add_bos"],
+        add_eos=data["add_eos"],
+        add_generation_prompt=data["add_generation_prompt"],
     )
 
 
