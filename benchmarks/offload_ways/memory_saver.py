@@ -1,10 +1,11 @@
 """torch_memory_saver, in a child process for each way to run it, since it hooks into a process by LD_PRELOAD."""
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -30,6 +31,22 @@ class Job:
     warmups: int
 
 
+@contextlib.contextmanager
+def preloaded(way: str) -> Iterator[Mapping[str, str]]:
+    """Have processes that are started meanwhile, with the environment that this gives, run a way; others as they are.
+
+    Raises:
+        ImportError: torch_memory_saver is the way, and not installed.
+    """
+    if way not in WAYS:
+        yield {}
+        return
+    import torch_memory_saver
+
+    with torch_memory_saver.configure_subprocess():
+        yield os.environ | WAYS[way] | {"LD_LIBRARY_PATH": _library_path()}
+
+
 def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
     """Round trips of each job of one way, by case, in a child process.
 
@@ -38,13 +55,11 @@ def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
         RuntimeError: the child failed, or gave no memory back.
         subprocess.TimeoutExpired: it took too long.
     """
-    import torch_memory_saver
-
-    with torch_memory_saver.configure_subprocess():
+    with preloaded(way) as environ:
         done = subprocess.run(
             [sys.executable, str(_CHILD)],
             input=json.dumps([asdict(job) for job in jobs]),
-            env=os.environ | WAYS[way] | {"LD_LIBRARY_PATH": _library_path()},
+            env=os.environ | environ,
             capture_output=True,
             text=True,
             timeout=_TIMEOUT_S,

@@ -2,7 +2,7 @@
 
 import contextlib
 import io
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -32,7 +32,20 @@ def model_sizes(scale: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
+    """Model and optimizer of Qwen2.5-1.5B's sizes; see `model_and_optimizer`."""
+    with model_and_optimizer(model_sizes(scale), OVERRIDES) as made:
+        yield made
+
+
+@contextlib.contextmanager
+def model_and_optimizer(
+    hf_config: Mapping[str, Any], overrides: Sequence[str]
+) -> Iterator[tuple[list[torch.nn.Module], Any]]:
     """Model and optimizer in process groups of one rank, its state primed and filled with random numbers.
+
+    Args:
+        hf_config: the model's sizes.
+        overrides: of the recipe.
 
     Raises:
         ImportError: megatron-core or Megatron-Bridge is not installed.
@@ -41,9 +54,9 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
     from nemo_offload_rl.config.cpu import for_machine
     from nemo_offload_rl.mcore import model_config, parallel
 
-    config = load(RECIPE, OVERRIDES).config
+    config = load(RECIPE, list(overrides)).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
-    policy = dict(config["policy"]) | {"hf_config": model_sizes(scale)}
+    policy = dict(config["policy"]) | {"hf_config": dict(hf_config)}
     parallel.initialize(
         model_config.parallel_sizes(policy["megatron_cfg"]),
         rank=0,

@@ -26,6 +26,8 @@ from nemo_offload_rl.residency.targets import TARGETS
 
 logger = logging.getLogger(__name__)
 
+_HOST = Placement.HOST
+
 
 @dataclass(frozen=True)
 class Engine:
@@ -70,8 +72,12 @@ class Engine:
         """Returns the bytes of each target, by target."""
         return {name: target.nbytes for name, target in self.targets.items()}
 
-    def checkpoint_reader(self) -> Callable[[torch.Tensor], torch.Tensor]:
+    def checkpoint_reader(self, lent: set[int] | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
         """Makes everything readable where it is, on the CPU or the GPU, for instance to save a checkpoint.
+
+        Args:
+            lent: gets the addresses of the tensors that are given of optimizer state on the host, whose contents
+                `residency.lend` can keep.
 
         Returns:
             For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
@@ -79,18 +85,24 @@ class Engine:
         """
         self.residency.wait_until_released()
         self.context.mover.check()
-        on_host = (Placement.HOST, Placement.STREAMED)
-        away = [target for name, target in self.targets.items() if self.residency.where(name) in on_host]
-        if any(target.needs_gpu_to_save for target in away):
+        on_host = (_HOST, Placement.STREAMED)
+        away = {name: target for name, target in self.targets.items() if self.residency.where(name) in on_host}
+        if any(target.needs_gpu_to_save for target in away.values()):
             self.load_all_to_gpu()
-            away = []
+            away = {}
         for name in self.targets:
             if self.residency.where(name) is Placement.GPU:
                 self.residency.require(name)
+        # A streamed step changes state on the host, and a swap with reference weights the params there.
+        still = {name for name in away if name is Target.OPTIMIZER_STATE and self.residency.where(name) is _HOST}
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
-            views = (target.host_view(tensor) for target in away)
-            return next((view for view in views if view is not None), tensor)
+            for name, target in away.items():
+                if (view := target.host_view(tensor)) is not None:
+                    if lent is not None and name in still:
+                        lent.add(view.data_ptr())
+                    return view
+            return tensor
 
         return read
 

@@ -165,6 +165,11 @@ class FlatBuffer:
             _move_in(entry, self.slices[index])
         self.add(new)
 
+    def holds(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor lives in one of the backed ranges, mapped or not."""
+        address = tensor.untyped_storage().data_ptr()
+        return any(backed.range.tensor.data_ptr() == address for backed in self.backed_ranges)
+
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns a CPU tensor of the same dtype, shape and strides that views the host copy of one of its tensors.
 

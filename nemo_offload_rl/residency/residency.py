@@ -59,6 +59,7 @@ class Residency:
         self._meter = meter or Meter(torch.device("cpu"))
         self._room = dict(room or {})
         self._check = check
+        self._lent: dict[Target, Callable[[], None]] = {}
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Placement:
@@ -111,6 +112,18 @@ class Residency:
                 raise ValueError(f"There is no {target} to place; the targets are {', '.join(self._targets)}.")
             _require_possible(target, self._targets[target], placement, placement)
         self._move(self._changes(placements), self.phase or Phase.TRAIN)
+
+    def lend(self, target: Target, wait: Callable[[], None]) -> None:
+        """Have the host memory of a target stay as it is until a reader has done with it.
+
+        Moves to the GPU only read that memory, and go on.
+
+        Args:
+            target: on the host now.
+            wait: waits for the reader; called before the next move that writes there.
+        """
+        assert self._where[target] is Placement.HOST, f"{target} is {self._where[target]}, and not on the host"
+        self._lent[target] = wait
 
     def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
         """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
@@ -191,6 +204,8 @@ class Residency:
         source = self._where[target]
         if source is placement:
             return
+        if placement is not Placement.GPU and target in self._lent:
+            self._lent.pop(target)()
         with self._in_words(target, placement, phase):
             move = self._targets[target].start(placement)
         self._last[target], self._where[target] = Started(phase, target, source, placement, move), placement

@@ -23,6 +23,11 @@ SWAP_BACK = range(NUM_CHUNKS)
 ERRORS = [MemoryError, KeyboardInterrupt]
 
 
+def each_pair(values):
+    """Returns cases (value, is_late, error) in which every two of them meet."""
+    return [(value, is_late, ERRORS[(value + is_late) % 2]) for value in values for is_late in (False, True)]
+
+
 class FailingCopies:
     """Has a mover's copies of chunks fail.
 
@@ -126,11 +131,9 @@ def test_a_swap_in_that_fails_once_leaves_the_policy_as_it_was(engines, monkeypa
         assert_all_works(engine, job, first, own)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
-@pytest.mark.parametrize("number", SWAP_IN)
+@pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_IN))
 def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refuses(
-    engines, monkeypatch, error, is_late, number
+    engines, monkeypatch, number, is_late, error
 ):
     engine, job, first = trained(engines)
     own = weights(job)
@@ -145,10 +148,8 @@ def test_a_swap_in_after_which_no_copy_works_leaves_the_policy_as_it_was_or_refu
         assert_every_use_is_refused(engine, job)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
-@pytest.mark.parametrize("body_fails", [False, True])
-def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, error, is_late, body_fails):
+@pytest.mark.parametrize(("body_fails", "is_late", "error"), each_pair([False, True]))
+def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, body_fails, is_late, error):
     engine, job, first = trained(engines)
     own = weights(job)
     copies = FailingCopies(monkeypatch, engine.context.mover, error)
@@ -158,10 +159,8 @@ def test_a_swap_back_that_fails_once_is_made_again(engines, monkeypatch, error, 
         assert_all_works(engine, job, first, own)
 
 
-@pytest.mark.parametrize("error", ERRORS)
-@pytest.mark.parametrize("is_late", [False, True], ids=["before the copy", "after it"])
-@pytest.mark.parametrize("number", SWAP_BACK)
-def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, monkeypatch, error, is_late, number):
+@pytest.mark.parametrize(("number", "is_late", "error"), each_pair(SWAP_BACK))
+def test_a_swap_back_after_which_no_copy_works_is_told_by_every_use(engines, monkeypatch, number, is_late, error):
     engine, job, _ = trained(engines)
     copies = FailingCopies(monkeypatch, engine.context.mover, error)
     with pytest.raises((error, ResidencyError)), engine.reference.swapped_in():

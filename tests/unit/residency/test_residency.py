@@ -263,3 +263,17 @@ def test_a_placement_that_cannot_be_moves_nothing(target, placement, message):
     with pytest.raises(ValueError, match=message):
         residency.place({Target.PARAMS: Placement.HOST, target: placement})
     assert moves(log) == []
+
+
+def test_host_memory_that_is_read_is_waited_for_before_it_is_written_again():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    log.clear()
+    residency.lend(Target.OPTIMIZER_STATE, lambda: log.append("the reader has done"))
+    residency.enter(Phase.TRAIN)  # comes back, which only reads
+    assert "the reader has done" not in log
+    residency.enter(Phase.REFIT)
+    assert log.index("the reader has done") < log.index((Target.OPTIMIZER_STATE, Placement.HOST))
+    residency.enter(Phase.TRAIN)
+    residency.enter(Phase.REFIT)
+    assert log.count("the reader has done") == 1

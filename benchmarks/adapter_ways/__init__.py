@@ -1,0 +1,1 @@
+"""The ways in which trainers move training state, side by side."""

@@ -1,0 +1,61 @@
+"""verl's Megatron engine, its own or the adapter's, on a model and an optimizer that are there already."""
+
+import types
+from typing import Any
+
+import torch
+
+
+class _Given:
+    """Comes before an engine in a class's bases: what it builds was given."""
+
+    given: tuple[list[torch.nn.Module], Any]
+
+    def _build_tf_config(self) -> None:
+        self.is_value_model, self.vanilla_bridge, self.share_embeddings_and_output_weights = False, False, True
+        self.tf_config, self.provider, self.peft_cls, self.bridge = None, None, None, object()
+        self.param_dtype = torch.bfloat16
+
+    def _build_megatron_module(self) -> list[torch.nn.Module]:
+        return self.given[0]
+
+    def _build_optimizer(self) -> Any:
+        return self.given[1]
+
+    def _build_lr_scheduler(self) -> None:
+        return None
+
+
+def engine(model: list[torch.nn.Module], optimizer: Any, *, adapter: bool) -> Any:
+    """An initialised engine that offloads everything; it does so at once, and everything has come back.
+
+    Raises:
+        ImportError: verl is not installed.
+    """
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import McoreEngineConfig
+
+    if adapter:
+        from nemo_offload_rl.adapters.verl import RangeOffloadWithLMHead as Engine
+    else:
+        from verl.workers.engine.megatron import MegatronEngineWithLMHead as Engine
+    model_config = types.SimpleNamespace(
+        lora={},
+        mtp=types.SimpleNamespace(enable=False),
+        local_path="random",
+        hf_config=None,
+        architectures=["Random"],
+        get_processor=lambda: None,
+        model_type="language_model",
+    )
+    if not torch.cuda.is_available():
+        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log; it takes a machine without any GPU for one with
+    made = type("Engine", (_Given, Engine), {"given": (model, optimizer)})(
+        model_config=model_config,
+        engine_config=McoreEngineConfig(param_offload=True, optimizer_offload=True, use_dist_checkpointing=True),
+        optimizer_config=types.SimpleNamespace(use_checkpoint_opt_param_scheduler=False),
+        checkpoint_config=CheckpointConfig(save_contents=["model"], load_contents=["model"]),
+    )
+    made.initialize()
+    made.to("cuda", model=True, optimizer=True, grad=True)
+    return made

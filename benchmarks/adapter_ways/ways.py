@@ -1,0 +1,216 @@
+"""How trainers move a model's and an optimizer's state: theirs as it is called there, and the engine in its place."""
+
+import gc
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
+
+import torch
+from offload_ways.memory_saver import WAYS as SAVER_WAYS
+
+from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
+from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
+from nemo_offload_rl.residency.table import Target
+
+
+class Resident:
+    """Nothing moves; what the other ways are compared with.
+
+    Attributes:
+        moves_params: whether parameters leave, too.
+    """
+
+    moves_params = True
+
+    def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
+        self.model: list[Any] = model
+        self.optimizer = optimizer
+
+    def leave(self) -> None:
+        """Move to the host and give the memory back, as the trainer does before it calls its generator."""
+
+    def come_back(self) -> None:
+        """Move to the GPU, as the trainer does before it trains."""
+
+    def arrive(self) -> None:
+        """Wait until the optimizer's step could begin."""
+
+    def close(self) -> None:
+        """Give back what the way has taken; the model is of no use afterwards."""
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """Host memory that is page-locked; None where that is not known."""
+        return _torch_pinned_bytes()
+
+
+class Verl(Resident):
+    """verl's engine: what its training context does at its end and at its beginning."""
+
+    adapter: ClassVar[bool] = False
+
+    def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
+        from adapter_ways.verl_engine import engine
+
+        super().__init__(model, optimizer)
+        self.engine = engine(model, optimizer, adapter=self.adapter)
+
+    def leave(self) -> None:
+        """See `Resident`."""
+        self.engine.to("cpu", model=True, optimizer=True, grad=True)
+
+    def come_back(self) -> None:
+        """See `Resident`."""
+        self.engine.to("cuda", model=True, optimizer=True, grad=True)
+
+
+class MegatronCore(Resident):
+    """megatron-core's methods; parameters stay."""
+
+    moves_params = False
+
+    def leave(self) -> None:
+        """See `Resident`."""
+        self.optimizer.offload_to_cpu()
+        for chunk in self.model:
+            chunk.offload_grad_buffers()
+
+    def come_back(self) -> None:
+        """See `Resident`."""
+        for chunk in self.model:
+            chunk.restore_grad_buffers()
+        self.optimizer.restore_from_cpu()
+
+
+class NemoRl(Resident):
+    """NeMo-RL's calls around a refit, written anew: buffers by megatron-core's methods, moments one by one."""
+
+    def leave(self) -> None:
+        """See `Resident`."""
+        self._move_buffers("cpu", params=False)
+        self._move_state("cpu")
+        _release()
+        self._move_buffers("cpu", params=True)
+        _release()
+
+    def come_back(self) -> None:
+        """See `Resident`."""
+        self._move_buffers("cuda", params=True)
+        self._move_state("cuda")
+
+    def _move_buffers(self, device: str, *, params: bool) -> None:
+        for chunk in self.model:
+            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
+                move = buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu
+                move(move_params=params, move_grads=True)
+
+    def _move_state(self, device: str) -> None:
+        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
+            for state in part.optimizer.state.values():
+                for name, value in state.items():
+                    if torch.is_tensor(value) and value.ndim:
+                        state[name] = value.to(device)
+
+
+class Engine(Resident):
+    """The engine, however it was put there."""
+
+    state: AdoptedState
+
+    def arrive(self) -> None:
+        """See `Resident`."""
+        self.state.engine.residency.require(Target.OPTIMIZER_STATE)
+
+    def close(self) -> None:
+        """See `Resident`."""
+        self.state.close()
+
+    @property
+    def pinned_bytes(self) -> int | None:
+        """See `Resident`."""
+        return self.state.engine.context.arena.pinned_bytes + (_torch_pinned_bytes() or 0)
+
+
+class OursInVerl(Engine, Verl):
+    """The same calls of the adapter's engine."""
+
+    adapter = True
+
+    def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
+        Verl.__init__(self, model, optimizer)
+        self.state = self.engine._state
+
+
+class OursInMegatronCore(Engine, MegatronCore):
+    """The same calls of megatron-core's methods, which the adapter has replaced."""
+
+    def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
+        super().__init__(model, optimizer)
+        self.state = adopt_own_methods(model, optimizer)
+
+
+class OursInNemoRl(Engine):
+    """What NeMo-RL's worker calls, of the facade that its adapter calls."""
+
+    def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
+        super().__init__(model, optimizer)
+        self.state = adopt(model, optimizer)
+
+    def leave(self) -> None:
+        """See `Resident`."""
+        self.state.move_grads("cpu")
+        self.state.move_optimizer("cpu")
+        _release()
+        self.state.move_params("cpu")
+        _release()
+
+    def come_back(self) -> None:
+        """See `Resident`."""
+        self.state.move("cuda", [Target.PARAMS, Target.GRADS])
+        self.state.move_optimizer("cuda")
+
+
+class MemorySaver(Resident):
+    """torch_memory_saver: everything that was allocated while the model was built, gradients among it."""
+
+    def leave(self) -> None:
+        """See `Resident`."""
+        from torch_memory_saver import torch_memory_saver
+
+        torch_memory_saver.pause()
+
+    def come_back(self) -> None:
+        """See `Resident`."""
+        from torch_memory_saver import torch_memory_saver
+
+        torch_memory_saver.resume()
+
+    @property
+    def pinned_bytes(self) -> None:
+        """See `Resident`; its library does not say."""
+        return
+
+
+def _release() -> None:
+    gc.collect()
+    if torch.cuda.is_available():
+        torch.cuda.empty_cache()
+
+
+def _torch_pinned_bytes() -> int | None:
+    if not torch.cuda.is_available():
+        return 0
+    return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
+
+
+WAYS: Mapping[str, Callable[[list[torch.nn.Module], Any], Resident]] = {
+    "resident": Resident,
+    "verl": Verl,
+    "megatron_core": MegatronCore,
+    **dict.fromkeys(SAVER_WAYS, MemorySaver),
+    "nemo_rl, written anew": NemoRl,
+    "ours in verl": OursInVerl,
+    "ours in megatron_core": OursInMegatronCore,
+    "ours in nemo_rl": OursInNemoRl,
+}
+NEED_CUDA = frozenset({"verl", "megatron_core", "nemo_rl, written anew", *SAVER_WAYS})
+"""Without it they move nothing, or ask for page-locked memory."""

@@ -1,0 +1,92 @@
+"""How long do other trainers take to move their training state to the host and back, and how long with the engine?
+
+    python benchmarks/adapters.py --out docs/results/adapters.json [--cases "1.5B, 12 bytes a parameter"] [--ways verl]
+
+Each trainer's way is called as the trainer calls it, and beside it the engine by the trainer's adapter; every case in
+every way is a process of its own, in turn. All of it: parameters, masters and moments (`gb`), and gradients, which are
+dropped. `out_s` ends when the driver has the memory, `back_s` when the optimizer's step could begin; `..._waited_s`
+when the call has returned. Shares of the link are of `gb` although some ways leave a part of it, which `left_gb` says.
+`next_step_bit_equal` compares a step after all cycles with that of the way `resident`. A way whose package is missing
+has a row that says so. At `--scale tiny` a tiny model is moved, also without a GPU.
+"""
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from adapter_ways.cases import CASES
+from adapter_ways.measure import Made, measure
+from adapter_ways.ways import NEED_CUDA, WAYS
+from offload_ways import memory_saver
+from result_file import TableValue, print_rows, write_result
+
+Row = dict[str, TableValue]
+RESIDENT = "resident"
+_TIMEOUT_S = 300
+
+
+def compared(found: Mapping[str, tuple[Row, Made]]) -> list[Row]:
+    """The rows of one case, by way, with `next_step_bit_equal`; None where either step is not known."""
+    wanted = found[RESIDENT][1] if RESIDENT in found else []
+    return [
+        row if "not_run" in row else row | {"next_step_bit_equal": made == wanted if made and wanted else None}
+        for row, made in found.values()
+    ]
+
+
+def child(case: str, way: str, scale: str, cycles: int, out: Path) -> None:
+    try:
+        found = measure(CASES[case].scaled(scale), way, cycles=cycles)
+    except (ImportError, torch.OutOfMemoryError) as error:
+        found = {"case": case, "way": way, "not_run": str(error).splitlines()[0]}, []
+    out.write_text(json.dumps(found))
+
+
+def in_own_process(case: str, way: str, scale: str, cycles: int) -> tuple[Row, Made]:
+    if way in NEED_CUDA and not torch.cuda.is_available():
+        return {"case": case, "way": way, "not_run": "there is no CUDA"}, []
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "row.json"
+        command = [sys.executable, __file__, "--child", case, way, "--scale", scale, "--cycles", str(cycles)]
+        try:
+            with memory_saver.preloaded(way) as environ:
+                environ = os.environ | environ | {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # steps are compared
+                done = subprocess.run([*command, "--out", str(out)], env=environ, check=False, timeout=_TIMEOUT_S)
+            why = f"its process ended with status {done.returncode}"
+        except (ImportError, subprocess.TimeoutExpired) as error:
+            why = str(error)
+        if not out.exists():
+            return {"case": case, "way": way, "not_run": why}, []
+        row, made = json.loads(out.read_text())
+    return row, made
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="some of the cases")
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
+    parser.add_argument("--cycles", type=int, default=3, help="that are measured behind the first")
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
+    parser.add_argument("--out", type=Path, default=Path("build/adapters.json"), help="the result file")
+    arguments = parser.parse_args()
+    if arguments.child:
+        child(*arguments.child, arguments.scale, arguments.cycles, arguments.out)
+        return
+    rows: list[Row] = []
+    for case in arguments.cases:
+        found = {way: in_own_process(case, way, arguments.scale, arguments.cycles) for way in arguments.ways}
+        rows += compared(found)
+        write_result(arguments.out, rows)
+        print_rows([row for row in rows if row["case"] == case])
+    print(f"written to {arguments.out}")
+
+
+if __name__ == "__main__":
+    main()

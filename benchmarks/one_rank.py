@@ -1,0 +1,31 @@
+"""Makes the policy worker of a benchmark on one GPU, or on the CPU."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from ports import free_port
+
+from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+
+def one_rank_worker(
+    policy: Mapping[str, Any], *, init_reference_model: bool = False, group_size: int = 1
+) -> MegatronPolicyWorker:
+    """The only rank of a policy, in this process.
+
+    Args:
+        policy: The policy section of a validated recipe, resolved for this machine.
+        init_reference_model: Whether the weights of the start are kept as the reference policy.
+        group_size: Rows of a sample that belong together.
+    """
+    return MegatronPolicyWorker(
+        policy,  # type: ignore[arg-type]
+        rank=0,
+        world_size=1,
+        local_rank=0,
+        master_addr="localhost",
+        master_port=free_port(),
+        seed=0,
+        init_reference_model=init_reference_model,
+        group_size=group_size,
+    )

@@ -1,0 +1,170 @@
+"""Gives the engine to trainers that move each kind of state alone, by `adopt(model, optimizer)`."""
+
+import contextlib
+import dataclasses
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor
+
+from nemo_offload_rl.memory.numa import gpu_numa_node
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.placement.gpus import torch_pci_bus_id
+from nemo_offload_rl.residency.attach import Engine, attach
+from nemo_offload_rl.residency.optimizer_state import torch_optimizers
+from nemo_offload_rl.residency.params_and_grads import Params
+from nemo_offload_rl.residency.table import DEFAULT_TABLE, Placement, Table, Target
+
+Device = str | torch.device
+
+
+class AdoptedState:
+    """Moves parameters, gradients and optimizer state of an adopted model to the host and back, each alone.
+
+    To the host ("cpu") parameters and optimizer state are copied, and gradients dropped; a call returns when the GPU
+    memory is the driver's again, so that another process may take it. On the way back ("cuda") parameters, and
+    gradients of zeros, are in place for the current stream when the call returns. The optimizer's `step` and its
+    `state_dict` wait for its state, and refuse while it is away. A kind of state that is there already, or that this
+    model does not have, is left alone.
+
+    Attributes:
+        engine: does it; its `meter` has the measurements.
+    """
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def move_params(self, device: Device) -> None:
+        """Move the parameters and module buffers."""
+        self.move(device, [Target.PARAMS])
+
+    def move_grads(self, device: Device) -> None:
+        """Drop the gradient buffers ("cpu"), or bring them back zeroed."""
+        self.move(device, [Target.GRADS])
+
+    def move_optimizer(self, device: Device) -> None:
+        """Move masters and moments."""
+        self.move(device, [Target.OPTIMIZER_STATE])
+
+    def move(self, device: Device, targets: Iterable[Target]) -> None:
+        """Move several kinds of state at once.
+
+        Raises:
+            ValueError: the device is neither the host nor the model's GPU, or this kind was not to leave it.
+            NoRoomError: one of them could not move; those that had moved in this call are back where they were.
+            ResidencyError: CUDA has failed; this process cannot go on.
+        """
+        residency, leaves = self.engine.residency, self._is_host(device)
+        wanted = {
+            target: _away(target) if leaves else Placement.GPU for target in targets if target in self.engine.targets
+        }
+        if leaves and any(residency.where(target) is Placement.GPU for target in wanted):
+            self.engine.meter.give_back_cache()  # before the copies: it waits for every stream
+        residency.place(wanted)
+        if leaves:
+            residency.wait_until_released()
+
+    @contextlib.contextmanager
+    def on_gpu(self, targets: Iterable[Target]) -> Iterator[None]:
+        """Have kinds of state on the GPU meanwhile, whole, as a checkpoint wants them; then put them back."""
+        residency = self.engine.residency
+        before = {target: residency.where(target) for target in targets if target in self.engine.targets}
+        try:
+            self.move("cuda", before)
+            for target in before:
+                residency.require(target)
+            yield
+        finally:
+            self.move("cpu", [target for target, placement in before.items() if placement is not Placement.GPU])
+
+    def outside_ranges(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return a tensor that another process may open by legacy CUDA IPC, which cannot export memory of a range.
+
+        Returns:
+            A copy of a tensor that lives in the parameters' ranges; any other as it is.
+        """
+        params = self.engine.targets[Target.PARAMS]
+        assert isinstance(params, Params)
+        return tensor.clone() if params.flat_buffer.holds(tensor) else tensor
+
+    def close(self) -> None:
+        """Give all memory back; model and optimizer are of no use afterwards."""
+        self.engine.close()
+
+    def _is_host(self, device: Device) -> bool:
+        asked, own = torch.device(device), self.engine.context.device
+        if asked.type == "cpu":
+            return True
+        if asked.type != "cuda" or (own.type == "cuda" and asked.index not in (None, own.index)):
+            raise ValueError(f'Adopted state cannot move to {device}; it moves to "cpu" and back to "cuda" ({own}).')
+        return False
+
+
+def adopt(
+    model: torch.nn.Module | Sequence[torch.nn.Module],
+    optimizer: Any | None,
+    arena: PinnedArena | None = None,
+    *,
+    offloaded: Collection[Target] = (Target.PARAMS, Target.OPTIMIZER_STATE),
+) -> AdoptedState:
+    """Move a model and its optimizer into ranges, and return what moves them from then on.
+
+    Call it once, when both are built and before the first forward pass. They stay the same objects, on the GPU.
+
+    Args:
+        model: a module or its chunks, each bare or in megatron-core's DistributedDataParallel.
+        optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
+        arena: gives the host memory; None for page-locked memory of the GPU's NUMA node.
+        offloaded: what will move to the host; for the rest no host memory is taken. Gradients can always be dropped.
+
+    Raises:
+        ValueError: parameters are DTensors, or something holds views that would not follow.
+        MemoryError: the host has no room.
+        torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
+    """
+    chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
+    sharded = [name for chunk in chunks for name, tensor in chunk.named_parameters() if isinstance(tensor, DTensor)]
+    if sharded:
+        raise ValueError(
+            f"{sharded[0]} and {len(sharded) - 1} more parameters are DTensors, which cannot move in ranges: train "
+            "with DistributedDataParallel of megatron-core instead of FSDP, or without the adapter."
+        )
+    if arena is None:
+        arena = PinnedArena(numa_node=_numa_node(next(chunks[0].parameters()).device), huge_pages=True)
+    engine = attach(chunks, optimizer, arena, table=_table(offloaded))
+    return AdoptedState(dataclasses.replace(engine, hooks=[*engine.hooks, *_guard_state_dict(engine, optimizer)]))
+
+
+def _guard_state_dict(engine: Engine, optimizer: Any | None) -> list[Callable[[], None]]:
+    """Have a checkpoint of optimizer state wait for it; returns how to stop that.
+
+    Trainers save after their call that brings it back, which does not wait.
+    """
+
+    def require(_: torch.optim.Optimizer) -> None:
+        engine.residency.require(Target.OPTIMIZER_STATE)
+
+    inner = [] if optimizer is None else torch_optimizers(optimizer)
+    return [one.register_state_dict_pre_hook(require).remove for one in inner]
+
+
+def _table(offloaded: Collection[Target]) -> Table:
+    """Returns the default table without the host for what stays."""
+    return {
+        phase: {
+            target: Placement.UNCHANGED if placement is Placement.HOST and target not in offloaded else placement
+            for target, placement in placements.items()
+        }
+        for phase, placements in DEFAULT_TABLE.items()
+    }
+
+
+def _away(target: Target) -> Placement:
+    return Placement.DROPPED if target is Target.GRADS else Placement.HOST
+
+
+def _numa_node(device: torch.device) -> int | None:
+    if device.type != "cuda":
+        return None
+    return gpu_numa_node(torch_pci_bus_id(torch.cuda.current_device() if device.index is None else device.index))

@@ -1,0 +1,319 @@
+"""verl's real Megatron engine with a tiny model, GPU or CPU; for a process of its own, since verl changes logging."""
+
+import functools
+import importlib.util
+import sys
+import tempfile
+import traceback
+import types
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from megatron.core.utils import unwrap_model
+from support.phases import checkpoint_entries, delay_moves, differing
+from support.tiny_megatron import TinyMegatron, one_rank, tiny_megatron
+
+from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.table import Placement, Target
+
+SCENARIOS: dict[str, Callable[[], Any]] = {}
+
+
+def scenario(function: Callable[[], Any]) -> Callable[[], Any]:
+    SCENARIOS[function.__name__] = function
+    return function
+
+
+def run_scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[bool, Any]]:
+    """Run all; gives, by name, whether one ended without an error, and what it returned or the traceback."""
+    results = {}
+    pass_results_in_process()  # megatron-core's writer of checkpoints would start a process of its own
+    if not torch.cuda.is_available():
+        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log; it takes a machine without any GPU for one with
+    with one_rank():
+        for name, function in SCENARIOS.items():
+            try:
+                results[name] = True, function()
+            except Exception:  # noqa: BLE001  (the test of that name fails with it)
+                results[name] = False, traceback.format_exc()
+    return results
+
+
+def registered() -> dict[str, str]:
+    """The class that verl makes engines of, by kind of model and backend."""
+    from verl.workers.engine import EngineRegistry
+
+    kinds = [("language_model", "megatron"), ("value_model", "megatron"), ("language_model", "fsdp2")]
+    return {
+        f"{model_type} {backend}": EngineRegistry.get_engine_cls(model_type, backend).__name__
+        for model_type, backend in kinds
+    }
+
+
+@scenario
+def registry() -> dict[str, dict[str, str]]:
+    """Runs first: nothing has imported the adapter."""
+    from verl.utils.import_utils import import_external_libs
+
+    before = registered()
+    import_external_libs("nemo_offload_rl.adapters.verl")  # as a model's configuration does
+    return {"before": before, "after": registered()}
+
+
+class Bridge:
+    """Gives weights as Megatron-Bridge does on one rank: views of parameters, and one that is put together."""
+
+    def get_conversion_tasks(self, module: list[torch.nn.Module]) -> list[str]:
+        return [name for name, _ in unwrap_model(module)[0].named_parameters()]
+
+    def export_hf_weights(
+        self, module: list[torch.nn.Module], conversion_tasks: list[str]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        parameters = dict(unwrap_model(module)[0].named_parameters())
+        for name in conversion_tasks:
+            yield name, parameters[name].data
+        yield "all", torch.cat([parameters[name].data.flatten() for name in conversion_tasks])
+
+
+class TinyParts:
+    """Comes before an engine in a class's bases: what it builds is a tiny model."""
+
+    def _build_tf_config(self) -> None:
+        self.is_value_model, self.vanilla_bridge, self.share_embeddings_and_output_weights = False, False, False
+        self.tf_config, self.provider, self.peft_cls, self.bridge = None, None, None, Bridge()
+        self.param_dtype = torch.bfloat16
+
+    def _build_megatron_module(self) -> list[torch.nn.Module]:
+        self.job: TinyMegatron = tiny_megatron(forward_only=self.engine_config.forward_only)
+        return [self.job.model]
+
+    def _build_optimizer(self) -> Any:
+        return self.job.optimizer
+
+    def _build_lr_scheduler(self) -> None:
+        return None
+
+
+def arguments(*, lora: dict[str, Any] | None = None, async_save: bool = False, **engine: Any) -> dict[str, Any]:
+    """What an engine is made of; `engine` overrides keys of its section."""
+    from verl.trainer.config import CheckpointConfig
+    from verl.workers.config import McoreEngineConfig
+
+    keys = {"param_offload": True, "optimizer_offload": True, "use_dist_checkpointing": True} | engine
+    # megatron-core loads no optimizer state without Transformer Engine.
+    contents = {"save_contents": ["model", "optimizer"], "load_contents": ["model"]}
+    return {
+        "model_config": types.SimpleNamespace(
+            lora=lora or {},
+            mtp=types.SimpleNamespace(enable=False),
+            local_path="tiny",
+            hf_config=None,
+            architectures=["Tiny"],
+            get_processor=lambda: None,
+            model_type="language_model",
+        ),
+        "engine_config": McoreEngineConfig(**keys),
+        "optimizer_config": types.SimpleNamespace(use_checkpoint_opt_param_scheduler=False),
+        "checkpoint_config": CheckpointConfig(**contents, async_save=async_save),
+    }
+
+
+def engine_of(way: str, **changes: Any) -> Any:
+    """An initialised engine: "ours", "verl" (its own moves) or "resident" (its own, without moves)."""
+    from verl.workers.engine.megatron import MegatronEngineWithLMHead
+
+    from nemo_offload_rl.adapters.verl import RangeOffloadWithLMHead
+
+    kind = RangeOffloadWithLMHead if way == "ours" else MegatronEngineWithLMHead
+    if way == "resident":
+        changes |= {"param_offload": False, "optimizer_offload": False}
+    engine = type("Tiny", (TinyParts, kind), {})(**arguments(**changes))
+    engine.initialize()
+    return engine
+
+
+@contextmanager
+def without_pinning() -> Iterator[None]:
+    """Let verl's own moves ask for page-locked memory where there is no CUDA."""
+    import verl.utils.megatron_utils as moves
+
+    view: Any = types.ModuleType("torch")
+    view.__getattr__ = functools.partial(getattr, torch)
+    if not torch.cuda.is_available():
+        view.empty = lambda *args, pin_memory=False, **kwargs: torch.empty(*args, **kwargs)
+    original, moves.torch = moves.torch, view
+    try:
+        yield
+    finally:
+        moves.torch = original
+
+
+def sums(weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
+    """Of the bits of each weight."""
+    return {
+        name: int(weight.contiguous().view(torch.uint8).long().flatten().mul(31).add(7).cumsum(0).sum())
+        for name, weight in weights
+    }
+
+
+def step(engine: Any, seed: int) -> dict[str, Any]:
+    """A step as verl's workers make it: training, the weights' export, log-probs."""
+    with engine.train_mode():
+        engine.optimizer_zero_grad()
+        loss = engine.job.forward_backward(seed)
+        norm = float(engine.optimizer_step())
+    left = bytes_left(engine)
+    weights, _ = engine.get_per_tensor_param()
+    report = {"loss": loss, "norm": norm, "weights": sums(weights)}
+    if engine.is_param_offload_enabled:
+        engine.to("cpu", model=True, optimizer=False, grad=False)
+    with engine.eval_mode():
+        logits = engine.job.logits(seed)
+    engine.lefts.append(left)
+    return report | {"logits": sums(iter([("logits", logits)]))}
+
+
+def bytes_left(engine: Any) -> int:
+    """What an engine leaves on the GPU of parameters and gradients, with ranges also of optimizer state."""
+    state = getattr(engine, "_state", None)
+    if state is not None:
+        return state.engine.mapped_bytes
+    buffers = engine.module[0].buffers
+    return sum(data.untyped_storage().nbytes() for one in buffers for data in (one.param_data, one.grad_data))
+
+
+def steps(way: str, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
+    engine = engine_of(way, **changes)
+    engine.lefts = []
+    reports = [step(engine, seed) for seed in range(num_steps)]
+    with engine.train_mode():
+        if way == "ours":
+            engine._state.engine.residency.require(Target.OPTIMIZER_STATE)
+        state = sums(iter(engine.job.everything().items()))
+    left = engine.lefts
+    if way == "ours":
+        engine._state.close()
+    return {"reports": reports, "state": state, "left": left}
+
+
+@scenario
+def training() -> dict[str, dict[str, Any]]:
+    found = {"resident": steps("resident")}
+    with without_pinning():
+        found["verl"] = steps("verl")
+    with pytest.MonkeyPatch.context() as patch:
+        delay_moves(patch, seconds=0.002)
+        found["ours"] = steps("ours")
+        found["ours, optimizer alone"] = steps("ours", param_offload=False)
+    return found
+
+
+@scenario
+def exported_memory() -> list[str]:
+    """The exported weights that live in ranges, of which there should be none."""
+    engine = engine_of("ours")
+    weights, _ = engine.get_per_tensor_param()
+    params = engine._state.engine.targets[Target.PARAMS]
+    found = [name for name, weight in weights if params.flat_buffer.holds(weight)]
+    engine._state.close()
+    return found
+
+
+@scenario
+def reference_policy() -> dict[str, Any]:
+    """An engine without gradients and optimizer."""
+    found = {}
+    for way in ("resident", "ours"):
+        engine = engine_of(way, forward_only=True, optimizer_offload=False)
+        with engine.eval_mode():
+            logits = engine.job.logits(0)
+        found[way] = sums(iter([("logits", logits)]))
+    found["left"] = engine._state.engine.mapped_bytes
+    engine._state.close()
+    return found
+
+
+@scenario
+def checkpoint() -> dict[str, Any]:
+    """Saved while everything is away, and loaded into another engine while everything is away there."""
+    found: dict[str, Any] = {}
+    entries, reports = {}, {}
+    with tempfile.TemporaryDirectory() as folder:
+        for way in ("resident", "ours"):
+            engine, path = engine_of(way), Path(folder) / way
+            engine.lefts = []
+            for seed in range(2):
+                reports["saved"] = step(engine, seed)["weights"]
+            torch.use_deterministic_algorithms(True, warn_only=True)  # fills the memory that megatron-core pads with
+            engine.save_checkpoint(str(path))
+            torch.use_deterministic_algorithms(False)
+            if way == "ours":
+                found["where"] = {
+                    str(target): str(engine._state.engine.residency.where(target))
+                    for target in Target
+                    if target in engine._state.engine.targets
+                }
+            entries[way] = {
+                f"{part}: {name}": data
+                for part in ("model", "optimizer")
+                for name, data in checkpoint_entries(path / part / "dist_ckpt").items()
+            }
+            reports[way] = step(engine, 2)
+            if way == "ours":
+                engine._state.close()
+        loaded = engine_of("ours")
+        loaded.load_checkpoint(str(Path(folder) / "resident"))
+        found["loaded is away"] = loaded._state.engine.residency.where(Target.PARAMS) is Placement.HOST
+        found["loaded"] = sums(loaded.get_per_tensor_param()[0])
+        loaded._state.close()
+    found["resident"] = reports["saved"]
+    found["differing"] = differing(entries["ours"], entries["resident"])
+    found["num entries"] = len(entries["resident"])
+    found["next steps equal"] = reports["ours"] == reports["resident"]
+    return found
+
+
+@scenario
+def reset() -> dict[str, Any]:
+    """verl's `reset` initialises an engine again."""
+    engine = engine_of("ours")
+    engine.lefts = []
+    first, before = step(engine, 0), PinnedArena.live_bytes()
+    engine.initialize()
+    again = step(engine, 0)
+    found = {"equal": first == again, "bytes": (before, PinnedArena.live_bytes())}
+    engine._state.close()
+    return found | {"bytes at the end": PinnedArena.live_bytes()}
+
+
+@scenario
+def refusals() -> dict[str, str]:
+    from verl.workers.config import QATEngineConfig
+    from verl.workers.engine import EngineRegistry
+
+    def message(backend: str = "megatron", **changes: Any) -> str:
+        made = arguments(**changes)
+        if backend != "megatron":
+            made["engine_config"] = types.SimpleNamespace(strategy=backend)
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the test reads the message)
+            EngineRegistry.new("language_model", backend, **made)
+        return str(caught.value)
+
+    found = {
+        "fsdp2": message("fsdp2"),
+        "Megatron-FSDP": message(use_megatron_fsdp=True),
+        "QAT": message(qat=QATEngineConfig(enable=True)),
+        "LoRA": message(lora={"rank": 8}),
+        "asynchronous saving": message(async_save=True),
+    }
+    # What the process of a detached worker has imported; it takes packages that are not here.
+    detached = "verl.experimental.separation.engine_workers"
+    assert importlib.util.find_spec(detached) is not None
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, detached, types.ModuleType(detached))
+        return found | {"detached": message()}

@@ -1,0 +1,186 @@
+"""Trainers that move each kind of state alone, on plain torch models, between two places of host memory."""
+
+import copy
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.jobs import Job, assert_equal, make_job
+from support.phases import delay_moves
+from support.ranges import Trouble
+from support.tiny_megatron import one_rank
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import distribute_tensor
+
+from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.table import Placement, Target
+from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
+
+ALL = [Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE]
+
+
+@pytest.fixture
+def adopted():
+    """Adopts jobs; what was adopted is closed with the test, and everything has been given back then."""
+    made: list[AdoptedState] = []
+    torch.set_num_threads(1)
+
+    def make(job: Job) -> AdoptedState:
+        made.append(adopt(job.model, job.optimizer, PinnedArena()))
+        return made[-1]
+
+    yield make
+    for state in made:
+        state.close()
+    made.clear()
+    assert PinnedArena.live_bytes() == 0
+
+
+def placements(state: AdoptedState) -> dict[Target, Placement]:
+    return {target: state.engine.residency.where(target) for target in state.engine.targets}
+
+
+def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, monkeypatch):
+    plain, job = make_job(dtype=torch.bfloat16), make_job(dtype=torch.bfloat16)
+    state = adopted(job)
+    delay_moves(monkeypatch, seconds=0.003)
+    for step in range(10):
+        wanted = plain.step(step)
+        assert job.step(step) == wanted
+        state.move_optimizer("cpu")
+        state.move_params("cpu")
+        assert state.engine.mapped_bytes == 0
+        state.move_params(torch.device("cuda"))
+        state.move_optimizer("cuda")
+    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.everything(), plain.everything())
+
+
+def test_each_call_moves_its_kind_alone_and_twice_is_once(adopted):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    state.move_optimizer("cpu")
+    state.move_optimizer("cpu")
+    assert placements(state) == {Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.HOST}
+    state.move_params("cpu")
+    state.move_optimizer("cuda:0")
+    assert placements(state) == {Target.PARAMS: Placement.HOST, Target.OPTIMIZER_STATE: Placement.GPU}
+
+
+def test_a_kind_that_the_model_does_not_have_is_left_alone(adopted):
+    state = adopted(make_job())
+    state.move_grads("cpu")  # plain torch: gradients are not in buffers
+    state.move("cpu", ALL)
+    assert Target.GRADS not in placements(state)
+    assert state.engine.mapped_bytes == 0
+
+
+def test_state_that_is_away_is_on_the_gpu_for_a_checkpoint_and_away_again_after_it(adopted):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    wanted = job.everything()
+    state.move("cpu", ALL)
+    with state.on_gpu([Target.PARAMS, Target.OPTIMIZER_STATE]):
+        assert_equal(job.everything(), wanted)
+    assert set(placements(state).values()) == {Placement.HOST}
+    with pytest.raises(OSError, match="disk"), state.on_gpu(ALL):
+        raise OSError("the disk is full")
+    assert set(placements(state).values()) == {Placement.HOST}
+    state.move_params("cuda")
+    with state.on_gpu(ALL):
+        pass
+    assert placements(state) == {Target.PARAMS: Placement.GPU, Target.OPTIMIZER_STATE: Placement.HOST}
+
+
+def test_what_leaves_for_another_process_is_not_in_a_range(adopted):
+    job = make_job()
+    state = adopted(job)
+    weight = next(job.model.parameters())
+    copy, other = state.outside_ranges(weight[1:]), torch.ones(3)
+    assert torch.equal(copy, weight[1:])
+    assert copy.untyped_storage().data_ptr() != weight.untyped_storage().data_ptr()
+    assert state.outside_ranges(other) is other
+
+
+def test_forward_passes_without_parameters_and_steps_without_state_are_refused(adopted):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    state.move_optimizer("cpu")
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        job.step(1)
+    state.move_params("cpu")
+    with pytest.raises(ResidencyError, match="params is needed on the GPU"):
+        job.step(1)
+
+
+def test_what_saves_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    wanted = copy.deepcopy(job.optimizer.state_dict()["state"])
+    state.move_optimizer("cpu")
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        job.optimizer.state_dict()
+    delay_moves(monkeypatch, seconds=0.1)
+    state.move_optimizer("cuda")
+    found = job.optimizer.state_dict()["state"]
+    assert all(torch.equal(found[number][key], tensor) for number in wanted for key, tensor in wanted[number].items())
+
+
+def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):
+    job = make_job()
+    arena = PinnedArena()
+    state = adopt(job.model, job.optimizer, arena, offloaded=[Target.PARAMS])
+    job.step(0)
+    assert arena.allocated_bytes < 1.1 * state.engine.nbytes()[Target.PARAMS]
+    with pytest.raises(ValueError, match="optimizer_state cannot be host"):
+        state.move_optimizer("cpu")
+    state.move_params("cpu")
+    assert state.engine.mapped_bytes == 0
+    state.close()
+
+
+def test_sharded_parameters_are_refused():
+    with one_rank():
+        mesh = init_device_mesh("cpu", (1,))
+        model = torch.nn.Linear(4, 4)
+        model.weight = torch.nn.Parameter(distribute_tensor(model.weight.detach(), mesh))
+        with pytest.raises(ValueError, match="weight and 0 more parameters are DTensors"):
+            adopt(model, None)
+
+
+@pytest.mark.parametrize("device", ["meta", torch.device("xpu", 0)])
+def test_an_unknown_place_is_refused(adopted, device):
+    with pytest.raises(ValueError, match='it moves to "cpu" and back to "cuda"'):
+        adopted(make_job()).move_params(device)
+
+
+def test_what_finds_no_memory_on_the_gpu_is_where_it_was():
+    job, trouble = make_job(), Trouble()
+    state = AdoptedState(attach([job.model], job.optimizer, PinnedArena(), ranges=trouble))
+    state.move("cpu", ALL)
+    trouble.chunks_left = 0
+    with pytest.raises(NoRoomError, match="params could not come back"), state.on_gpu([Target.PARAMS]):
+        raise AssertionError
+    assert set(placements(state).values()) == {Placement.HOST}
+    trouble.chunks_left = None
+    state.move("cuda", ALL)
+    job.step(0)
+    state.close()
+
+
+def test_adopting_needs_neither_ray_nor_megatron_nor_transformers_nor_recipes():
+    check = (
+        "import sys, nemo_offload_rl.adapters.adopt, nemo_offload_rl.adapters.megatron_core; "
+        "print([name for name in sys.modules if name in ('ray', 'megatron', 'transformers', 'verl', 'nemo_rl') "
+        "or name.startswith(('nemo_offload_rl.config', 'nemo_offload_rl.worker', 'nemo_offload_rl.mcore'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", check], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "[]"

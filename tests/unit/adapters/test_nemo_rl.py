@@ -1,0 +1,208 @@
+"""The adapter in a double of NeMo-RL's Megatron worker, whose phases call what those of the named commit do."""
+
+import gc
+import importlib
+import json
+import runpy
+import sys
+import types
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from support.jobs import assert_equal
+from support.phases import delay_moves
+from support.tiny_megatron import TinyMegatron, one_rank, tiny_megatron
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.table import Placement, Target
+
+LAUNCHER = Path(__file__).parents[3] / "examples" / "nemo_rl_launcher.py"
+WORKER = "nemo_rl.models.policy.workers.megatron_policy_worker"
+THEIRS, OURS = f"{WORKER}.MegatronPolicyWorker", "nemo_offload_rl.adapters.nemo_rl.MegatronPolicyWorker"
+
+
+class WorkerDouble:
+    """What the adapter knows of NeMo-RL's worker: its settings, its two methods that move, and who calls them when."""
+
+    def __init__(self, *, async_save: bool = False, shares_grad_buffer: bool = False, **settings: bool) -> None:
+        self.optimizer_cpu_offload = settings.get("optimizer_cpu_offload", False)
+        self.offload_optimizer_for_refit = settings.get("offload_optimizer_for_refit", True)
+        self.offload_optimizer_for_logprob = settings.get("offload_optimizer_for_logprob", False)
+        checkpoint = types.SimpleNamespace(async_save=async_save)
+        self.mcore_state = types.SimpleNamespace(cfg=types.SimpleNamespace(checkpoint=checkpoint))
+        self.shares_grad_buffer = shares_grad_buffer
+        self.job: TinyMegatron = tiny_megatron()
+        self.model, self.optimizer = self.job.model, self.job.optimizer
+        self.own_moves: list[str] = []
+        self.model = self.move_model(self.model, "cpu")  # makes room for the reference weights' first load
+        self.model = self.move_model(self.model, "cuda")
+
+    def _uses_mxfp8_overlap_shared_param_buffer(self) -> bool:
+        return self.shares_grad_buffer
+
+    def move_model(self, model: Any, device: str, move_params: bool = True, move_grads: bool = True) -> Any:
+        self.own_moves.append(f"model {device}")
+        return model
+
+    def move_optimizer(self, device: str) -> None:
+        self.own_moves.append(f"optimizer {device}")
+
+    def _moves_optimizer(self) -> bool:
+        return self.optimizer is not None and not self.optimizer_cpu_offload
+
+    def prepare_for_training(self) -> None:
+        self.model = self.move_model(self.model, "cuda", move_grads=True, move_params=True)
+        self.model.train()
+        if self._moves_optimizer():
+            self.move_optimizer("cuda")
+
+    def prepare_for_lp_inference(self) -> None:
+        self.model = self.move_model(self.model, "cuda", move_grads=False)
+        self.model.eval()
+        self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
+        if self._moves_optimizer() and self.offload_optimizer_for_logprob:
+            self.move_optimizer("cpu")
+
+    def offload_before_refit(self) -> None:
+        self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
+        if self._moves_optimizer() and self.offload_optimizer_for_refit:
+            self.move_optimizer("cpu")
+
+    def offload_after_refit(self) -> None:
+        self.model = self.move_model(self.model, "cpu", move_params=True, move_grads=True)
+        self.offload_before_refit()
+
+    def save_checkpoint(self) -> dict[str, torch.Tensor]:
+        self.model = self.move_model(self.model, "cuda", move_params=True, move_grads=False)
+        if self._moves_optimizer():
+            self.move_optimizer("cuda")
+        self.optimizer.state_dict()
+        return self.job.everything()
+
+    def _iter_sglang_hf_weight_buckets(self, *, target_precision: str) -> Iterator[list[tuple[str, torch.Tensor]]]:
+        yield [(name, parameter.data) for name, parameter in self.model.named_parameters()]
+
+
+@pytest.fixture
+def adapter(monkeypatch):
+    """The adapter's module, imported with the double in NeMo-RL's place."""
+    contents = {
+        WORKER: {"MegatronPolicyWorkerImpl": WorkerDouble},
+        "nemo_rl.models.policy.utils": {"get_runtime_env_for_policy_worker": lambda name: {"env_vars": {"OF": name}}},
+        "nemo_rl.distributed.ray_actor_environment_registry": {"ACTOR_ENVIRONMENT_REGISTRY": {THEIRS: "its python"}},
+    }
+    for name, members in contents.items():
+        parts = name.split(".")
+        for length in range(1, len(parts)):
+            monkeypatch.setitem(sys.modules, ".".join(parts[:length]), types.ModuleType(parts[length - 1]))
+        module = types.ModuleType(name)
+        vars(module).update(members)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "nemo_offload_rl.adapters.nemo_rl", raising=False)
+    yield importlib.import_module("nemo_offload_rl.adapters.nemo_rl")
+    sys.modules.pop("nemo_offload_rl.adapters.nemo_rl", None)
+
+
+@pytest.fixture
+def rank():
+    with one_rank():
+        yield
+    gc.collect()  # models are cycles
+    assert PinnedArena.live_bytes() == 0
+
+
+def where(worker: Any) -> dict[str, str]:
+    residency = worker._adopted.engine.residency
+    return {str(target): str(residency.where(target)) for target in worker._adopted.engine.targets}
+
+
+def steps(worker: Any, num_steps: int = 10) -> list[Any]:
+    """What GRPO's steps report: log-probs, training, refit."""
+    reports: list[Any] = []
+    for seed in range(num_steps):
+        worker.prepare_for_lp_inference()
+        logits = worker.job.logits(seed)
+        worker.prepare_for_training()
+        reports.append((logits.tolist(), worker.job.step(seed)))
+        worker.offload_before_refit()
+        reports.append([parameter.tolist() for parameter in worker.model.parameters()])
+        worker.offload_after_refit()
+    return reports
+
+
+@pytest.mark.parametrize("for_logprob", [False, True])
+def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, for_logprob):
+    plain = steps(WorkerDouble())
+    delay_moves(monkeypatch, seconds=0.002)
+    worker = adapter.RangeOffload(offload_optimizer_for_logprob=for_logprob)
+    assert steps(worker) == plain
+    assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
+    assert worker._adopted.engine.mapped_bytes == 0
+    assert worker.own_moves == ["model cpu", "model cuda"]  # those while it was built
+    worker._adopted.close()
+
+
+def test_optimizer_state_that_never_leaves_takes_no_host_memory(adapter, rank):
+    for settings in ({"optimizer_cpu_offload": True}, {"offload_optimizer_for_refit": False}):
+        worker = adapter.RangeOffload(**settings)
+        worker.offload_after_refit()
+        assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "gpu"}
+        assert worker._adopted.engine.context.arena.allocated_bytes < 1.1 * worker._adopted.engine.nbytes()["params"]
+        worker.prepare_for_training()
+        worker._adopted.close()
+
+
+def test_a_checkpoint_of_state_that_is_away_has_its_contents(adapter, rank, monkeypatch):
+    plain = WorkerDouble()
+    plain.job.step(0)
+    worker = adapter.RangeOffload()
+    worker.job.step(0)
+    worker.offload_after_refit()
+    delay_moves(monkeypatch, seconds=0.05)
+    assert_equal(worker.save_checkpoint(), plain.save_checkpoint())
+    worker._adopted.close()
+
+
+def test_another_model_moves_in_nemo_rls_own_way(adapter, rank):
+    worker = adapter.RangeOffload()
+    inference_model = torch.nn.Linear(1, 1)
+    assert worker.move_model(inference_model, "cpu") is inference_model
+    assert worker.own_moves[-1] == "model cpu"
+    assert worker._adopted.engine.residency.where(Target.PARAMS) is Placement.GPU
+    worker._adopted.close()
+
+
+def test_sglang_gets_memory_that_it_can_open(adapter, rank):
+    worker = adapter.RangeOffload()
+    params = worker._adopted.engine.targets[Target.PARAMS].flat_buffer
+    (bucket,) = worker._iter_sglang_hf_weight_buckets(target_precision="bf16")
+    for (name, tensor), (wanted, parameter) in zip(bucket, worker.model.named_parameters(), strict=True):
+        assert name == wanted
+        assert torch.equal(tensor, parameter)
+        assert params.holds(parameter)
+        assert not params.holds(tensor)
+    worker._adopted.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [({"async_save": True}, "async_save: true"), ({"shares_grad_buffer": True}, "reuse_grad_buf_for_mxfp8_param_ag")],
+)
+def test_what_ranges_cannot_do_is_refused(adapter, rank, settings, words):
+    with pytest.raises(ValueError, match=words):
+        adapter.RangeOffload(**settings)
+
+
+def test_the_launcher_gives_our_actor_the_environment_of_theirs(adapter, monkeypatch, tmp_path, capsys):
+    script = tmp_path / "run_grpo.py"
+    script.write_text("import json, sys; print(json.dumps(sys.argv))")
+    monkeypatch.setattr(sys, "argv", ["nemo_rl_launcher.py", str(script), "--config", "x.yaml"])
+    launcher = runpy.run_path(str(LAUNCHER), run_name="__main__")
+    assert launcher["ENVIRONMENTS"][OURS] == "its python"
+    assert json.loads(capsys.readouterr().out) == [str(script), "--config", "x.yaml"]
+    actor = getattr(adapter, OURS.rpartition(".")[2])
+    assert actor._default_options["runtime_env"]["env_vars"] == {"OF": "megatron_policy_worker"}
+    assert issubclass(actor.__ray_metadata__.modified_class, adapter.RangeOffload)

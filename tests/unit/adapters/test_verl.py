@@ -1,0 +1,109 @@
+"""The adapter in verl's real Megatron engine, on one rank with a tiny model: what `support.verl_scenarios` found."""
+
+import functools
+import importlib.util
+from typing import Any
+
+import pytest
+from support.ranks import run_ranks
+
+pytestmark = pytest.mark.slow
+WAYS = ["verl", "ours", "ours, optimizer alone"]
+
+
+@functools.cache
+def results() -> dict[str, tuple[bool, Any]]:
+    """Of all scenarios, in one process, since importing verl takes seconds."""
+    assert importlib.util.find_spec("verl") is not None, "verl is not installed: tools/setup.sh --group adapters"
+    return run_ranks(_scenarios, 1, num_ports=1)[0]
+
+
+def _scenarios(rank: int, world_size: int, ports: list[int]) -> dict[str, tuple[bool, Any]]:
+    from support.verl_scenarios import run_scenarios
+
+    return run_scenarios(rank, world_size, ports)
+
+
+def result(scenario: str) -> Any:
+    fine, value = results()[scenario]
+    assert fine, value
+    return value
+
+
+def test_with_external_lib_the_registry_hands_out_our_engines():
+    classes = result("registry")
+    assert classes["before"] == {
+        "language_model megatron": "MegatronEngineWithLMHead",
+        "value_model megatron": "MegatronEngineWithValueHead",
+        "language_model fsdp2": "FSDPEngineWithLMHead",
+    }
+    assert classes["after"] == {
+        "language_model megatron": "RangeOffloadWithLMHead",
+        "value_model megatron": "RangeOffloadWithValueHead",
+        "language_model fsdp2": "RefusedEngine",
+    }
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_ten_steps_equal_those_without_any_moves(way):
+    """Loss, gradient norm, exported weights and log-probs of each step, parameters and optimizer state of the last."""
+    plain, moved = result("training")["resident"], result("training")[way]
+    assert moved["reports"] == plain["reports"]
+    assert moved["state"] == plain["state"]
+    losses = [report["loss"] for report in plain["reports"]]
+    assert len(set(losses)) == 10
+
+
+def test_after_a_step_the_gpu_is_empty():
+    left = {way: set(found["left"]) for way, found in result("training").items()}
+    assert left["verl"] == left["ours"] == {0}
+    assert min(left["resident"]) > 0
+    assert min(left["ours, optimizer alone"]) > 0  # parameters and gradients
+
+
+def test_exported_weights_are_in_memory_that_another_process_can_open():
+    assert result("exported_memory") == []
+
+
+def test_a_reference_policy_has_its_parameters_moved():
+    found = result("reference_policy")
+    assert found["ours"] == found["resident"]
+    assert found["left"] == 0
+
+
+def test_a_checkpoint_made_while_away_has_the_same_bytes_and_leaves_everything_away():
+    found = result("checkpoint")
+    assert found["num entries"] > 20
+    assert found["differing"] == []
+    assert found["where"] == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
+    assert found["next steps equal"]
+
+
+def test_a_checkpoint_is_loaded_while_away():
+    found = result("checkpoint")
+    assert found["loaded is away"]
+    assert found["loaded"] == found["resident"]
+
+
+def test_a_second_initialization_gives_the_memory_of_the_first_back():
+    found = result("reset")
+    assert found["equal"]
+    assert len(set(found["bytes"])) == 1
+    assert found["bytes at the end"] == 0
+
+
+@pytest.mark.parametrize(
+    ("what", "words"),
+    [
+        ("fsdp2", "strategy is fsdp2; set it to megatron"),
+        ("Megatron-FSDP", "use_megatron_fsdp: true"),
+        ("QAT", "qat.enable: true"),
+        ("LoRA", "without lora.merge: true"),
+        ("asynchronous saving", "async_save: true"),
+        ("detached", "fully asynchronous"),
+    ],
+)
+def test_what_ranges_cannot_do_is_refused(what, words):
+    message = result("refusals")[what]
+    assert words in message
+    assert message.endswith("leave external_lib=nemo_offload_rl.adapters.verl out.")
