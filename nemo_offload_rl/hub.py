@@ -2,6 +2,8 @@
 
 import os
 import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
 from difflib import get_close_matches
 from functools import cache
 from pathlib import Path
@@ -24,6 +26,23 @@ def cache_only(name: str) -> bool:
         return False
     os.environ["HF_HUB_OFFLINE"] = "1"
     return True
+
+
+@contextmanager
+def asking_no_hub_in_vain(name: str) -> Iterator[None]:
+    """Has the hub's libraries read their cache alone, and at once, where the hub cannot be reached.
+
+    Args:
+        name: of what is read.
+    """
+    from huggingface_hub import constants
+
+    before = constants.HF_HUB_OFFLINE
+    constants.HF_HUB_OFFLINE = before or cache_only(name)
+    try:
+        yield
+    finally:
+        constants.HF_HUB_OFFLINE = before
 
 
 def why_missing(name: str) -> str | None:

@@ -4,11 +4,13 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
+from nemo_offload_rl.config.absent_keys import datasets_of
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
 from nemo_offload_rl.config.schema_problems import value_at
 from nemo_offload_rl.config.validate import ValidatedRecipe
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"
+PROMPT_FILES = ("prompt_file", "system_prompt_file")
 _OF_EITHER = ("BinaryPreferenceDataset", "PreferenceDataset")  # a JSONL file or a folder
 
 
@@ -30,10 +32,14 @@ def check_named_files(recipe: ValidatedRecipe) -> None:
 
 def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
     data = recipe.config["data"]
-    for role, dataset in (("train", data["train"]), ("validation", data.get("validation"))):
-        if dataset is None or dataset["dataset_name"] == "arithmetic":
+    root = data.get("dataset_root")
+    if root is not None and not Path(root).is_dir():
+        yield "data.dataset_root", _absent(Path(root), "folder")
+    datasets = {**datasets_of(data, "train"), **datasets_of(data, "validation")}
+    for section, dataset in datasets.items():
+        if "data_path" not in dataset:
             continue
-        key, path = f"data.{role}.data_path", Path(dataset["data_path"])
+        key, path = f"{section}.data_path", Path(dataset["data_path"])
         either, wants_folder = dataset["dataset_name"] in _OF_EITHER, dataset["dataset_name"] == "HFDataset"
         if not os.path.exists(path):  # false also where the path cannot be looked at
             yield key, _absent(path, "file or folder" if either else "folder" if wants_folder else "file")
@@ -42,7 +48,7 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
         elif path.is_dir() is not wants_folder:
             found = "a folder" if path.is_dir() else "a file"
             yield key, f"{path} is {found}, but dataset_name is {dataset['dataset_name']}: {_READS}"
-    for key in ("data.default.prompt_file", "data.default.system_prompt_file"):
+    for key in (f"{section}.{name}" for section in ("data.default", *datasets) for name in PROMPT_FILES):
         text = value_at(recipe.config, key)
         if isinstance(text, str) and not os.path.exists(text):
             yield key, _absent(Path(text), "file")

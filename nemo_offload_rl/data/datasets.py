@@ -82,7 +82,7 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
 
 
 # What datasets and pyarrow raise of files that are damaged or of another form: they look up what is not there.
-_DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
+DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 _ROWS_AT_ONCE = 1000
 
@@ -92,12 +92,12 @@ class HFRows[Sample](Sequence[Sample]):
 
     Args:
         rows: the ``datasets.Dataset``.
-        path: of its folder.
+        path: of its folder, or what else messages call it.
         form: of its rows.
         numbers: of the rows in their folder, where these are only some of them; int64 [number of rows].
     """
 
-    def __init__(self, rows: Any, path: Path, form: RowForm[Sample], numbers: np.ndarray | None = None) -> None:
+    def __init__(self, rows: Any, path: Path | str, form: RowForm[Sample], numbers: np.ndarray | None = None) -> None:
         self._numbers = np.arange(len(rows)) if numbers is None else numbers
         self._rows = rows
         self._path = path
@@ -130,7 +130,7 @@ class HFRows[Sample](Sequence[Sample]):
     def _samples(self, numbers: range) -> list[Sample]:
         try:
             columns = self._rows[numbers]
-        except _DAMAGED as error:
+        except DAMAGED as error:
             if len(numbers) > 1:  # finds the row
                 return [self[number] for number in numbers]
             number = self._numbers[numbers[0]]
@@ -162,7 +162,7 @@ def _open_folder(path: Path, split: str | None) -> Any:
 
     try:
         return Dataset.from_parquet([str(file) for file in files])
-    except (DatasetGenerationError, *_DAMAGED) as error:
+    except (DatasetGenerationError, *DAMAGED) as error:
         raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
 
 
@@ -171,7 +171,7 @@ def _saved_dataset(path: Path, split: str | None) -> Any:
 
     try:
         saved = load_from_disk(str(path))
-    except _DAMAGED as error:
+    except DAMAGED as error:
         raise DataError(
             f"The dataset {path} is not what datasets' save_to_disk writes, or is damaged: {type(error).__name__}: "
             f"{str(error)[:200]}; save it anew."

@@ -9,21 +9,12 @@ from typing import Any
 
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import describe, field_of, text_of
-from nemo_offload_rl.data.problem import Message
+from nemo_offload_rl.data.problem import AnsweredContext, Message
 
 ROWS_OF_A_PAIR = 2  # of a batch: the chosen answer, then the rejected one
 
-_MESSAGE_KEYS = ("role", "content")
+MESSAGE_KEYS = ("role", "content")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
-
-
-@dataclass(frozen=True)
-class AnsweredContext:
-    """Holds the messages before an answer, and the answer; see ``problem.Conversation``."""
-
-    context: tuple[Message, ...]
-    answer: str
-    where: str
 
 
 @dataclass(frozen=True)
@@ -74,7 +65,7 @@ class BinaryForm:
     @property
     def nested_keys(self) -> tuple[str, ...]:
         """Those of a message."""
-        return _MESSAGE_KEYS
+        return MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
         """Makes a pair of a row.
@@ -82,9 +73,9 @@ class BinaryForm:
         Raises:
             DataError: the row has another form; names its place.
         """
-        context = _context(field_of(row, self.prompt_key, where), f"{where}: the field {self.prompt_key!r}")
+        context = context_of(field_of(row, self.prompt_key, where), f"{where}: the field {self.prompt_key!r}")
         chosen, rejected = (
-            _answer(field_of(row, key, where), context, f"{where}: the field {key!r}")
+            answer_of(field_of(row, key, where), context, f"{where}: the field {key!r}")
             for key in (self.chosen_key, self.rejected_key)
         )
         return _distinct(PreferencePair(context, chosen, rejected, where))
@@ -102,7 +93,7 @@ class RankedForm:
     @property
     def nested_keys(self) -> tuple[str, ...]:
         """Those of a completion and of a message."""
-        return "rank", "completion", *_MESSAGE_KEYS
+        return "rank", "completion", *MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
         """Makes a pair of a row; the completion with the lower rank is the chosen one.
@@ -110,7 +101,7 @@ class RankedForm:
         Raises:
             DataError: the row has another form, or both completions have one rank; names its place.
         """
-        context = _context(field_of(row, "context", where), f"{where}: the field 'context'")
+        context = context_of(field_of(row, "context", where), f"{where}: the field 'context'")
         completions = field_of(row, "completions", where)
         if not isinstance(completions, list) or len(completions) != ROWS_OF_A_PAIR:
             found = f"a list of {len(completions)}" if isinstance(completions, list) else describe(completions)
@@ -130,7 +121,7 @@ class RankedForm:
                 raise DataError(f"{place}: the field 'rank' must be an integer, found {describe(rank)}.")
             ranks.append(rank)
             answers.append(
-                _answer(field_of(completion, "completion", place), context, f"{place}: the field 'completion'")
+                answer_of(field_of(completion, "completion", place), context, f"{place}: the field 'completion'")
             )
         if ranks[0] == ranks[1]:
             raise DataError(
@@ -141,11 +132,15 @@ class RankedForm:
         return _distinct(PreferencePair(context, chosen, rejected, where))
 
 
-def _context(value: Any, field_name: str) -> tuple[Message, ...]:
-    """The messages before an answer; a text is a user's message."""
+def context_of(value: Any, field_name: str) -> tuple[Message, ...]:
+    """Returns the messages before an answer; a text is a user's message.
+
+    Raises:
+        DataError: it is neither, or not the user's turn that ends it.
+    """
     if not isinstance(value, list):
         return (Message("user", text_of(value, field_name, "a text or a list of messages")),)
-    messages = _messages(value, field_name)
+    messages = messages_of(value, field_name)
     if not messages or messages[-1].role in ("assistant", "system", "developer"):
         found = f"ends with one of the role {messages[-1].role!r}" if messages else "is empty"
         raise DataError(f"{field_name} {found}: its last message must be the user's (or a tool's), which is answered.")
@@ -154,11 +149,15 @@ def _context(value: Any, field_name: str) -> tuple[Message, ...]:
     return messages
 
 
-def _answer(value: Any, context: tuple[Message, ...], field_name: str) -> str:
-    """The text of an answer, which may stand alone, as a message, or after the messages of its prompt."""
+def answer_of(value: Any, context: tuple[Message, ...], field_name: str, *, may_be_empty: bool = False) -> str:
+    """Returns the text of an answer, which may stand alone, as a message, or after the messages of its prompt.
+
+    Raises:
+        DataError: it is none of these, or empty and may not be.
+    """
     answer = _last_turn(value, context, field_name) if isinstance(value, list) else value
     text = text_of(answer, field_name, "a text or a list of messages")
-    if not text.strip():
+    if not text.strip() and not may_be_empty:
         raise DataError(
             f"{field_name} is an empty answer, which nothing can be learnt from: write it, or delete the row."
         )
@@ -166,7 +165,7 @@ def _answer(value: Any, context: tuple[Message, ...], field_name: str) -> str:
 
 
 def _last_turn(value: list[Any], context: tuple[Message, ...], field_name: str) -> str:
-    messages = _messages(value, field_name)
+    messages = messages_of(value, field_name)
     if not messages or messages[-1].role != "assistant":
         found = f"ends with one of the role {messages[-1].role!r}" if messages else "is empty"
         raise DataError(f"{field_name} {found}: its last message must be the assistant's, which is the answer.")
@@ -180,14 +179,19 @@ def _last_turn(value: list[Any], context: tuple[Message, ...], field_name: str) 
     return messages[-1].content
 
 
-def _messages(value: list[Any], field_name: str) -> tuple[Message, ...]:
+def messages_of(value: list[Any], field_name: str) -> tuple[Message, ...]:
+    """Returns the messages of a list.
+
+    Raises:
+        DataError: one of them is none; names its number.
+    """
     return tuple(_message(item, f"{field_name}, message {number},") for number, item in enumerate(value, start=1))
 
 
 def _message(value: Any, place: str) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{place} must be an object with 'role' and 'content', found {describe(value)}.")
-    further = [name for name, item in value.items() if name not in _MESSAGE_KEYS and item is not None]
+    further = [name for name, item in value.items() if name not in MESSAGE_KEYS and item is not None]
     if further:
         raise DataError(f"{place} has {further[0]!r}, but only 'role' and 'content' are supported: delete it.")
     role = field_of(value, "role", place)

@@ -54,3 +54,20 @@ class Problem:
     def context(self) -> tuple[Message, ...]:
         """The prompt as a user's message."""
         return (Message("user", self.prompt),)
+
+
+@dataclass(frozen=True)
+class AnsweredContext:
+    """Holds the messages before an answer, and the answer; see ``Conversation``.
+
+    Attributes:
+        context: the messages before the answer, the oldest first.
+        answer: its text.
+        where: the file and line, or the row, that it was read from; empty for one that was made.
+        trains_all_answers: whether SFT trains the assistant's earlier messages, too.
+    """
+
+    context: tuple[Message, ...]
+    answer: str
+    where: str = field(default="", compare=False)
+    trains_all_answers: bool = False

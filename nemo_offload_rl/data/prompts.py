@@ -1,18 +1,14 @@
-"""Turns conversations into token ids: prompt files, chat templates, special tokens, and a limit on the length."""
+"""Turns conversations into token ids: chat templates, special tokens, and a limit on the length."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.limits import MAX_TEXT_FILE_BYTES
-from nemo_offload_rl.data.problem import Conversation
+from nemo_offload_rl.data.problem import AnsweredContext, Conversation
 from nemo_offload_rl.data.vocabulary import ClosedVocabulary
-from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regular_file
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerFast
@@ -26,11 +22,13 @@ class TokenizedProblem:
         prompt_ids: at most the format's limit; a longer prompt has lost its beginning.
         answer_ids: what SFT trains on; empty where only the prompt was asked for.
         fits: whether everything fitted into the limit. What does not is left out of the loss.
+        trained_in_prompt: positions in prompt_ids of the assistant's earlier messages, where SFT trains these, too.
     """
 
     prompt_ids: list[int]
     answer_ids: list[int]
     fits: bool
+    trained_in_prompt: tuple[range, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -42,8 +40,6 @@ class PromptFormat:
     Attributes:
         tokenizer: the policy's.
         max_tokens: limit on the prompt, or on prompt and answer together.
-        prompt_template: text in which ``{}`` stands for the first user message (a literal brace is doubled).
-        system_prompt: the system's message, or the first paragraph of a plain text; None for none.
         chat_template_kwargs: further arguments of the chat template.
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
         add_eos: end an answer with the end-of-sequence token.
@@ -52,8 +48,6 @@ class PromptFormat:
 
     tokenizer: PreTrainedTokenizerFast
     max_tokens: int
-    prompt_template: str = "{}"
-    system_prompt: str | None = None
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
     add_bos: bool = False
     add_eos: bool = True
@@ -80,7 +74,7 @@ class PromptFormat:
                 if (word := vocabulary.unknown_word(text)) is not None:
                     raise DataError(
                         f"{problem.where or 'A problem'}: the {kind} {_shortened(text)!r} has {word!r}, which the "
-                        "tokenizer has no token for: change the text (also that of data.default's files and of the "
+                        "tokenizer has no token for: change the text (also that of prompt files and of the "
                         "chat template, which the problem is put into), or take another policy.tokenizer.name."
                     )
 
@@ -88,7 +82,7 @@ class PromptFormat:
         """The tokens that generation starts from."""
         return [
             TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) <= self.max_tokens)
-            for ids in self._prompt_ids(problems)
+            for ids, _ in self._prompt_ids(problems)
         ]
 
     def examples(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
@@ -100,21 +94,47 @@ class PromptFormat:
             DataError: the chat template does not render a conversation as its beginning followed by the answer.
         """
         return [
-            self._fitted(prompt_ids, answer_ids)
-            for prompt_ids, answer_ids in zip(self._prompt_ids(problems), self._answer_ids(problems), strict=True)
+            self._fitted(*prompt, answer_ids)
+            for prompt, answer_ids in zip(self._prompt_ids(problems), self._answer_ids(problems), strict=True)
         ]
 
-    def _fitted(self, prompt_ids: list[int], answer_ids: list[int]) -> TokenizedProblem:
-        fits = len(prompt_ids) + len(answer_ids) <= self.max_tokens
+    def _fitted(self, prompt_ids: list[int], trained: tuple[range, ...], answer_ids: list[int]) -> TokenizedProblem:
+        if len(prompt_ids) + len(answer_ids) <= self.max_tokens:
+            return TokenizedProblem(prompt_ids, answer_ids, True, trained)
         kept_prompt = prompt_ids[: self.max_tokens]
-        return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], fits)
+        return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], False)
 
-    def _prompt_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
+    def _prompt_ids(self, problems: Sequence[Conversation]) -> Iterator[tuple[list[int], tuple[range, ...]]]:
+        """The tokens of each prompt, and where those of its trained messages are."""
         bos = self.tokenizer.bos_token_id
-        texts = [self._prompt_text(problem) for problem in problems]
-        return [
-            [bos, *ids] if self.add_bos and bos is not None and ids[:1] != [bos] else ids for ids in self._encode(texts)
-        ]
+        prompts = [self._prompt_pieces(problem) for problem in problems]
+        encoded = iter(self._encode([text for pieces in prompts for text, _ in pieces]))
+        for pieces in prompts:
+            prompt_ids: list[int] = []
+            trained = []
+            for _, is_trained in pieces:
+                ids = next(encoded)
+                if self.add_bos and bos is not None and not prompt_ids and ids[:1] != [bos]:
+                    prompt_ids.append(bos)
+                if is_trained:
+                    trained.append(range(len(prompt_ids), len(prompt_ids) + len(ids)))
+                prompt_ids.extend(ids)
+            yield prompt_ids, tuple(trained)
+
+    def _prompt_pieces(self, problem: Conversation) -> list[tuple[str, bool]]:
+        """The prompt's text, in pieces where some of it is trained, and whether each is; pieces are tokenized apart."""
+        whole = self._prompt_text(problem)
+        pieces: list[tuple[str, bool]] = []
+        done = ""
+        if isinstance(problem, AnsweredContext) and problem.trains_all_answers:
+            for number, message in enumerate(problem.context):
+                if message.role == "assistant":
+                    earlier = AnsweredContext(problem.context[:number], message.content, problem.where)
+                    before = self._prompt_text(earlier)
+                    after = before + self._rendered_answer(earlier)
+                    pieces += [(_rest(before, done, problem.where), False), (after.removeprefix(before), True)]
+                    done = after
+        return [*pieces, (_rest(whole, done, problem.where), False)]
 
     def _answer_ids(self, problems: Sequence[Conversation]) -> list[list[int]]:
         eos = self.tokenizer.eos_token_id
@@ -122,7 +142,7 @@ class PromptFormat:
         return [[*ids, eos] if self.add_eos and ids[-1:] != [eos] else ids for ids in self._encode(texts)]
 
     def _prompt_text(self, problem: Conversation) -> str:
-        turns = self._turns(problem)
+        turns = _turns(problem)
         if self.tokenizer.chat_template is not None:
             return self._render(turns, problem.where, add_generation_prompt=self.add_generation_prompt)
         if [turn["role"] for turn in turns] not in (["user"], ["system", "user"]):
@@ -134,32 +154,15 @@ class PromptFormat:
         return "\n\n".join(turn["content"] for turn in turns)
 
     def _answer_text(self, problem: Conversation) -> str:
-        if self.tokenizer.chat_template is None:
-            return problem.answer.rstrip("\n")
-        turns = [*self._turns(problem), {"role": "assistant", "content": problem.answer}]
-        whole, prompt = self._render(turns, problem.where, add_generation_prompt=False), self._prompt_text(problem)
-        if not whole.startswith(prompt):
-            raise DataError(
-                f"{_place(problem.where)}policy.tokenizer.chat_template: a conversation with its answer does not start "
-                f"with the same conversation without it, so the answer cannot be told apart: {prompt!r} and {whole!r}. "
-                "Set data.add_generation_prompt=false, or give a template that renders turns one after another."
-            )
         # As in NeMo-RL, an answer ends with the end-of-sequence token, not with a newline that the template adds.
-        return whole.removeprefix(prompt).rstrip("\n")
+        return self._rendered_answer(problem).rstrip("\n")
 
-    def _turns(self, problem: Conversation) -> list[dict[str, str]]:
-        turns = [{"role": message.role, "content": message.content} for message in problem.context]
-        first = next((turn for turn in turns if turn["role"] == "user"), None)
-        if first is not None:
-            first["content"] = self.prompt_template.format(first["content"])
-        if self.system_prompt is None:
-            return turns
-        if any(turn["role"] == "system" for turn in turns):
-            raise DataError(
-                f"{_place(problem.where)}the prompt has a system's message, and data.default.system_prompt_file gives "
-                "another: take the message out of the data, or set data.default.system_prompt_file=null."
-            )
-        return [{"role": "system", "content": self.system_prompt}, *turns]
+    def _rendered_answer(self, problem: Conversation) -> str:
+        if self.tokenizer.chat_template is None:
+            return problem.answer
+        turns = [*_turns(problem), {"role": "assistant", "content": problem.answer}]
+        whole = self._render(turns, problem.where, add_generation_prompt=False)
+        return _rest(whole, self._prompt_text(problem), problem.where)
 
     def _render(self, turns: list[dict[str, str]], where: str, *, add_generation_prompt: bool) -> str:
         from jinja2 import TemplateError
@@ -187,51 +190,24 @@ class PromptFormat:
         return self.tokenizer(texts, add_special_tokens=False)["input_ids"]
 
 
+def _turns(problem: Conversation) -> list[dict[str, str]]:
+    return [{"role": message.role, "content": message.content} for message in problem.context]
+
+
+def _rest(text: str, beginning: str, where: str) -> str:
+    """What a rendered conversation adds to its own beginning."""
+    if not text.startswith(beginning):
+        raise DataError(
+            f"{_place(where)}policy.tokenizer.chat_template: a conversation with its answer does not start with the "
+            f"same conversation without it, so the answer cannot be told apart: {beginning!r} and {text!r}. Set "
+            "data.add_generation_prompt=false, or give a template that renders turns one after another."
+        )
+    return text.removeprefix(beginning)
+
+
 def _place(where: str) -> str:
     return f"{where}: " if where else ""
 
 
 def _shortened(text: str) -> str:
     return text if len(text) <= 100 else f"{text[:97]}..."
-
-
-def read_prompt_file(path: str | None, key: str) -> str:
-    """The template in a file, or the bare prompt where ``path`` is None.
-
-    Raises:
-        DataError: the file cannot be read, or it is not a template of one prompt.
-    """
-    if path is None:
-        return "{}"
-    template = read_text_file(path, key)
-    try:
-        fields = [field for _, *field in Formatter().parse(template) if field[0] is not None]
-    except ValueError as error:
-        raise DataError(f"{key}: {path} is not a prompt template ({error}): {_TEMPLATE_RULE}") from error
-    for name, specification, conversion in fields:
-        if name not in ("", "0") or specification or conversion:
-            written = f"{name}{'!' + conversion if conversion else ''}{':' + specification if specification else ''}"
-            raise DataError(f"{key}: {path} is not a prompt template (it has {{{written}}}): {_TEMPLATE_RULE}")
-    if not fields:
-        raise DataError(f"{key}: {path} has no {{}}, so every prompt would be the same: write {{}} where it goes.")
-    if {name for name, _, _ in fields} == {"", "0"} or [name for name, _, _ in fields].count("") > 1:
-        raise DataError(f"{key}: {path} is not a prompt template (it has {{}} more than once): write {{0}} for each.")
-    return template
-
-
-_TEMPLATE_RULE = "write {} where the prompt goes, and {{ or }} for a brace."
-
-
-def read_text_file(path: str, key: str) -> str:
-    """The text of a file that the recipe's ``key`` names.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    try:
-        # A byte order mark is no part of the text.
-        text = read_regular_file(Path(path), MAX_TEXT_FILE_BYTES).decode("utf-8-sig")
-    except (UnreadableFileError, UnicodeDecodeError) as error:
-        reason = error.reason if isinstance(error, UnreadableFileError) else error
-        raise DataError(f"{key}: {path} cannot be read: {reason}") from error
-    return text.replace("\r\n", "\n").replace("\r", "\n")

@@ -1,5 +1,7 @@
 """Rewards with a checkable answer."""
 
-from nemo_offload_rl.environments.rewards import Reward, RewardError, make_reward
+from nemo_offload_rl.environments.errors import RewardError
+from nemo_offload_rl.environments.math_reward import make_math_reward
+from nemo_offload_rl.environments.rewards import Case, Judge, Judgements, Reward, make_reward
 
-__all__ = ["Reward", "RewardError", "make_reward"]
+__all__ = ["Case", "Judge", "Judgements", "Reward", "RewardError", "make_math_reward", "make_reward"]

@@ -7,10 +7,12 @@ import os
 import reprlib
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Protocol
 
+from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.numbers import final_number
 
 PYTHON = "python"
@@ -19,8 +21,46 @@ _MAX_CAUSE_CHARS = 200
 _shortened = reprlib.Repr(maxstring=80, maxother=80).repr
 
 
-class RewardError(ValueError):
-    """A reward that a recipe names cannot be used, or what it returned; the message is for the user."""
+@dataclass(frozen=True)
+class Case:
+    """Holds a response that is to be judged.
+
+    Attributes:
+        prompt: what it responds to.
+        response: its text.
+        answer: the known answer.
+    """
+
+    prompt: str
+    response: str
+    answer: str
+
+
+@dataclass(frozen=True)
+class Judgements:
+    """Holds what responses are worth.
+
+    Attributes:
+        rewards: one a case.
+        num_unjudged: cases that could not be judged and have the reward 0 for that.
+    """
+
+    rewards: list[float]
+    num_unjudged: int = 0
+
+
+class Judge(Protocol):
+    """Judges responses."""
+
+    def judge_all(self, cases: Sequence[Case]) -> Judgements:
+        """Judges cases, in their order.
+
+        Raises:
+            RewardError: the reward cannot be computed, and the run must end.
+        """
+
+    def shutdown(self) -> None:
+        """Ends what it runs in, if anything."""
 
 
 def exact_match(response: str, answer: str) -> float:
@@ -50,6 +90,13 @@ class Reward:
 
     name: str
     function: Callable[[str, str], object]
+
+    def judge_all(self, cases: Sequence[Case]) -> Judgements:
+        """Judges the cases in this process; see ``Judge``."""
+        return Judgements([self.judge(case.prompt, case.response, case.answer) for case in cases])
+
+    def shutdown(self) -> None:
+        """Does nothing: there is no process."""
 
     def judge(self, prompt: str, response: str, answer: str) -> float:
         """Calls the function with the response and the answer.

@@ -51,8 +51,10 @@ class RunLogger:
         self.run_dir.mkdir(parents=True, exist_ok=True)
         self._jsonl = JsonlSink(self.run_dir / METRICS_FILE, resumed_step)
         self._sinks: list[MetricSink] = [self._jsonl]
+        self._text_sinks: list[TensorBoardSink] = []
         if tensorboard:
-            self._sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
+            self._text_sinks.append(TensorBoardSink(self.run_dir / TENSORBOARD_FOLDER, resumed_step))
+        self._sinks += self._text_sinks
         if wandb is not None:
             self._sinks.append(WandbSink(self.run_dir, wandb))
 
@@ -60,6 +62,11 @@ class RunLogger:
         """Adds metrics to a step's row; may be called more than once for the same step, never for an earlier one."""
         for sink in self._sinks:
             sink.write(step, metrics)
+
+    def log_text(self, step: int, name: str, markdown: str) -> None:
+        """Writes a text of a step to TensorBoard, if that is on; metrics are numbers everywhere else."""
+        for sink in self._text_sinks:
+            sink.write_text(step, name, markdown)
 
     @property
     def is_whole(self) -> bool:
@@ -169,6 +176,14 @@ class TensorBoardSink:
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
             self._writer.flush()  # two minutes of points are lost with a killed run otherwise
+
+    def write_text(self, step: int, name: str, markdown: str) -> None:
+        """Adds a text, which TensorBoard shows among its texts."""
+        if self._has_ended:
+            return
+        with self._ending_where_full():
+            self._writer.add_text(name, markdown, step)
+            self._writer.flush()
 
     def close(self) -> None:
         """Writes what is pending."""

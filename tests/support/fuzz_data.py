@@ -8,12 +8,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
-from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
 from support.fuzz_pairs import pair_lines
 from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
 
 _KEYS = {"input_key": "question", "output_key": "answer"}
 _tokenizer_folder = Path()

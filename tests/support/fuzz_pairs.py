@@ -5,11 +5,12 @@ import random
 from pathlib import Path
 from typing import Any
 
+from support.fuzz_run import PropertyError
+from support.fuzz_values import EXTREMES
+
 from nemo_offload_rl.data.pair_batch import check_pairs, pair_batch
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.run.setup import make_prompt_format, read_pairs, read_tokenizer
-from support.fuzz_run import PropertyError
-from support.fuzz_values import EXTREMES
 
 _LIMIT = 100
 _TEMPLATE = (

@@ -6,6 +6,7 @@ from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.pair_batch import check_pairs, num_left_out, pair_batch
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message
+from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
@@ -55,10 +56,12 @@ def test_rows_alternate_between_chosen_and_rejected():
 
 @pytest.mark.parametrize("opened", [True, False])
 def test_only_the_last_turn_is_trained_and_the_row_is_what_the_template_renders(opened):
-    answer_format = templated(add_generation_prompt=opened, system_prompt="99", prompt_template="{}0")
+    answer_format = templated(add_generation_prompt=opened)
     turns = [("user", "1"), ("assistant", "2"), ("user", "4")]
     context = tuple(Message(role, content) for role, content in turns)
-    batch = pair_batch(answer_format, [PreferencePair(context, "5", "67")])
+    batch = pair_batch(
+        answer_format, PromptedSamples([PreferencePair(context, "5", "67")], PromptTexts("{}0", "99"))[:]
+    )
     tokenizer = answer_format.tokenizer
     for row, answer in enumerate(("5", "67")):
         whole = [("system", "99"), ("user", "10"), *turns[1:], ("assistant", answer)]
@@ -103,8 +106,8 @@ def test_pairs_are_checked_for_words_without_a_token_and_for_the_template():
     system = PreferencePair((Message("system", "9"), Message("user", "1")), "5", "6", "a.jsonl:2")
     with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt '9\\n\\n1' has '\\n\\n', which"):
         check_pairs(plain(), [system])
-    with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt has a system's message, and data\.default\.system"):
-        check_pairs(templated(system_prompt="9"), [good, system])
+    with pytest.raises(DataError, match=r"^a\.jsonl:2: the prompt has a system's message, and system_prompt_file"):
+        check_pairs(templated(), PromptedSamples([good, system], PromptTexts(system="9")))
     tool = PreferencePair((Message("user", "1"), Message("tool", "9")), "5", "6", "a.jsonl:4")
     with pytest.raises(DataError, match=r"^a\.jsonl:4: policy\.tokenizer\.chat_template, .* cannot be rendered"):
         check_pairs(templated(), [good, conversation, tool])

@@ -1,9 +1,11 @@
 import pytest
 from tokenizers.models import WordLevel
 
+from nemo_offload_rl.algorithms.sft import example_batch
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
-from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
+from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts
+from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer
 
 # A turn is its content between digits that stand for its role: 1 system, 2 user, 3 assistant; `+` opens, `=` closes.
@@ -40,17 +42,12 @@ def test_an_example_ends_in_the_end_of_sequence():
     assert bare.answer_ids == [0, 9, 2]
 
 
-def test_a_template_and_a_system_prompt_wrap_plain_text():
-    tokenizer = arithmetic_tokenizer()
-    problem_format = PromptFormat(tokenizer, 20, prompt_template="1+{}=")
-    assert text(problem_format.prompts([Problem("2", "3")])[0].prompt_ids) == "1+2="
-
-
 def test_a_chat_template_wraps_turns():
-    problem_format = PromptFormat(chat_tokenizer(), 30, system_prompt="99", prompt_template="{}")
-    (prompt,) = problem_format.prompts([Problem("45", "6")])
+    problem_format = PromptFormat(chat_tokenizer(), 30)
+    problem = AnsweredContext((Message("system", "99"), Message("user", "45")), "6")
+    (prompt,) = problem_format.prompts([problem])
     assert text(prompt.prompt_ids) == "1+99=2+45=3+"
-    (example,) = problem_format.examples([Problem("45", "6")])
+    (example,) = problem_format.examples([problem])
     assert example.prompt_ids == prompt.prompt_ids
     assert text(example.answer_ids) == "6=<eos>"
 
@@ -59,6 +56,28 @@ def test_without_a_generation_prompt_the_header_is_part_of_the_answer():
     (example,) = PromptFormat(chat_tokenizer(), 30, add_generation_prompt=False).examples([Problem("45", "6")])
     assert text(example.prompt_ids) == "2+45="
     assert text(example.answer_ids) == "3+6=<eos>"
+
+
+@pytest.mark.parametrize("opened", [True, False])
+@pytest.mark.parametrize("bos", [None, "0"])
+def test_the_assistants_earlier_messages_are_trained_where_a_conversation_says_so(opened, bos):
+    tokenizer = chat_tokenizer()
+    tokenizer.bos_token = bos
+    context = tuple(Message(*turn) for turn in (("user", "4"), ("assistant", "5"), ("user", "6")))
+    conversation = AnsweredContext(context, "7", trains_all_answers=True)
+    example_format = PromptFormat(tokenizer, 30, add_bos=True, add_generation_prompt=opened)
+    (example,) = example_format.examples([conversation])
+    trained = [text(example.prompt_ids[part.start : part.stop]) for part in example.trained_in_prompt]
+    begin, header = bos or "", "3+"
+    assert text(example.prompt_ids) == f"{begin}2+4=3+5=2+6=" + (header if opened else "")
+    assert trained == ["5=" if opened else "3+5="]
+    assert text(example.answer_ids) == ("" if opened else header) + "7=<eos>"
+    batch = example_batch(example_format, [conversation, Problem("4", "5")])
+    assert text(batch["input_ids"][0][batch["token_mask"][0] > 0].tolist()) == trained[0] + text(example.answer_ids)
+    (last_alone,) = example_format.examples([AnsweredContext(context, "7")])
+    assert (last_alone.prompt_ids, last_alone.trained_in_prompt) == (example.prompt_ids, ())
+    (cut,) = PromptFormat(tokenizer, 8, add_generation_prompt=opened).examples([conversation])
+    assert (cut.fits, cut.trained_in_prompt) == (False, ())
 
 
 def test_an_answer_ends_once_where_the_template_ends_turns_with_a_newline():
@@ -100,19 +119,6 @@ def test_long_examples_are_cut_and_say_so():
     assert (example.prompt_ids, example.answer_ids, example.fits) == ([1, 2, 3], [4], False)
 
 
-def test_prompt_files(tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_text(r"Put it in \boxed{{}}: {}")
-    assert read_prompt_file(str(path), "k").format("1+1") == r"Put it in \boxed{}: 1+1"
-    assert read_prompt_file(None, "k") == "{}"
-
-
-def test_a_byte_order_mark_is_no_part_of_a_prompt_file(tmp_path):
-    path = tmp_path / "prompt.txt"
-    path.write_text("1+{}", encoding="utf-8-sig")
-    assert read_prompt_file(str(path), "k") == "1+{}"
-
-
 def test_a_word_without_a_token_is_named_with_its_line():
     plain = PromptFormat(arithmetic_tokenizer(), 30)
     rows = [Problem("1+1=", "2<eos>", "a.jsonl:1"), Problem("1+1=", "2 apples", "a.jsonl:2")]
@@ -121,9 +127,9 @@ def test_a_word_without_a_token_is_named_with_its_line():
         plain.check_vocabulary(rows, with_answers=True)
     with pytest.raises(DataError, match=r"^a\.jsonl:3: the prompt 'x\+1=' has 'x'"):
         plain.check_vocabulary([*rows, Problem("x+1=", "2", "a.jsonl:3")], with_answers=False)
-    templated = PromptFormat(arithmetic_tokenizer(), 30, prompt_template="What is {}")
-    with pytest.raises(DataError, match=r"^a\.jsonl:1: the prompt 'What is 1\+1=' has 'W'.*data\.default's files"):
-        templated.check_vocabulary(rows, with_answers=False)
+    asked = PromptedSamples(rows, PromptTexts("What is {}"))
+    with pytest.raises(DataError, match=r"^a\.jsonl:1: the prompt 'What is 1\+1=' has 'W'.*that of prompt files"):
+        plain.check_vocabulary(asked, with_answers=False)
 
 
 def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
@@ -131,23 +137,3 @@ def test_a_tokenizer_with_a_token_for_unknown_words_takes_every_text():
     vocabulary = tokenizer.get_vocab()
     tokenizer.backend_tokenizer.model = WordLevel({**vocabulary, "<unk>": len(vocabulary)}, unk_token="<unk>")
     PromptFormat(tokenizer, 30).check_vocabulary([Problem("x", "y", "a.jsonl:1")], with_answers=True)
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        ("no place", "every prompt would be the same"),
-        ("{} {}", "not a prompt template"),
-        ("{ ", "not a prompt template"),
-    ],
-)
-def test_wrong_prompt_files_are_refused(tmp_path, content, message):
-    path = tmp_path / "prompt.txt"
-    path.write_text(content)
-    with pytest.raises(DataError, match=message):
-        read_prompt_file(str(path), "data.default.prompt_file")
-
-
-def test_a_missing_file_is_named_with_its_key(tmp_path):
-    with pytest.raises(DataError, match=r"data\.default\.system_prompt_file: .*absent\.txt cannot be read"):
-        read_text_file(str(tmp_path / "absent.txt"), "data.default.system_prompt_file")

@@ -88,6 +88,18 @@ def test_tensorboard_has_every_scalar_and_forgets_steps_after_a_resume(tmp_path)
     assert [(event.step, round(event.value, 3)) for event in events] == [(1, 0.1), (2, 0.2), (3, 0.9)]
 
 
+def test_a_text_goes_to_tensorboard_alone(tmp_path):
+    for is_on in (True, False):
+        logger = RunLogger(tmp_path / str(is_on), tensorboard=is_on)
+        logger.log(3, {"train/reward": 0.5})
+        logger.log_text(3, "validation/answers", "| prompt |")
+        logger.close()
+        assert read_metrics(tmp_path / str(is_on) / "metrics.jsonl") == [{"step": 3, "train/reward": 0.5}]
+    events = EventAccumulator(str(tmp_path / "True" / "tensorboard")).Reload()
+    (event,) = events.Tensors("validation/answers/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (3, b"| prompt |")
+
+
 def test_wandb_without_its_package_says_what_to_do(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)  # as if it were not installed, wherever the test runs
     with pytest.raises(ValueError, match=r"logger.wandb_enabled.*make setup EXTRAS=wandb"):

@@ -1,0 +1,198 @@
+"""Processes that judge answers, each answer with a time limit: one that hangs or dies costs the answer it was given."""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import subprocess
+import tempfile
+import time
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+
+from nemo_offload_rl.environments.errors import RewardError
+from nemo_offload_rl.environments.math_worker import READY
+
+_START_LIMIT_S = 120.0  # imports sympy, on a machine that may be busy
+_READ_BYTES = 65536
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a process said of an answer.
+
+    Attributes:
+        reward: of the answer; 0 where it could not be judged.
+        failure: why it could not be judged; None where it was.
+    """
+
+    reward: float
+    failure: str | None = None
+
+
+class JudgePool:
+    """Judges answers in processes of their own, which are started at the first call.
+
+    Args:
+        command: starts one; it speaks as ``math_worker`` does.
+        num_workers: how many of them.
+        time_limit_s: for one answer, in seconds.
+        environment: of the processes.
+    """
+
+    def __init__(
+        self, command: Sequence[str], num_workers: int, time_limit_s: float, environment: Mapping[str, str]
+    ) -> None:
+        self._command = command
+        self._num_workers = num_workers
+        self._time_limit_s = time_limit_s
+        self._environment = environment
+        self._workers: list[_Worker] = []
+
+    def judge(self, jobs: Sequence[tuple[str, str]]) -> list[Verdict]:
+        """Judges pairs of a response and the known answer.
+
+        Raises:
+            RewardError: a process does not start.
+        """
+        while len(self._workers) < self._num_workers:
+            self._workers.append(_Worker(self._command, self._environment))
+        verdicts: dict[int, Verdict] = {}
+        waiting = deque(range(len(jobs)))
+        while len(verdicts) < len(jobs):
+            for index, worker in enumerate(self._workers):
+                if worker.is_idle and waiting:
+                    number = waiting.popleft()
+                    if not worker.give(number, jobs[number], self._time_limit_s):  # it died in between
+                        waiting.appendleft(number)
+                        self._replace(index)
+            for worker in self._wait():
+                self._hear(worker, verdicts)
+        return [verdicts[number] for number in range(len(jobs))]
+
+    def shutdown(self) -> None:
+        """Ends the processes."""
+        while self._workers:
+            self._workers.pop().end()
+
+    def _wait(self) -> list[_Worker]:
+        """Those workers that have said something, have ended, or are out of time."""
+        busy = [worker for worker in self._workers if not worker.is_idle]
+        with selectors.DefaultSelector() as selector:
+            for worker in busy:
+                selector.register(worker.output, selectors.EVENT_READ, worker)
+            first = min(worker.deadline for worker in busy)
+            heard = [key.data for key, _ in selector.select(max(first - time.monotonic(), 0))]
+        now = time.monotonic()
+        return heard or [worker for worker in busy if worker.deadline <= now]
+
+    def _hear(self, worker: _Worker, verdicts: dict[int, Verdict]) -> None:
+        said = worker.read() if worker.deadline > time.monotonic() or worker.has_output() else None
+        if said == b"":  # a part of a line
+            return
+        if not worker.is_ready:
+            if said != READY:
+                raise RewardError(f"A process that judges answers did not start: {worker.last_words()}")
+            worker.is_ready = True
+            return
+        number = worker.job
+        assert number is not None, "only a worker with a job is waited for"
+        if said is None:
+            is_late = worker.deadline <= time.monotonic()
+            failure = f"took longer than {self._time_limit_s:g} s" if is_late else "ended the process that judged it"
+            verdicts[number] = Verdict(0.0, failure)
+            self._replace(self._workers.index(worker))
+            return
+        reply = json.loads(said)
+        verdicts[number] = Verdict(0.0, reply["error"]) if "error" in reply else Verdict(float(reply["reward"]))
+        worker.job = None
+
+    def _replace(self, index: int) -> None:
+        self._workers[index].end()
+        self._workers[index] = _Worker(self._command, self._environment)
+
+
+class _Worker:
+    """A process, and the job that it has.
+
+    Attributes:
+        is_ready: whether it takes jobs.
+        job: the number of the one it has; None without.
+        deadline: by when it has to say something, in seconds of the monotonic clock.
+    """
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
+        self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 - closed with the process
+        self._process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._complaints,
+            env=environment,
+            start_new_session=True,  # Ctrl-C is for the driver, which finishes its step
+        )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        self._input, self._output = self._process.stdin, self._process.stdout
+        self._heard = b""
+        self.is_ready = False
+        self.job: int | None = None
+        self.deadline = time.monotonic() + _START_LIMIT_S
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether it could take a job."""
+        return self.is_ready and self.job is None
+
+    @property
+    def output(self) -> int:
+        """The descriptor to wait for."""
+        return self._output.fileno()
+
+    def give(self, number: int, job: tuple[str, str], time_limit_s: float) -> bool:
+        """Hands it a job, and returns whether it took it."""
+        try:
+            self._input.write(json.dumps(job).encode() + b"\n")
+            self._input.flush()
+        except BrokenPipeError:
+            return False
+        self.job, self.deadline = number, time.monotonic() + time_limit_s
+        return True
+
+    def has_output(self) -> bool:
+        """Whether there is something to read, at once."""
+        with selectors.DefaultSelector() as selector:
+            selector.register(self.output, selectors.EVENT_READ)
+            return bool(selector.select(0))
+
+    def read(self) -> bytes | None:
+        """The line that is there; empty where a part of it is missing, None where the process has ended."""
+        read = os.read(self.output, _READ_BYTES)
+        if not read:
+            return None
+        self._heard += read
+        line, end, rest = self._heard.partition(b"\n")
+        if not end:
+            return b""
+        self._heard = rest
+        return line + end
+
+    def last_words(self) -> str:
+        """The last line that it wrote to standard error."""
+        self._process.kill()
+        self._process.wait()
+        self._complaints.seek(0)
+        lines = self._complaints.read().decode(errors="replace").split("\n")
+        said = [line for line in lines if line.strip()]
+        return said[-1][-500:] if said else f"it said nothing, and its exit status is {self._process.returncode}"
+
+    def end(self) -> None:
+        """Kills it, whatever it does."""
+        self._process.kill()
+        self._process.wait()
+        for file in (self._output, self._complaints):
+            file.close()
+        with suppress(BrokenPipeError):  # what it had not read is lost with it
+            self._input.close()

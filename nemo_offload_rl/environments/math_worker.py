@@ -1,0 +1,91 @@
+"""The process that judges answers to mathematics: one that hangs, dies or takes all memory is lost alone.
+
+It reads a job a line, `[response, answer]` in JSON, and writes a line for each: `{"reward": R}` or `{"error": TEXT}`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import logging
+import os
+import resource
+import signal
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from nemo_offload_rl.environments.dapo_math import dapo_math_verify
+
+READY = b"ready\n"
+_PR_SET_PDEATHSIG = 1
+# Of addresses; sympy needs a few hundred MiB, and a power tower takes whatever there is.
+_MAX_MEMORY_BYTES = 4 * 2**30
+_GIVEN_UP = "math-verify gave up a formula, after its own time limit"
+
+MathJudge = Callable[[str, str], float]
+
+
+def load_hf_math_verify() -> MathJudge:
+    """Imports math-verify, and returns its judge: of the formulas and numbers of a response, the final one counts."""
+    from math_verify.errors import TimeoutException
+    from math_verify.metric import math_metric
+    from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
+
+    timeouts = _Timeouts()
+    metric = math_metric(
+        gold_extraction_target=(LatexExtractionConfig(),),
+        pred_extraction_target=(ExprExtractionConfig(), LatexExtractionConfig()),
+    )
+
+    def judge(response: str, answer: str) -> float:
+        num_before = timeouts.num
+        try:
+            reward = float(metric([rf"\boxed{{{answer}}}"], [response])[0])
+        except TimeoutException as error:  # derives from BaseException
+            raise TimeoutError(_GIVEN_UP) from error
+        if reward == 0 and timeouts.num > num_before:
+            raise TimeoutError(_GIVEN_UP)
+        return reward
+
+    return judge
+
+
+class _Timeouts(logging.Handler):
+    """Counts the formulas that math-verify gave up, which it says in its log alone, and keeps its log to itself."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self.num = 0
+        log = logging.getLogger("math_verify")
+        log.propagate = False
+        log.addHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Looks at a line of the log."""
+        self.num += str(record.msg).startswith("Timeout during")
+
+
+LOADERS: Mapping[str, Callable[[], MathJudge]] = MappingProxyType(
+    {"hf_math_verify": load_hf_math_verify, "dapo_math_verify": lambda: dapo_math_verify}
+)
+
+
+def serve(load: Callable[[], MathJudge]) -> None:
+    """Judges jobs of standard input until it ends; what a judge prints goes nowhere."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive its driver, even where it hangs
+    hard = resource.getrlimit(resource.RLIMIT_AS)[1]
+    limit = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
+    resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+    judge = load()
+    with os.fdopen(os.dup(1), "wb", buffering=0) as replies, open(os.devnull, "wb") as nowhere:
+        os.dup2(nowhere.fileno(), 1)
+        os.dup2(nowhere.fileno(), 2)
+        replies.write(READY)
+        for line in sys.stdin.buffer:
+            response, answer = json.loads(line)
+            try:
+                reply: dict[str, float | str] = {"reward": judge(response, answer)}
+            except Exception as error:  # noqa: BLE001 - sympy raises anything; the driver counts the answer
+                reply = {"error": f"{type(error).__name__}: {str(error)[:200]}"}
+            replies.write(json.dumps(reply).encode() + b"\n")

@@ -1,0 +1,120 @@
+"""The datasets that recipes may name as NeMo-RL's do: where each is on the hub, and what its rows hold.
+
+A row here is all that there is to a dataset; to add one, add a row, and a form to ``data.named_rows`` if its rows are
+like those of no other.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal
+
+Form = Literal["columns", "verl", "gsm8k", "squad", "messages", "ranked_responses", "two_conversations"]
+
+
+@dataclass(frozen=True)
+class NamedDataset:
+    """A dataset on the Hugging Face hub.
+
+    Attributes:
+        hub_path: its name there.
+        form: how a row becomes a problem with its answer, or a pair of answers; a key of ``data.named_rows.FORMS``.
+        columns: those that are read, the prompt's first.
+        splits: those that a recipe may name; the first is read where it names none.
+        subsets: its parts that are read, one after the other; empty for a dataset that has no parts.
+        output_keys: columns that a recipe's ``output_key`` may name instead of the answer's.
+        repeat: how often the rows are read where a recipe's ``repeat`` does not say so; None where it may not.
+        validation_share: what is split off the training data where a recipe does not say so; None for a dataset of
+            which NeMo-RL never splits anything off.
+    """
+
+    hub_path: str
+    form: Form
+    columns: tuple[str, ...]
+    splits: tuple[str, ...] = ("train",)
+    subsets: tuple[str, ...] = ()
+    output_keys: tuple[str, ...] = ()
+    repeat: int | None = None
+    validation_share: float | None = None
+
+    @property
+    def if_absent(self) -> dict[str, Any]:
+        """What the absent keys of a recipe's section stand for, in training and in validation."""
+        values: dict[str, Any] = {"split": self.splits[0]}
+        if self.output_keys:
+            values["output_key"] = self.output_keys[0]
+        if self.repeat is not None:
+            values["repeat"] = self.repeat
+        return values
+
+    @property
+    def if_absent_in_training(self) -> dict[str, Any]:
+        """What absent keys of ``data.train`` stand for beside those."""
+        if self.validation_share is None:
+            return {}
+        return {"split_validation_size": self.validation_share, "seed": 42}
+
+
+_OPEN_MATH = NamedDataset(
+    "nvidia/OpenMathInstruct-2",
+    "columns",
+    ("problem", "expected_answer"),
+    splits=("train_1M", "train", "train_2M", "train_5M"),
+    output_keys=("expected_answer", "generated_solution"),
+    validation_share=0.05,
+)
+_DAPO_COLUMNS = ("prompt", "reward_model")
+_AIME_REPEAT = 16  # so that accuracy is a mean over answers to few problems
+
+# Problems, each with an answer to compare with or, in SFT, to train towards.
+PROBLEMS: Mapping[str, NamedDataset] = MappingProxyType(
+    {
+        "OpenMathInstruct-2": _OPEN_MATH,
+        "openmathinstruct2": _OPEN_MATH,
+        "DAPOMath17K": NamedDataset("BytedTsinghua-SIA/DAPO-Math-17k", "verl", _DAPO_COLUMNS),
+        "DAPOMathAIME2024": NamedDataset("BytedTsinghua-SIA/AIME-2024", "verl", _DAPO_COLUMNS),
+        "AIME2024": NamedDataset("HuggingFaceH4/aime_2024", "columns", ("problem", "answer"), repeat=_AIME_REPEAT),
+        "AIME2025": NamedDataset(
+            "opencompass/AIME2025",
+            "columns",
+            ("question", "answer"),
+            splits=("test",),
+            subsets=("AIME2025-I", "AIME2025-II"),
+            repeat=_AIME_REPEAT,
+        ),
+        "DeepScaler": NamedDataset("agentica-org/DeepScaleR-Preview-Dataset", "columns", ("problem", "answer")),
+        "gsm8k": NamedDataset(
+            "openai/gsm8k", "gsm8k", ("question", "answer"), splits=("train", "test"), subsets=("main",)
+        ),
+    }
+)
+
+# Conversations of which SFT trains the assistant's turns.
+CONVERSATIONS: Mapping[str, NamedDataset] = MappingProxyType(
+    {
+        "squad": NamedDataset(
+            "rajpurkar/squad", "squad", ("question", "context", "answers"), splits=("train", "validation")
+        ),
+        "tulu3_sft_mixture": NamedDataset(
+            "allenai/tulu-3-sft-mixture", "messages", ("messages",), validation_share=0.05
+        ),
+    }
+)
+
+# Pairs of answers, of which DPO prefers one.
+PAIRS: Mapping[str, NamedDataset] = MappingProxyType(
+    {
+        "HelpSteer3": NamedDataset(
+            "nvidia/HelpSteer3",
+            "ranked_responses",
+            ("context", "response1", "response2", "overall_preference"),
+            splits=("train", "validation"),
+            subsets=("preference",),
+        ),
+        "Tulu3Preference": NamedDataset(
+            "allenai/llama-3.1-tulu-3-8b-preference-mixture", "two_conversations", ("chosen", "rejected")
+        ),
+    }
+)
+
+NAMED_DATASETS: Mapping[str, NamedDataset] = MappingProxyType({**PROBLEMS, **CONVERSATIONS, **PAIRS})

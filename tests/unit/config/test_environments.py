@@ -1,0 +1,50 @@
+"""The section `env`: which rewards a recipe may name, and what absent keys stand for."""
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.problems import RecipeError
+from tests.unit.config.conftest import CONFIGS
+
+
+def load_env(env, *overrides):
+    return load(CONFIGS / "grpo_tiny_cpu.yaml", [f"env={{_override_: true, arithmetic: {{{env}}}}}", *overrides])
+
+
+def test_math_verify_has_workers_and_a_time_limit():
+    env = load_env("math_verify_impl: dapo_math_verify, num_workers: 16").config["env"]["arithmetic"]
+    assert env == {"math_verify_impl": "dapo_math_verify", "num_workers": 16, "time_limit_s": 10.0}
+    assert load_env("math_verify_impl: hf_math_verify").config["env"]["arithmetic"]["num_workers"] == 8
+
+
+def test_a_reward_of_ours_stays_as_it_is():
+    validated = load_env("reward: exact_match, math_verify_impl: null, num_workers: 4")
+    assert validated.config["env"]["arithmetic"] == {
+        "reward": "exact_match",
+        "math_verify_impl": None,
+        "num_workers": 4,
+    }
+    assert any(note.startswith("env.arithmetic.num_workers has no effect") for note in validated.notes)
+
+
+def test_an_environment_that_is_not_in_use_may_say_nothing():
+    assert load_env("reward: exact_match", "+env.dapo={num_workers: 64}").config["env"]["dapo"] == {"num_workers": 64}
+
+
+@pytest.mark.parametrize(
+    ("env", "message"),
+    [
+        ("num_workers: 8", "env.arithmetic: does not say how answers are judged: set env.arithmetic.math_verify_impl"),
+        ("math_verify_impl: null", "env.arithmetic: does not say how answers are judged"),
+        ("math_verify_impl: hf", "math_verify_impl: must be 'hf_math_verify' or 'dapo_math_verify'; found 'hf'"),
+        ("math_verify_impl: hf_math_verify, reward_function: 'a:b'", "with env.arithmetic.reward python; found math_v"),
+        ("reward: exact_match, time_limit_s: 3", "time_limit_s: is read only with env.arithmetic.math_verify_impl"),
+        ("math_verify_impl: hf_math_verify, num_workers: 0", "num_workers: must be at least 1; found 0"),
+        ("math_verify_impl: hf_math_verify, time_limit_s: 0", "time_limit_s: must be above 0.0; found 0"),
+    ],
+)
+def test_a_mistake_is_named_with_its_remedy(env, message):
+    with pytest.raises(RecipeError) as refusal:
+        load_env(env)
+    assert message in str(refusal.value)
+    assert ": 1 problem\n" in str(refusal.value)

@@ -1,0 +1,82 @@
+"""Prompt files and system prompts, and the samples that they are put around."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.preferences import PreferencePair
+from nemo_offload_rl.data.problem import AnsweredContext, Message, Problem
+from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
+
+PROMPTS = Path(__file__).parents[3] / "examples" / "prompts"
+TEXTS = PromptTexts("What is {}?", "Be brief.")
+SYSTEM = Message("system", "Be brief.")
+
+
+def test_texts_go_around_the_first_message_of_the_user():
+    turns = (Message("user", "1+1"), Message("assistant", "2"), Message("user", "2+2"))
+    asked = (SYSTEM, Message("user", "What is 1+1?"), *turns[1:])
+    samples = PromptedSamples([AnsweredContext(turns, "4", "a:1", trains_all_answers=True)], TEXTS)
+    assert samples[0] == AnsweredContext(asked, "4", trains_all_answers=True)
+    assert samples[0].where == "a:1"
+    pairs = PromptedSamples([PreferencePair(turns, "4", "5", "a:1")], TEXTS)
+    assert list(pairs) == pairs[:1] == [PreferencePair(asked, "4", "5")]
+    problems = PromptedSamples([Problem("1+1", "2"), Problem("0", "0")], PromptTexts("{0}, {0}"))
+    assert len(problems) == 2
+    assert [problem.context for problem in problems] == [(Message("user", f"{n}, {n}"),) for n in ("1+1", "0")]
+    assert problems[int(np.int64(1))].answer == "0"
+
+
+def test_a_second_system_message_is_refused_with_its_place():
+    samples = PromptedSamples(
+        [AnsweredContext((Message("system", "x"), Message("user", "y")), "z", "a.jsonl:7")], TEXTS
+    )
+    with pytest.raises(
+        DataError, match=r"^a\.jsonl:7: the prompt has a system's message, and system_prompt_file gives"
+    ):
+        samples[0]
+
+
+@pytest.mark.parametrize("name", ["cot", "math"])
+def test_our_prompts_ask_for_a_boxed_answer_to_a_problem(name):
+    assert read_prompt_file(str(PROMPTS / f"{name}.txt"), "k").format("1+1").count("1+1") == 1
+    assert r"\boxed{}" in read_prompt_file(str(PROMPTS / f"{name}.txt"), "k").format("1+1")
+
+
+def test_our_system_prompt_is_taken_as_it_is():
+    assert r"\boxed{}" in read_text_file(str(PROMPTS / "gsm8k.txt"), "k")
+
+
+def test_prompt_files(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text(r"Put it in \boxed{{}}: {}")
+    assert read_prompt_file(str(path), "k").format("1+1") == r"Put it in \boxed{}: 1+1"
+    assert read_prompt_file(None, "k") == "{}"
+
+
+def test_a_byte_order_mark_is_no_part_of_a_prompt_file(tmp_path):
+    path = tmp_path / "prompt.txt"
+    path.write_text("1+{}", encoding="utf-8-sig")
+    assert read_prompt_file(str(path), "k") == "1+{}"
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        ("no place", "every prompt would be the same"),
+        ("{} {}", "not a prompt template"),
+        ("{ ", "not a prompt template"),
+    ],
+)
+def test_wrong_prompt_files_are_refused(tmp_path, content, message):
+    path = tmp_path / "prompt.txt"
+    path.write_text(content)
+    with pytest.raises(DataError, match=message):
+        read_prompt_file(str(path), "data.default.prompt_file")
+
+
+def test_a_missing_file_is_named_with_its_key(tmp_path):
+    with pytest.raises(DataError, match=r"data\.default\.system_prompt_file: .*absent\.txt cannot be read"):
+        read_text_file(str(tmp_path / "absent.txt"), "data.default.system_prompt_file")

@@ -1,0 +1,113 @@
+"""The processes that judge: a job that hangs or dies costs its own reward, and nothing else."""
+
+import os
+import signal
+import sys
+import time
+
+import pytest
+
+from nemo_offload_rl.environments.errors import RewardError
+from nemo_offload_rl.environments.judge_pool import JudgePool, Verdict
+
+# Judges by what the response says: a number, or to hang, to die, to raise, or to give its process's number.
+JUDGE = """
+import os, signal, time
+from nemo_offload_rl.environments.math_worker import serve
+
+def judge(response, answer):
+    print("noise on standard output")
+    if response == "hang":
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGINT, signal.SIGALRM})
+        time.sleep(600)
+    if response == "die":
+        os.kill(os.getpid(), signal.SIGSEGV)
+    if response == "exit":
+        os._exit(0)
+    if response == "grow":
+        return len(bytearray(64 * 2**30))
+    return os.getpid() if response == "pid" else float(response)
+
+serve(lambda: judge)
+"""
+
+
+@pytest.fixture
+def make_pool():
+    pools = []
+
+    def make(num_workers=2, time_limit_s=30.0, code=JUDGE):
+        pools.append(JudgePool([sys.executable, "-c", code], num_workers, time_limit_s, os.environ))
+        return pools[-1]
+
+    yield make
+    for pool in pools:
+        pool.shutdown()
+
+
+def pids_of(pool):
+    return {int(verdict.reward) for verdict in pool.judge([("pid", "")] * 8)}
+
+
+def test_every_answer_gets_its_own_reward_whoever_judges_it(make_pool):
+    pool = make_pool(num_workers=3)
+    for count in (0, 1, 2, 50):
+        assert pool.judge([(str(n), "") for n in range(count)]) == [Verdict(float(n)) for n in range(count)]
+    long = "0" * 1_000_000 + "7"
+    assert pool.judge([(long, long)] * 4) == [Verdict(7.0)] * 4
+
+
+def test_one_that_hangs_costs_its_reward_alone(make_pool):
+    pool = make_pool(time_limit_s=1.0)
+    start = time.monotonic()
+    verdicts = pool.judge([("1", ""), ("hang", ""), *[("2", "")] * 20])
+    assert time.monotonic() - start < 10
+    assert verdicts == [Verdict(1.0), Verdict(0.0, "took longer than 1 s"), *[Verdict(2.0)] * 20]
+    assert pool.judge([("3", "")] * 4) == [Verdict(3.0)] * 4
+
+
+@pytest.mark.parametrize("how", ["die", "exit"])
+def test_one_that_kills_its_process_costs_its_reward_alone(how, make_pool):
+    pool = make_pool(num_workers=1)
+    (before,) = pids_of(pool)
+    died = Verdict(0.0, "ended the process that judged it")
+    assert pool.judge([("1", ""), (how, ""), ("2", ""), (how, "")]) == [Verdict(1.0), died, Verdict(2.0), died]
+    (after,) = pids_of(pool)
+    assert after != before
+
+
+def test_one_that_takes_all_memory_or_raises_costs_its_reward_alone(make_pool):
+    pool = make_pool(num_workers=1)
+    (before,) = pids_of(pool)
+    grown, raised, judged = pool.judge([("grow", ""), ("no number", ""), ("5", "")])
+    assert grown == Verdict(0.0, "MemoryError: ")
+    assert raised == Verdict(0.0, "ValueError: could not convert string to float: 'no number'")
+    assert judged == Verdict(5.0)
+    assert pids_of(pool) == {before}
+
+
+def test_a_process_that_died_between_two_calls_costs_nothing(make_pool):
+    pool = make_pool(num_workers=2)
+    for pid in pids_of(pool):
+        os.kill(pid, signal.SIGKILL)
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOWAIT)
+    verdicts = pool.judge([(str(n), "") for n in range(6)])
+    assert [verdict.reward for verdict in verdicts if verdict.failure is None] != []
+    assert pool.judge([("1", "")] * 4) == [Verdict(1.0)] * 4
+
+
+def test_a_process_that_cannot_start_ends_the_run_with_its_last_words(make_pool):
+    with pytest.raises(RewardError, match=r"did not start: ModuleNotFoundError: No module named 'no_such_module'$"):
+        make_pool(code="import no_such_module").judge([("1", "")])
+    with pytest.raises(RewardError, match=r"did not start: it said nothing, and its exit status is -?\d+$"):
+        make_pool(code="").judge([("1", "")])
+
+
+def test_the_processes_end_with_the_pool_and_start_again(make_pool):
+    pool = make_pool(num_workers=2)
+    before = pids_of(pool)
+    pool.shutdown()
+    for pid in before:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    assert pids_of(pool).isdisjoint(before)

@@ -1,0 +1,76 @@
+"""Rewards of mathematics by the real packages, in the real processes."""
+
+import logging
+import signal
+
+import pytest
+
+from nemo_offload_rl.environments import Case, RewardError, make_math_reward
+from nemo_offload_rl.environments.math_worker import load_hf_math_verify
+
+
+@pytest.fixture(scope="module")
+def judge_all():
+    reward = make_math_reward("hf_math_verify", num_workers=2, time_limit_s=60.0)
+
+    def judge(*pairs):
+        return reward.judge_all([Case("a prompt", response, answer) for response, answer in pairs])
+
+    yield judge
+    reward.shutdown()
+
+
+def test_equal_formulas_and_numbers_are_right(judge_all):
+    right = [
+        (r"So it is \boxed{\frac{1}{2}}.", "0.5"),
+        (r"So it is \boxed{0.5}.", r"\frac{1}{2}"),
+        ("The answer is 42", "42"),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2"),
+        (r"\boxed{1,234}", "1234"),
+        ("#### 18", "18"),
+        (r"$\{1, 2\}$", r"\{2, 1\}"),
+    ]
+    judged = judge_all(*right)
+    assert judged.rewards == [1.0] * len(right)
+    assert judged.num_unjudged == 0
+
+
+def test_other_answers_are_wrong(judge_all):
+    judged = judge_all((r"\boxed{2}", "3"), ("I do not know", "3"), ("", "3"), (r"\boxed{", "3"))
+    assert judged.rewards == [0.0] * 4
+    assert judged.num_unjudged == 0
+
+
+def test_what_cannot_be_judged_is_counted_and_said_once(judge_all, caplog):
+    with caplog.at_level(logging.WARNING):
+        judged = judge_all(("2", ""), (r"\boxed{2}", "2"), ("3", ""))
+    assert judged.rewards == [0.0, 1.0, 0.0]
+    assert judged.num_unjudged == 2
+    (record,) = caplog.records
+    assert record.message.startswith("2 of 3 answers could not be judged, and got the reward 0 (1: ValueError: No gold")
+
+
+def test_a_formula_that_math_verify_gives_up_is_not_judged(monkeypatch):
+    log = logging.getLogger("math_verify")
+    monkeypatch.setattr(log, "propagate", True)
+    monkeypatch.setattr(log, "handlers", [])
+    # Its 5 s, in less time.
+    monkeypatch.setattr(signal, "alarm", lambda seconds: signal.setitimer(signal.ITIMER_REAL, seconds and 0.3))
+    judge = load_hf_math_verify()
+    for response, answer in [(r"\boxed{9^{9^{9^9}}}", "2"), (r"\boxed{\int_0^1 x^{x^{x}} dx}", "2")]:
+        with pytest.raises(TimeoutError, match="math-verify gave up a formula, after its own time limit"):
+            judge(response, answer)
+    assert judge(r"\boxed{2}", "2") == 1.0
+    assert judge(r"\boxed{3}", "2") == 0.0
+
+
+def test_dapos_way_needs_no_package_and_gives_the_same_kind_of_reward():
+    reward = make_math_reward("dapo_math_verify", num_workers=1, time_limit_s=10.0)
+    judged = reward.judge_all([Case("p", "Answer: 42", "42"), Case("p", r"\boxed{42}", "42")])
+    reward.shutdown()
+    assert judged.rewards == [1.0, 0.0]
+
+
+def test_another_implementation_is_refused_by_name():
+    with pytest.raises(RewardError, match="is one of hf_math_verify, dapo_math_verify, found 'prime'"):
+        make_math_reward("prime", 1, 1.0)
