@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.mcore.packing import modified_first_fit_decreasing
 from nemo_offload_rl.memory.units import round_up
 
 
@@ -78,10 +79,7 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
 
 
 def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group_size: int = 1) -> list[list[int]]:
-    """Modified first-fit decreasing: which samples share a packed row.
-
-    Long sequences are placed first, each into the first bin with room (Johnson and Garey 1985, "A 71/60 theorem for bin
-    packing", without the pairing step, which needs many items above half the capacity to gain anything).
+    """Say which samples share a packed row, by `packing.modified_first_fit_decreasing`.
 
     Args:
         lengths: tokens of each sample.
@@ -101,16 +99,7 @@ def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group
         raise ValueError(
             f"{len(tokens)} {items} cannot fill {min_bins} packed micro-batches; lower the number of ranks."
         )
-    bins: list[list[int]] = []
-    room: list[int] = []
-    for group in sorted(range(len(tokens)), key=lambda i: (-tokens[i], i)):
-        slot = next((b for b, free in enumerate(room) if tokens[group] <= free), None)
-        if slot is None:
-            bins.append([])
-            room.append(capacity)
-            slot = len(bins) - 1
-        bins[slot].append(group)
-        room[slot] -= tokens[group]
+    bins = modified_first_fit_decreasing(tokens, capacity)
     while len(bins) < min_bins:
         fullest = max(range(len(bins)), key=lambda b: len(bins[b]))
         groups = bins[fullest]

@@ -1,7 +1,7 @@
 """Runs a training step, and forward-only passes, over megatron-core's own schedules."""
 
 import contextlib
-import functools
+import dataclasses
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -11,18 +11,17 @@ import torch
 from megatron.core import parallel_state as mpu
 from megatron.core.optimizer import ChainedOptimizer
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.pipeline_parallel import get_forward_backward_func
 from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.logprob import next_token_logprobs
-from nemo_offload_rl.mcore.microbatches import MicroBatch, unpack
+from nemo_offload_rl.mcore.forward import LogprobOptions, microbatch_logprobs, to_device
+from nemo_offload_rl.mcore.microbatches import MicroBatch
 from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
 from nemo_offload_rl.mcore.router_updates import router_updates
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL
 
 
 @dataclass
@@ -37,123 +36,28 @@ class StepResult:
     metrics: dict[str, float] = field(default_factory=dict)
 
 
-def _to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    if device.type == "cpu":
-        return batch
-    move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)
-    cu_seqlens = None if batch.cu_seqlens is None else move(batch.cu_seqlens)
-    return MicroBatch(batch.data.to(device), move(batch.tokens), move(batch.positions), cu_seqlens, batch.max_seqlen)
-
-
-def _model_forward(model: torch.nn.Module, batch: MicroBatch, logprobs: Callable[[Tensor], Tensor]) -> Tensor:
-    """The log-probs that `logprobs` makes of the logits; on earlier pipeline stages the hidden states."""
-    packed = None
-    if batch.cu_seqlens is not None:
-        packed = PackedSeqParams(
-            qkv_format="thd",
-            cu_seqlens_q=batch.cu_seqlens,
-            cu_seqlens_kv=batch.cu_seqlens,
-            max_seqlen_q=batch.max_seqlen,
-            max_seqlen_kv=batch.max_seqlen,
-        )
-    extra = {} if packed is None else {"packed_seq_params": packed}
-    return model(
-        input_ids=batch.tokens,
-        position_ids=batch.positions,
-        attention_mask=None,
-        output_processor=_process_output,
-        output_processor_context=logprobs,
-        **extra,
-    )
-
-
-def _process_output(
-    *,
-    hidden_states: Tensor,
-    output_layer: torch.nn.Module,
-    output_weight: Tensor | None,
-    scale_logits: Callable[[Tensor], Tensor],
-    context: Callable[[Tensor], Tensor],
-    **_: Any,
-) -> Tensor:
-    """Takes the place of megatron-core's own end of a model, which copies the logits to put the batch first.
-
-    The logits of 8,192 tokens of a 152k vocabulary are 2.5 GB, copied there and again in the backward pass.
-    """
-    logits, _bias = output_layer(hidden_states, weight=output_weight)
-    return context(scale_logits(logits))
-
-
-def logprobs_of(
-    logits: Tensor, batch: MicroBatch, vocab_size: int, temperature: float, kept: SamplingFilter = KEEP_ALL
-) -> Tensor:
-    """Log-probs of a micro-batch's tokens.
-
-    Args:
-        logits: [S, n, V_local] of padded rows, or [T, 1, V_local] of a packed row.
-        batch: what they were computed from.
-        vocab_size: number of real tokens.
-        temperature: what the logits are divided by.
-        kept: the tokens that the sampler keeps.
-
-    Returns:
-        float32 [n, S]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
-    """
-    values = next_token_logprobs(
-        logits,
-        batch.tokens,
-        vocab_size=vocab_size,
-        temperature=temperature,
-        tp_group=mpu.get_tensor_model_parallel_group(),
-        kept=kept,
-    )
-    lengths, width = batch.data["input_lengths"], batch.data["input_ids"].shape[1]
-    rows = values if batch.cu_seqlens is None else unpack(values[0], batch.cu_seqlens, lengths, width)
-    # Entry 0 of a packed sequence was predicted by the last token of its neighbour.
-    columns = torch.arange(width, device=rows.device)[None]
-    return torch.where((columns > 0) & (columns < lengths[:, None]), rows, 0.0)
-
-
-def model_logprobs(model: torch.nn.Module, batch: MicroBatch, *, vocab_size: int, device: torch.device) -> Tensor:
-    """Log-probs, with grad, of a micro-batch's tokens under a whole model on one rank, without a schedule.
-
-    Returns:
-        float32 [n, S], as `logprobs_of` at temperature 1.
-    """
-    batch = _to_device(batch, device)
-    return _model_forward(model, batch, lambda logits: logprobs_of(logits, batch, vocab_size, 1.0))
-
-
 def _run(
     state: TrainingState,
     batches: Sequence[MicroBatch],
     on_output: Callable[[MicroBatch, Tensor], Any],
     *,
-    temperature: float,
-    kept: Sequence[SamplingFilter] = (KEEP_ALL,),
+    of: LogprobOptions,
     forward_only: bool,
     device: torch.device,
 ) -> list[Any]:
-    """Run the schedule; `on_output(batch, logprobs)` is called on the last stage for each micro-batch.
-
-    The log-probs are [n, S] for one filter, and [n, S, filters] for several.
-    """
+    """Run the schedule; `on_output(batch, logprobs)` gets [n, S, filters] on the last stage for each micro-batch."""
 
     def forward_step(iterator: Iterator[MicroBatch], model: torch.nn.Module) -> tuple[Tensor, Callable[..., Any]]:
         batch = next(iterator)
 
-        def logprobs(logits: Tensor) -> Tensor:
-            under_each = [logprobs_of(logits, batch, state.vocab_size, temperature, one) for one in kept]
-            return under_each[0] if len(under_each) == 1 else torch.stack(under_each, dim=-1)
-
         def loss_func(logprobs: Tensor, non_loss_data: bool = False) -> Any:
             return on_output(batch, logprobs)
 
-        return _model_forward(model, batch, logprobs), loss_func
+        return microbatch_logprobs(model, batch, of), loss_func
 
     first = batches[0]
     # All at once and before any kernel is queued: a copy from pageable memory waits for what the GPU is doing.
-    on_device = [_to_device(batch, device) for batch in batches]
+    on_device = [to_device(batch, device) for batch in batches]
     iterators = [iter(on_device) for _ in state.model]
     schedule = get_forward_backward_func()
     with clear_saved_state_on_failure(state.model):
@@ -228,9 +132,8 @@ def train_step(
     counts: GlobalCounts,
     loss_fn: LossFunction,
     *,
-    temperature: float,
+    of: LogprobOptions,
     device: torch.device,
-    kept: SamplingFilter = KEEP_ALL,
 ) -> StepResult:
     """Forward, backward and one optimizer step over one global batch.
 
@@ -239,10 +142,9 @@ def train_step(
         batches: this data-parallel rank's micro-batches.
         counts: of the global batch.
         loss_fn: the loss contract's function.
-        temperature: of the sampling; log-probs are those of logits / temperature.
+        of: which log-probs the loss gets. Where the sampler does not keep all tokens, it gets those over all tokens,
+            too, in the column `unfiltered_logprobs`, with grad.
         device: where the model computes.
-        kept: the tokens that the sampler keeps. Where not all, the loss gets the log-probs over all tokens, too, in the
-            column `unfiltered_logprobs`, with grad.
     """
     assert state.optimizer is not None and state.scheduler is not None
     for chunk in state.model:
@@ -252,13 +154,15 @@ def train_step(
     # losses are shares that add up.
     scale = len(batches) * mpu.get_data_parallel_world_size()
     sums: dict[str, Tensor] = {}
+    (kept,) = of.kept
+    if not kept.keeps_all:
+        of = dataclasses.replace(of, kept=(kept, KEEP_ALL))
 
     def on_output(batch: MicroBatch, logprobs: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         data = batch.data
         if not kept.keeps_all:
-            logprobs, unfiltered = logprobs.unbind(dim=-1)
-            data = BatchedData({**data, "unfiltered_logprobs": unfiltered}).in_groups(data.group_size)
-        loss, metrics = loss_fn(logprobs, data, counts)
+            data = BatchedData({**data, "unfiltered_logprobs": logprobs[..., 1]}).in_groups(data.group_size)
+        loss, metrics = loss_fn(logprobs[..., 0], data, counts)
         _add(sums, {"loss": loss.detach().clone(), **metrics})
         return loss * scale, {}
 
@@ -269,8 +173,7 @@ def train_step(
             state,
             batches,
             on_output,
-            temperature=temperature,
-            kept=(KEEP_ALL,) if kept.keeps_all else (kept, KEEP_ALL),
+            of=of,
             forward_only=False,
             device=device,
         )
@@ -310,17 +213,17 @@ def evaluate(
     counts: GlobalCounts,
     loss_fn: LossFunction,
     *,
-    temperature: float,
+    of: LogprobOptions,
     device: torch.device,
 ) -> StepResult:
     """The loss and metrics of a batch, forward only."""
     sums: dict[str, Tensor] = {}
 
     def on_output(batch: MicroBatch, logprobs: Tensor) -> None:
-        loss, metrics = loss_fn(logprobs, batch.data, counts)
+        loss, metrics = loss_fn(logprobs[..., 0], batch.data, counts)
         _add(sums, {"loss": loss, **metrics})
 
-    _run(state, batches, on_output, temperature=temperature, forward_only=True, device=device)
+    _run(state, batches, on_output, of=of, forward_only=True, device=device)
     totals = _sum_over_ranks(sums, device)
     return StepResult(totals.pop("loss"), math.nan, skipped=False, metrics=totals)
 
@@ -330,17 +233,15 @@ def forward_logprobs(
     state: TrainingState,
     batches: Sequence[MicroBatch],
     *,
-    temperature: float,
+    of: LogprobOptions,
     device: torch.device,
-    kept: SamplingFilter = KEEP_ALL,
 ) -> list[Tensor]:
     """Log-probs [n, S] float32 of each micro-batch on the CPU, known to every pipeline stage."""
     outputs = _run(
         state,
         batches,
-        lambda _, logprobs: logprobs,
-        temperature=temperature,
-        kept=(kept,),
+        lambda _, logprobs: logprobs[..., 0].contiguous(),
+        of=of,
         forward_only=True,
         device=device,
     )

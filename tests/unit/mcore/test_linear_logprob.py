@@ -1,0 +1,336 @@
+"""Log-probs whose logits are computed in chunks are those of whole logits, and never has anything all logits."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from support.ranks import run_ranks
+from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from nemo_offload_rl.algorithms.losses import ClippedPGLoss, DPOLoss, NLLLoss
+from nemo_offload_rl.mcore import linear_logprob
+from nemo_offload_rl.mcore.forward import LogprobOptions, _process_output
+from nemo_offload_rl.mcore.linear_logprob import LinearLogprobs
+from nemo_offload_rl.mcore.logprob import token_logprobs
+from nemo_offload_rl.mcore.microbatches import packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.patches import cpu_device
+from nemo_offload_rl.mcore.patches.output_layer import call_with, check_is_plain
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
+
+VOCABULARY, PADDED, HIDDEN = 301, 304, 16
+FILTERED = (SamplingFilter(top_k=40, top_p=0.9), KEEP_ALL)
+
+
+@pytest.fixture(autouse=True)
+def narrow_columns(monkeypatch):
+    monkeypatch.setattr(linear_logprob, "_COLUMNS", 8)
+
+
+def inputs(dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Hidden states [S, B, H], a weight, targets [S, B] and weights of a loss [S, B, 2]."""
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(14, 2, HIDDEN, generator=generator).to(dtype)
+    weight = (0.5 * torch.randn(PADDED, HIDDEN, generator=generator)).to(dtype)
+    targets = torch.randint(0, VOCABULARY, (14, 2), generator=generator)
+    return hidden, weight, targets, torch.randn(14, 2, 2, generator=generator)
+
+
+def whole(kept: tuple[SamplingFilter, ...], temperature: float, dtype: torch.dtype = torch.float32):
+    """Values and gradients from whole logits."""
+    hidden, weight, targets, factors = inputs(dtype)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    logits = hidden @ weight.t()
+    columns = [
+        token_logprobs(logits, targets, vocab_size=VOCABULARY, temperature=temperature, tp_group=None, kept=one)
+        for one in kept
+    ]
+    values = torch.stack(columns, dim=-1)
+    (values * factors[..., : len(kept)]).sum().backward()
+    return values.detach(), hidden.grad, weight.grad
+
+
+@pytest.mark.parametrize("kept", [(KEEP_ALL,), FILTERED], ids=["plain", "filtered"])
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 5, 1000])
+def test_chunks_are_equal_to_whole_logits(kept, temperature, chunk):
+    hidden, weight, targets, factors = inputs()
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    compute = LinearLogprobs(VOCABULARY, temperature, kept, chunk, None, False)
+    values = compute(hidden, weight, targets)
+    (values * factors[..., : len(kept)]).sum().backward()
+
+    want, want_hidden, want_weight = whole(kept, temperature)
+    torch.testing.assert_close(values.detach(), want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(hidden.grad, want_hidden, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(weight.grad, want_weight, rtol=1e-5, atol=1e-5)
+    assert weight.grad[VOCABULARY:].abs().max() == 0
+
+
+def test_chunks_in_bfloat16_differ_from_whole_logits_by_rounding():
+    hidden, weight, targets, factors = inputs(torch.bfloat16)
+    hidden.requires_grad_()
+    weight.requires_grad_()
+    values = LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 5, None, False)(hidden, weight, targets)
+    (values * factors[..., :1]).sum().backward()
+    want, want_hidden, want_weight = whole((KEEP_ALL,), 1.0, torch.bfloat16)
+    torch.testing.assert_close(values.detach(), want, rtol=1e-3, atol=1e-3)
+    for got, expected in ((hidden.grad, want_hidden), (weight.grad, want_weight)):
+        assert got.dtype == torch.bfloat16
+        assert (got - expected).norm() < 5e-3 * expected.norm()
+
+
+class LargestTensor(TorchDispatchMode):
+    """Notes the most elements that any operation's result has."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        for tensor in out if isinstance(out, tuple | list) else [out]:
+            if isinstance(tensor, torch.Tensor):
+                self.elements = max(self.elements, tensor.numel())
+        return out
+
+
+@pytest.mark.parametrize("is_chunked", [True, False])
+def test_no_operation_has_the_logits_of_all_tokens(is_chunked):
+    hidden, weight, targets, _ = inputs()
+    hidden = hidden.repeat(8, 1, 1).requires_grad_()
+    weight.requires_grad_()
+    targets = targets.repeat(8, 1)
+    with LargestTensor() as largest:
+        if is_chunked:
+            LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 16, None, False)(hidden, weight, targets).sum().backward()
+        else:
+            logits = hidden @ weight.t()
+            token_logprobs(logits, targets, vocab_size=VOCABULARY, temperature=1.0, tp_group=None).sum().backward()
+    logits_of_all = targets.numel() * PADDED
+    assert (largest.elements < logits_of_all / 6) == is_chunked
+
+
+def test_a_frozen_weight_has_no_gradient():
+    hidden, weight, targets, _ = inputs()
+    hidden.requires_grad_()
+    LinearLogprobs(VOCABULARY, 1.0, (KEEP_ALL,), 5, None, False)(hidden, weight, targets).sum().backward()
+    assert hidden.grad is not None and weight.grad is None
+
+
+IN_TRITONS_INTERPRETER = """
+import torch
+from nemo_offload_rl.mcore import linear_logprob, logprob_kernels
+from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL
+
+linear_logprob._COLUMNS = 8
+logprob_kernels._STATISTICS_BLOCK = logprob_kernels._GRADIENT_BLOCK = 32
+
+def run(has_kernels, chunk, temperature, dtype):
+    linear_logprob._has_kernels = lambda hidden, of: has_kernels
+    generator = torch.Generator().manual_seed(1)
+    hidden = torch.randn(14, 1, 16, generator=generator).to(dtype).requires_grad_()
+    weight = torch.randn(104, 16, generator=generator).to(dtype).requires_grad_()
+    targets = torch.randint(0, 101, (14, 1), generator=generator)
+    compute = linear_logprob.LinearLogprobs(101, temperature, (KEEP_ALL,), chunk, None, False)
+    values = compute(hidden, weight, targets)
+    (values * torch.randn(values.shape, generator=generator)).sum().backward()
+    return values.detach(), hidden.grad, weight.grad
+
+for case in ((5, 1.0, torch.float32), (5, 0.7, torch.float32), (99, 0.7, torch.bfloat16)):
+    tolerance = 0.03 if case[2] is torch.bfloat16 else 1e-5  # gradients of logits are rounded
+    torch.testing.assert_close(run(True, *case), run(False, *case), rtol=tolerance, atol=tolerance)
+low = torch.zeros(2)
+logprob_kernels.row_statistics(torch.ones(2, 8), torch.zeros(2).long(), -3, 1.0, maximum=low, total=torch.zeros(2),
+    chosen=torch.zeros(2))
+assert (low == torch.finfo(torch.float32).min).all()  # all of a rank's rows are padding
+print("all equal")
+"""
+
+
+def test_the_kernels_compute_the_same():
+    """On a CPU, where Triton interprets them."""
+    environ = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    ran = subprocess.run(
+        [sys.executable, "-c", IN_TRITONS_INTERPRETER], env=environ, capture_output=True, text=True, check=False
+    )
+    assert ran.stdout.endswith("all equal\n"), ran.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA GPU")
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_chunks_on_a_gpu(temperature):
+    generator = torch.Generator("cuda").manual_seed(1)
+    hidden = torch.randn(500, 2, 256, generator=generator, device="cuda").bfloat16()
+    weight = (0.1 * torch.randn(32_064, 256, generator=generator, device="cuda")).bfloat16()
+    targets = torch.randint(0, 32_000, (500, 2), generator=generator, device="cuda")
+    factors = torch.randn(500, 2, generator=generator, device="cuda")
+    found = []
+    for chunk in (None, 128):
+        leaves = (hidden.clone().requires_grad_(), weight.clone().requires_grad_())
+        if chunk is None:
+            logits = leaves[0] @ leaves[1].t()
+            values = token_logprobs(logits, targets, vocab_size=32_000, temperature=temperature, tp_group=None)
+        else:
+            values = LinearLogprobs(32_000, temperature, (KEEP_ALL,), chunk, None, False)(*leaves, targets)[..., 0]
+        (values * factors).sum().backward()
+        found.append((values.detach(), *(leaf.grad for leaf in leaves)))
+    (want, *want_gradients), (values, *gradients) = found
+    torch.testing.assert_close(values, want, rtol=1e-3, atol=1e-3)
+    for gradient, expected in zip(gradients, want_gradients, strict=True):
+        assert (gradient - expected).norm() < 1e-2 * expected.norm()
+
+
+def of_a_rank(rank: int, world_size: int, ports: list[int]) -> list[tuple[torch.Tensor, ...]]:
+    """Values and gradients, of hidden states and of this rank's weight, with the vocabulary split."""
+    cpu_device.install()
+    linear_logprob._COLUMNS = 8
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://localhost:{ports[0]}", rank=rank, world_size=world_size
+    )
+    out = []
+    for sequence_parallel in (False, True):
+        for kept in ((KEEP_ALL,), FILTERED):
+            hidden, weight, targets, factors = inputs()
+            part = weight.chunk(world_size)[rank].clone().requires_grad_()
+            own = (hidden.chunk(world_size)[rank] if sequence_parallel else hidden).clone().requires_grad_()
+            group = torch.distributed.group.WORLD
+            values = LinearLogprobs(VOCABULARY, 0.7, kept, 5, group, sequence_parallel)(own, part, targets)
+            (values * factors[..., : len(kept)]).sum().backward()
+            out.append((values.detach().numpy(), own.grad.numpy(), part.grad.numpy()))
+    torch.distributed.destroy_process_group()
+    return out
+
+
+def test_a_vocabulary_split_over_ranks():
+    of_ranks = run_ranks(of_a_rank, 2, num_ports=1)
+    cases = [(parallel, kept) for parallel in (False, True) for kept in ((KEEP_ALL,), FILTERED)]
+    for index, (sequence_parallel, kept) in enumerate(cases):
+        want, want_hidden, want_weight = whole(kept, 0.7)
+        for rank, results in enumerate(of_ranks):
+            values, grad_hidden, grad_weight = map(torch.as_tensor, results[index])
+            torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-6)
+            own = want_hidden.chunk(2)[rank] if sequence_parallel else want_hidden
+            torch.testing.assert_close(grad_hidden, own, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(grad_weight, want_weight.chunk(2)[rank], rtol=1e-5, atol=1e-5)
+
+
+# --- in a worker -----------------------------------------------------------------------------------------------------
+
+
+def policy_of(chunk: int | None, *, tied: bool = True, generation: dict | None = None) -> dict:
+    policy = tiny_policy(TINY_QWEN3 | {"tie_word_embeddings": tied, "vocab_size": 64})
+    policy["megatron_cfg"]["use_fused_linear_logprobs"] = chunk is not None
+    policy["megatron_cfg"]["fused_linear_logprobs_chunk_size"] = chunk or 256
+    return policy if generation is None else policy | {"generation": generation}
+
+
+def batch_for(loss) -> object:
+    data = random_batch(8)
+    generator = torch.Generator().manual_seed(5)
+    shape = data["input_ids"].shape
+    for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"):
+        data[name] = -4 + 0.2 * torch.randn(shape, generator=generator)
+    data["advantages"] = torch.randn(shape, generator=generator)
+    return data.in_groups(2) if isinstance(loss, DPOLoss) else data
+
+
+GRPO = ClippedPGLoss(0.2, 0.2, None, 0.1, True, "k3", 20.0, 10.0, True, None, None, None, False, False, False, False)
+FILTER = {"backend": "vllm", "temperature": 0.7, "top_k": 20, "top_p": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("loss", "tied", "generation"),
+    [(NLLLoss(), True, None), (DPOLoss(0.5, 1.0, 0.1, False, False), False, None), (GRPO, True, FILTER)],
+    ids=["sft_tied", "dpo_untied", "grpo_filtered"],
+)
+def test_a_step_with_chunks_is_one_without(make_worker, loss, tied, generation):
+    data = batch_for(loss)
+    found = []
+    for chunk in (None, 5):
+        worker = make_worker(policy_of(chunk, tied=tied, generation=generation))
+        logprobs = worker.get_logprobs(data, mbs=2)["logprobs"]
+        gbs = data.size // data.group_size
+        result = worker.train(data, loss, gbs=gbs, mbs=2)
+        buffers = [
+            buffer.grad_data.clone() for chunk_of_model in worker.state.model for buffer in chunk_of_model.buffers
+        ]
+        found.append((logprobs, torch.cat(buffers), result["loss"], result["metrics"]))
+    (logprobs, gradient, value, metrics), (chunked_logprobs, chunked_gradient, chunked_value, chunked_metrics) = found
+    torch.testing.assert_close(chunked_logprobs, logprobs, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(chunked_gradient, gradient, rtol=1e-5, atol=1e-5)
+    assert gradient.abs().max() > 0.01
+    assert chunked_value == pytest.approx(value, rel=1e-6)
+    assert chunked_metrics == pytest.approx(metrics, rel=1e-5)
+
+
+@pytest.mark.parametrize("is_packed", [True, False])
+def test_packed_rows_are_read_as_padded_ones(make_worker, is_packed):
+    worker = make_worker(policy_of(None))
+    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
+    data = random_batch(5)
+    batch = padded_microbatches(data, 5)[0]
+    if is_packed:
+        batch = packed_microbatches(data, [[0, 1, 2, 3, 4]], divisible_by=2, row_divisible_by=8)[0]
+    length, rows = batch.tokens.t().shape
+    weight = worker.state.model[0].module.shared_embedding_or_output_weight()
+    found = []
+    for chunk in (None, 5):
+        hidden = torch.randn(length, rows, weight.shape[1], generator=torch.Generator().manual_seed(2)).requires_grad_()
+        values = _process_output(
+            hidden_states=hidden,
+            output_layer=layer,
+            output_weight=weight,
+            scale_logits=lambda logits: 0.5 * logits,
+            context=(batch, LogprobOptions(64, chunk_tokens=chunk)),
+        )
+        (values[..., 0] * torch.linspace(-1, 1, values.numel()).view(values.shape[:2])).sum().backward()
+        found.append((values.detach(), hidden.grad))
+    (want, want_gradient), (values, gradient) = found
+    assert values.shape == (*batch.data["input_ids"].shape, 1)
+    torch.testing.assert_close(values, want, rtol=1e-6, atol=1e-6)
+    torch.testing.assert_close(gradient, want_gradient, rtol=1e-5, atol=1e-5)
+
+
+def test_log_prob_passes_have_chunks_of_their_own(make_worker, monkeypatch):
+    sizes = []
+    apply = LinearLogprobs.__call__
+    monkeypatch.setattr(LinearLogprobs, "__call__", lambda self, *a: sizes.append(self.chunk_tokens) or apply(self, *a))
+    worker = make_worker(policy_of(None) | {"logprob_chunk_size": 7}, init_reference_model=True)
+    data = random_batch(2)
+    worker.get_logprobs(data, mbs=2)
+    worker.get_reference_policy_logprobs(data, mbs=2)
+    assert sizes == [7, 7]
+    worker.train(data, NLLLoss(), gbs=2, mbs=2)
+    worker.evaluate(data, NLLLoss(), mbs=2)
+    assert sizes == [7, 7]  # not asked for
+
+
+def test_the_output_layers_hooks_run(make_worker):
+    """By them parameters are gathered, and activations have left, before logits are computed."""
+    worker = make_worker(policy_of(5))
+    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
+    calls = []
+    handle = layer.register_forward_pre_hook(lambda *_: calls.append("before"))
+    worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+    handle.remove()
+    assert calls == ["before", "before"]  # one for each micro-batch
+    check_is_plain(worker.state.model)
+
+    def fail(hidden_states: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no memory")
+
+    with pytest.raises(RuntimeError, match="no memory"):
+        call_with(layer, fail, torch.zeros(1))
+    assert "forward" not in vars(layer)  # the next call computes logits again
+
+
+def test_an_output_layer_that_caps_logits_is_refused(make_worker):
+    worker = make_worker()
+    (layer,) = (module for name, module in worker.state.model[0].named_modules() if name.endswith("output_layer"))
+    layer.__class__ = type("CappedOutputLayer", (type(layer),), {})
+    with pytest.raises(ValueError, match=r"\(CappedOutputLayer\) does more .*use_fused_linear_logprobs to false"):
+        check_is_plain(worker.state.model)
