@@ -26,6 +26,7 @@ import xxhash
 from megatron.core import dist_checkpointing
 from megatron.core.dist_checkpointing.strategies import filesystem_async
 from model_shapes import QWEN2_1_5B
+from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
 from worker_train import compared
 
@@ -59,7 +60,7 @@ def save_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
     """Save as megatron-core does it alone."""
     filesystem_async._results_queue = queue.Queue()  # in place of a process that is started for it
     state = checkpoint.readable_state(worker.state, with_optimizer=True, read=worker.engine.checkpoint_reader())
-    dist_checkpointing.save(state, str(folder), content_metadata=checkpoint._METADATA)
+    dist_checkpointing.save(state, str(folder), content_metadata=checkpoint.METADATA)
     for path in [folder, *folder.rglob("*")]:
         sync(path)
 
@@ -156,16 +157,7 @@ def main() -> None:
     parser.add_argument("--folder", type=Path, default=Path("build/integrity"), help="on the disk that is measured")
     parser.add_argument("--out", default="build/checkpoint_integrity.json")
     args = parser.parse_args()
-    worker = MegatronPolicyWorker(
-        policy(args.layers, args.vocab_size),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr="localhost",
-        master_port=29534,
-        seed=0,
-        init_reference_model=False,
-    )
+    worker = one_rank_worker(policy(args.layers, args.vocab_size))
     folder = args.folder / "policy"
 
     def saving(save: Callable[[MegatronPolicyWorker, Path], None]) -> Callable[[], float]:

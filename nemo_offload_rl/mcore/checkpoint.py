@@ -29,13 +29,15 @@ from nemo_offload_rl.mcore.export import HF_CONFIG_DIR, hf_config_of
 from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state, torch_adams
 from nemo_offload_rl.mcore.parallel import ParallelSizes
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.save_plans import PlanEverySave, SavePlanning
 from nemo_offload_rl.mcore.saved_masters import converting, read_as_saved
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import write_whole
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 
 LAYOUT_FILE = "layout.json"
-_METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+PLAN_EVERY_SAVE = PlanEverySave()
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
 
 
 def _rng_state() -> dict[str, Any]:
@@ -78,13 +80,13 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
     chunks = unwrap_model(state.model)
     keys = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
     sharded: dict[str, Any] = {
-        key: chunk.sharded_state_dict(metadata=_METADATA) for key, chunk in zip(keys, chunks, strict=True)
+        key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in zip(keys, chunks, strict=True)
     }
     if with_optimizer:
         assert state.optimizer is not None and state.scheduler is not None
         init_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
         model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
-        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=_METADATA)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=METADATA)
         sharded["scheduler"] = state.scheduler.state_dict()
         sharded["rng_state"] = _sharded_rng(_rng_state())
     return sharded
@@ -110,6 +112,7 @@ def save(
     *,
     with_optimizer: bool,
     read: Callable[[torch.Tensor], torch.Tensor],
+    plans: SavePlanning = PLAN_EVERY_SAVE,
 ) -> dict[str, FileSum]:
     """Write the training state; collective over all ranks.
 
@@ -121,6 +124,7 @@ def save(
         sizes: written beside the state, so that `load` can refuse another layout.
         with_optimizer: also write optimizer, scheduler and random states, which resuming needs.
         read: gives a tensor that holds what one of the state's does and can be read, wherever it is.
+        plans: whether the plan of the last save is reused.
 
     Returns:
         What all files of the folder are, by name, relative to it.
@@ -130,14 +134,51 @@ def save(
         DiskFullError: there is no space, which is found out before anything is written where the disk says so.
         OSError: the disk has failed.
     """
+    require_optimizer(state, folder, with_optimizer=with_optimizer)
+    strategy = HashingSaveStrategy(folder, plans)
+    strategy.make_folder()
+    sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
+    failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=METADATA))
+    return finish_files(state, strategy, folder, sizes, failure, with_optimizer=with_optimizer)
+
+
+def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: bool) -> None:
+    """Refuse to save an optimizer that is not there.
+
+    Raises:
+        ValueError: this state has none, and it is wanted.
+    """
     if with_optimizer and state.optimizer is None:
         raise ValueError(
             f"Cannot save an optimizer to {folder}: this policy was built without one (init_optimizer=False)."
         )
-    strategy = HashingSaveStrategy(folder)
-    strategy.make_folder()
-    sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
-    failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=_METADATA))
+
+
+def finish_files(
+    state: TrainingState,
+    strategy: HashingSaveStrategy,
+    folder: Path,
+    sizes: ParallelSizes,
+    failure: CheckpointException | None,
+    *,
+    with_optimizer: bool,
+) -> dict[str, FileSum]:
+    """Write the small files once all ranks have written theirs, and settle; collective.
+
+    Args:
+        state: that was saved.
+        strategy: that has saved it.
+        folder: where to.
+        sizes: see `save`.
+        failure: what `strategy.run` has returned.
+        with_optimizer: see `save`.
+
+    Returns:
+        What all files of the folder are, by name, relative to it.
+
+    Raises:
+        DiskFullError, OSError: see `save`.
+    """
     if torch.distributed.get_rank() > 0:
         return strategy.settle([], failure)
     layout = {

@@ -3,6 +3,7 @@
 megatron-core's strategy writes through torch's `FileSystemWriter`, whose hook (`transforms`) sees each byte.
 """
 
+import gc
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process, wrap_finish
+from nemo_offload_rl.mcore.save_plans import SavePlanning
 from nemo_offload_rl.mcore.together import gather, raise_together
 from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
 from nemo_offload_rl.storage.disk import free_bytes, require_free
@@ -54,11 +56,13 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
     Args:
         folder: where to.
+        plans: whether plans are reused.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, plans: SavePlanning) -> None:
         super().__init__()
         self._folder = folder
+        self._plans = plans
         self._buckets: dict[str, _Bucket] = {}
         self._error: OSError | None = None
         self._has_saved = False
@@ -67,9 +71,16 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
     def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
         """Write this rank's part; collective."""
-        pass_results_in_process()
         super().save(sharded_state_dict, checkpoint_dir)
         self._has_saved = True
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
+        """Plan this rank's part, of which nothing is written yet; collective."""
+        pass_results_in_process()
+        self._plans.prepare(self, sharded_state_dict)
+        request = super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
+        self._plans.keep(self)
+        return request
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
         """Called when it is known what is to be written where, and nothing has been written."""
@@ -99,6 +110,14 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         return _Entry(bucket.file, is_last=bucket.num_entries == 0), []
 
     # ---- called by us
+
+    def finalize(self, request: Any) -> None:
+        """Complete a save of this rank's part that was written by its request's function; collective."""
+        gather_results, *others = request.finalize_fns
+        gather_results()
+        self._has_saved = True
+        for finalize in others:
+            finalize()
 
     def keeping_errors(self, write: Callable[[], None]) -> None:
         """Run what writes files on this rank alone; an error of the disk is kept for `settle`."""
@@ -153,6 +172,8 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         files = {path: bucket.file for path, bucket in self._buckets.items() if bucket.file is not None}
         errors = [self._error, *(file.error for file in files.values())]
         error = next((error for error in errors if error is not None), None)
+        if error is not None or failure is not None:
+            _forget_tensors(errors)
         sums: dict[str, FileSum] = {}
         if error is None and failure is None:
             sums = {_name(Path(path), self._folder): file.sum(rank) for path, file in files.items()}
@@ -174,6 +195,14 @@ class _Outcome:
     sums: Mapping[str, FileSum]
     error: OSError | None
     needed: int
+
+
+def _forget_tensors(errors: Sequence[BaseException | None]) -> None:
+    """Frees what was being written: errors, megatron-core's own too, hold it by their tracebacks, in cycles."""
+    for error in errors:
+        if error is not None:
+            error.__traceback__ = None
+    gc.collect()
 
 
 def _name(path: Path, folder: Path) -> str:

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import json
 import logging
 import re
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.checksum import FileSum
@@ -108,6 +110,58 @@ _UNFINISHED_PREFIX = "tmp_step_"
 WriteCheckpoint = Callable[[Path], Mapping[str, FileSum]]
 
 
+class WriteAtOnce:
+    """Has the whole of a checkpoint written before the run goes on.
+
+    Args:
+        write: fills its folder.
+    """
+
+    def __init__(self, write: WriteCheckpoint) -> None:
+        self._write = write
+
+    def start(self, folder: Path) -> None:
+        """Takes nothing: the state is still that of now when ``finish`` is called."""
+
+    def is_written(self) -> bool:
+        """Returns True: nothing is written beside the run."""
+        return True
+
+    def finish(self, folder: Path) -> Mapping[str, FileSum]:
+        """Writes all."""
+        return self._write(folder)
+
+
+class CheckpointWriter(Protocol):
+    """Fills a checkpoint's folder in two parts, between which the run may go on."""
+
+    def start(self, folder: Path) -> None:
+        """Takes the state of now."""
+
+    def is_written(self) -> bool:
+        """Whether ``finish`` would not wait for files."""
+
+    def finish(self, folder: Path) -> Mapping[str, FileSum]:
+        """Fills the folder with that state; returns what ``WriteCheckpoint`` does."""
+
+
+@dataclass(frozen=True)
+class UnfinishedCheckpoint:
+    """A checkpoint that is being written, under a name by which it is none.
+
+    Attributes:
+        folder: where it is now.
+        state: of the run when its state was taken.
+        metrics: of then.
+        writer: fills the folder.
+    """
+
+    folder: Path
+    state: RunState
+    metrics: dict[str, float]
+    writer: CheckpointWriter
+
+
 class CheckpointFolder:
     """The checkpoints of a run, ``step_N`` each.
 
@@ -124,13 +178,26 @@ class CheckpointFolder:
         self._higher_is_better = higher_is_better
         self._keep_top_k = keep_top_k
 
-    def save(self, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> Path:
-        """Writes a checkpoint beside the others, its manifest last, moves it into place, and removes the worst.
+    def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> UnfinishedCheckpoint:
+        """Begins a checkpoint beside the others; until it is finished it is none.
 
         Args:
-            state: written as training_state.json.
+            state: of now, written as training_state.json.
             metrics: of this step; one of them ranks the checkpoint.
-            write: fills a folder with the rest.
+            writer: fills a folder with the rest.
+
+        Raises:
+            DiskFullError: there is no space; what was written has been removed.
+        """
+        unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
+        assert not self._finished_as(state).exists(), f"{self._finished_as(state)} was written before"
+        with self._removing(unfinished), full_disk_in_words(unfinished):
+            unfinished.mkdir(parents=True)
+            writer.start(unfinished)
+        return UnfinishedCheckpoint(unfinished, copy.deepcopy(state), dict(metrics), writer)
+
+    def finish(self, checkpoint: UnfinishedCheckpoint) -> Path:
+        """Completes a checkpoint, its manifest last, moves it into place, and removes the worst.
 
         Returns:
             The checkpoint's folder.
@@ -138,27 +205,30 @@ class CheckpointFolder:
         Raises:
             DiskFullError: there is no space; what was written has been removed.
         """
-        unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
-        finished = self._folder / f"step_{state.step}"
-        assert not finished.exists(), f"{finished} was written before"
-        try:
-            self._fill(unfinished, state, metrics, write)
-        except BaseException:  # a full disk, which it would keep full; a dead worker; a run that was stopped
-            shutil.rmtree(unfinished, ignore_errors=True)
-            raise
+        unfinished, finished = checkpoint.folder, self._finished_as(checkpoint.state)
+        with self._removing(unfinished), full_disk_in_words(unfinished):
+            known = checkpoint.writer.finish(unfinished)
+            checkpoint.state.write(unfinished, checkpoint.metrics)
+            for path in [unfinished, *unfinished.rglob("*")]:
+                sync(path)
+            write_manifest(unfinished, known)
         unfinished.rename(finished)
         sync(self._folder)
         self._remove_worst()
         return finished
 
-    def _fill(self, folder: Path, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
-        with full_disk_in_words(folder):
-            folder.mkdir(parents=True)
-            known = write(folder)
-            state.write(folder, metrics)
-            for path in [folder, *folder.rglob("*")]:
-                sync(path)
-            write_manifest(folder, known)
+    def _finished_as(self, state: RunState) -> Path:
+        return self._folder / f"step_{state.step}"
+
+    @staticmethod
+    @contextmanager
+    def _removing(folder: Path) -> Iterator[None]:
+        """Removes a folder after an error: of a full disk, which it would keep full, of a dead worker, a signal."""
+        try:
+            yield
+        except BaseException:
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
 
     def newest_first(self) -> list[Path]:
         """Returns all checkpoints, the newest first."""
@@ -205,8 +275,12 @@ class CheckpointFolder:
 class NoCheckpoints:
     """Stands in for ``CheckpointFolder`` where checkpointing is off: nothing is written, nothing is found."""
 
-    def save(self, state: RunState, metrics: Mapping[str, float], write: WriteCheckpoint) -> None:
-        """Writes nothing."""
+    def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> None:
+        """Begins nothing."""
+
+    def finish(self, checkpoint: UnfinishedCheckpoint) -> Path:
+        """Is not called: nothing is begun."""
+        raise AssertionError("there are no checkpoints")
 
     def newest_first(self) -> list[Path]:
         """Finds nothing."""

@@ -1,15 +1,14 @@
 """The driver's handle on a policy: one worker a rank, all data global."""
 
 import logging
-import re
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+from ray.exceptions import RayError
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
@@ -23,6 +22,7 @@ from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.environment import worker_environment
+from nemo_offload_rl.worker.errors import WorkerError, cause_of, is_death, worker_error
 from nemo_offload_rl.worker.rank_log import relay
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
@@ -37,24 +37,6 @@ FAILURE_GRACE_S = 5.0
 # And this long where they have agreed that all of them fail, as where a disk is full.
 AGREED_GRACE_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 20.0
-
-_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
-
-
-class WorkerError(RuntimeError):
-    """A rank failed; the message has its traceback.
-
-    Attributes:
-        rank: The rank that failed first; one whose process died counts as first.
-        verb: What it was doing.
-        cause: What was raised there, or Ray's error where the process died.
-    """
-
-    def __init__(self, rank: int, verb: str, cause: BaseException, detail: str) -> None:
-        super().__init__(f"Rank {rank} failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
-        self.rank = rank
-        self.verb = verb
-        self.cause = cause
 
 
 @dataclass(frozen=True)
@@ -205,6 +187,23 @@ class PolicyWorkerGroup:
         """
         return self._run("save_checkpoint", [folder, save_optimizer])[0]
 
+    def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Take the state of now for a checkpoint, which each rank writes while other verbs run.
+
+        Raises:
+            DiskFullError: There is no space, and nothing is under way; the ranks can go on.
+            WorkerError: If a rank failed.
+        """
+        self._run("start_checkpoint", [folder, save_optimizer])
+
+    def is_checkpoint_written(self) -> bool:
+        """Whether all ranks have written their files of the checkpoint under way."""
+        return all(self._run("is_checkpoint_written", from_all_ranks=True))
+
+    def finish_checkpoint(self) -> dict[str, FileSum]:
+        """Wait for the checkpoint under way and complete it, with the results and errors of `save_checkpoint`."""
+        return self._run("finish_checkpoint")[0]
+
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Returns what is wrong with a checkpoint's files, one line each; one rank reads each file."""
         return [line for lines in self._run("find_damage", [folder, files], from_all_ranks=True) for line in lines]
@@ -319,7 +318,7 @@ class PolicyWorkerGroup:
         deadline = float("inf")
         while pending and time.monotonic() < deadline:
             timeout = None if not failures else max(0.0, deadline - time.monotonic())
-            done, pending = ray.wait(pending, num_returns=1, timeout=timeout)
+            done, pending = self._cluster.wait(pending, timeout)
             for ref in done:
                 try:
                     results[rank_of[ref]] = ray.get(ref)
@@ -327,10 +326,18 @@ class PolicyWorkerGroup:
                     failures[rank_of[ref]] = error
                     grace_s = AGREED_GRACE_S if _is_disk_full(error) else FAILURE_GRACE_S
                     deadline = min(deadline, time.monotonic() + grace_s)
+            for ref in pending:
+                if (loss := self._cluster.loss_of(rank_of[ref])) is not None:
+                    failures.setdefault(rank_of[ref], loss)
+                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+        if failures:  # other ranks hear of a node's end before Ray does
+            silent = [rank_of[ref] for ref in pending] + [rank for rank, error in failures.items() if is_death(error)]
+            lost = {rank: self._cluster.loss_of(rank, ask=True) for rank in silent}
+            failures |= {rank: loss for rank, loss in lost.items() if loss is not None}
         if len(failures) == len(refs) and all(map(_is_disk_full, failures.values())):
-            raise _cause(failures[0])
+            raise cause_of(failures[0])
         if failures:
-            self._failure = _worker_error(verb, failures)
+            self._failure = worker_error(verb, failures, self._cluster.node_name)
             self._kill()
             raise self._failure
         return [results[rank] for rank in range(len(refs))]
@@ -351,25 +358,5 @@ class PolicyWorkerGroup:
         self._cluster.stop(actors, self._process_refs)
 
 
-def _cause(error: RayError) -> BaseException:
-    """Returns the error that a rank has raised; Ray's own error where its process died."""
-    return error.cause if isinstance(error, RayTaskError) else error
-
-
 def _is_disk_full(error: RayError) -> bool:
-    return isinstance(_cause(error), DiskFullError)
-
-
-def _worker_error(verb: str, failures: Mapping[int, RayError]) -> WorkerError:
-    """The error of the rank whose process died, or else of the rank that failed first, with a line for each other."""
-    died = [rank for rank, error in failures.items() if isinstance(error, (ActorDiedError, ActorUnavailableError))]
-    first = died[0] if died else next(iter(failures))
-    error = failures[first]
-    cause = _cause(error)
-    detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
-    detail += [
-        f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"
-        for rank, other in failures.items()
-        if rank != first
-    ]
-    return WorkerError(first, verb, cause, "\n".join(detail))
+    return isinstance(cause_of(error), DiskFullError)

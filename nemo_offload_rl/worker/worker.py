@@ -1,7 +1,6 @@
 """One rank of a Megatron policy: a plain class; worker/actor.py puts it on Ray."""
 
 import contextlib
-import logging
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
@@ -12,14 +11,15 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
-from nemo_offload_rl.mcore import checkpoint, export, parallel, step
+from nemo_offload_rl.mcore import export, parallel, step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.cpu_optimizer import metrics
+from nemo_offload_rl.mcore.forward import LogprobOptions
+from nemo_offload_rl.mcore.hf_weights import HfWeights
 from nemo_offload_rl.mcore.model_config import parallel_sizes
 from nemo_offload_rl.mcore.param_gather import ParamGather
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
@@ -33,15 +33,11 @@ from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
 from nemo_offload_rl.worker.batching import MicroBatcher
+from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
+from nemo_offload_rl.worker.logprob_passes import logprob_passes
 from nemo_offload_rl.worker.rank_metrics import mean
-from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperature
-
-logger = logging.getLogger(__name__)
-
-
-class TooManySkippedStepsError(RuntimeError):
-    """More steps had a loss or gradient that is not finite than the recipe allows."""
+from nemo_offload_rl.worker.skipped_steps import SkippedSteps
 
 
 class MegatronPolicyWorker:
@@ -92,10 +88,9 @@ class MegatronPolicyWorker:
         hf_config = read_hf_config(config) if hf_config is None else hf_config
         plan = settings(config)
         binding = bind_to_gpu(plan.numa, local_rank=local_rank)
-        self._sizes = parallel_sizes(config["megatron_cfg"])
         captures = config["megatron_cfg"]["cuda_graph_impl"] != "none"
         self.device = parallel.initialize(
-            self._sizes,
+            parallel_sizes(config["megatron_cfg"]),
             rank=rank,
             world_size=world_size,
             local_rank=local_rank,
@@ -128,17 +123,18 @@ class MegatronPolicyWorker:
             self.graphs = make_graphs(self.state, self.engine, self.activations.offloader)
             undo.pop_all()
         self.residency = self.engine.residency
+        self._checkpoints = PolicyCheckpoints(self.state, self.engine, config["megatron_cfg"])
         self.batcher: Final = MicroBatcher(config, self.device)
         self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
-        self._temperature = sampling_temperature(config)
-        self._kept = sampling_filter(config)
-        self._num_skipped = 0
+        self._passes = logprob_passes(config, self.state)
+        self._skipped = SkippedSteps(config["max_skipped_steps"])
         self._peaks: dict[str, float] = {}
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
         self._peak_mapped_bytes = 0  # since the last verb began
         self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
         self._param_gather = ParamGather(self.state.model)
         bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
+        self._hf_weights = HfWeights(self.state.bridge, self.state.model)
         self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=bucket_bytes)
 
     def _catch_up(self) -> None:
@@ -207,30 +203,17 @@ class MegatronPolicyWorker:
                         batches,
                         counts,
                         loss_fn,
-                        temperature=self._temperature,
+                        of=self._passes.train,
                         device=self.device,
-                        kept=self._kept,
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
-                self._count_skipped(result)
+                self._skipped.count(result)
                 results.append(result)
                 num_microbatches += len(batches)
                 if self._config["megatron_cfg"]["empty_unused_memory_level"] >= 1:
                     torch.cuda.empty_cache()
         return results, num_microbatches
-
-    def _count_skipped(self, result: step.StepResult) -> None:
-        if not result.skipped:
-            return
-        self._num_skipped += 1
-        limit = self._config["max_skipped_steps"]
-        logger.warning("step skipped: loss %s or a gradient is not finite (%d so far)", result.loss, self._num_skipped)
-        if self._num_skipped > limit:
-            raise TooManySkippedStepsError(
-                f"The loss ({result.loss}) or a gradient was not finite in {self._num_skipped} steps of this run, more "
-                f"than policy.max_skipped_steps {limit}; lower the learning rate or look at the data of the last steps."
-            )
 
     def _learning_rate(self) -> float:
         assert self.state.optimizer is not None
@@ -242,9 +225,7 @@ class MegatronPolicyWorker:
         counts = step.global_counts(data, self.device)
         batches, _ = self.batcher.cut(data, mbs, "train_mb_tokens")
         with step.eval_mode(self.state.model):
-            result = step.evaluate(
-                self.state, batches, counts, loss_fn, temperature=self._temperature, device=self.device
-            )
+            result = step.evaluate(self.state, batches, counts, loss_fn, of=self._passes.evaluate, device=self.device)
         return {"loss": result.loss, "metrics": result.metrics}
 
     # --- log-probs --------------------------------------------------------------------------------------------------
@@ -252,7 +233,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
-        return BatchedData(logprobs=self._logprobs(data, mbs, self._kept, prefetch=self._prefetches))
+        return BatchedData(logprobs=self._logprobs(data, mbs, self._passes.logprob, prefetch=self._prefetches))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
@@ -265,9 +246,9 @@ class MegatronPolicyWorker:
             raise ValueError("This policy keeps no reference weights; build it with init_reference_model=True.")
         self.prepare_for_lp_inference()
         with reference.swapped_in():
-            return BatchedData(reference_logprobs=self._logprobs(data, mbs, KEEP_ALL))
+            return BatchedData(reference_logprobs=self._logprobs(data, mbs, self._passes.reference))
 
-    def _logprobs(self, data: BatchedData, mbs: int, kept: SamplingFilter, *, prefetch: bool = False) -> torch.Tensor:
+    def _logprobs(self, data: BatchedData, mbs: int, of: LogprobOptions, *, prefetch: bool = False) -> torch.Tensor:
         batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens")
         tokens = batches[0].tokens.numel()
         if prefetch and self._logprob_gib_per_token:  # known from the first pass on
@@ -275,9 +256,7 @@ class MegatronPolicyWorker:
             reserve = 1.1 * self._logprob_gib_per_token * tokens
             self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
         with step.eval_mode(self.state.model), self._measuring("logprobs"):
-            outputs = step.forward_logprobs(
-                self.state, batches, temperature=self._temperature, kept=kept, device=self.device
-            )
+            outputs = step.forward_logprobs(self.state, batches, of=of, device=self.device)
         if "logprobs" in self._taken:  # nothing is measured without a GPU
             self._logprob_gib_per_token = max(self._logprob_gib_per_token, self._taken["logprobs"] / tokens)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
@@ -314,7 +293,7 @@ class MegatronPolicyWorker:
 
     def hf_weights(self) -> Iterator[NamedTensor]:
         """Exports the weights in Hugging Face names, one after the other; collective."""
-        yield from self.state.bridge.export_hf_weights(self.state.model, show_progress=False)
+        return self._hf_weights()
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connect this rank to a transport and return what each refit will send through it; collective."""
@@ -348,8 +327,20 @@ class MegatronPolicyWorker:
             DiskFullError: on every rank, where there is no space; the worker can go on.
         """
         self._catch_up()
-        read = self.engine.checkpoint_reader()  # what is on the host is read there
-        return checkpoint.save(self.state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read)
+        return self._checkpoints.save(folder, save_optimizer)
+
+    def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Take the training state of now for `folder`, which a thread writes; collective. As `save_checkpoint`."""
+        self._catch_up()
+        self._checkpoints.start(folder, save_optimizer)
+
+    def is_checkpoint_written(self) -> bool:
+        """Whether this rank's files of the checkpoint under way are written; not collective."""
+        return self._checkpoints.is_written
+
+    def finish_checkpoint(self) -> dict[str, FileSum]:
+        """Complete what `start_checkpoint` has begun, with the results of `save_checkpoint`; collective."""
+        return self._checkpoints.finish()
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Read this rank's share of a checkpoint's files and say what is wrong with them, one line each."""
@@ -364,10 +355,7 @@ class MegatronPolicyWorker:
         """
         self._catch_up()
         self.graphs.delete()
-        self.engine.load_all_to_gpu()
-        with self.engine.streamed_state_on_host():
-            checkpoint.load(self.state, Path(folder), self._sizes, with_optimizer=self.state.optimizer is not None)
-        self.engine.adopt_new_tensors()
+        self._checkpoints.load(folder)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
 
@@ -395,5 +383,5 @@ class MegatronPolicyWorker:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""
         with preserve_first_error(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
             closed = (self._stream.close, self.state.close, self.engine.close, self.activations.close)
-            for give_back in (parallel.destroy, *closed, self.graphs.delete):
+            for give_back in (parallel.destroy, *closed, self._checkpoints.close, self.graphs.delete):
                 stack.callback(give_back)

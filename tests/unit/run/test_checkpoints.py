@@ -5,7 +5,14 @@ import pytest
 from support.limits import files_of_at_most
 
 from nemo_offload_rl.data.loader import DataPosition
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, ValidationResult, read_metrics_of
+from nemo_offload_rl.run.checkpoints import (
+    CheckpointFolder,
+    NoCheckpoints,
+    RunState,
+    ValidationResult,
+    WriteAtOnce,
+    read_metrics_of,
+)
 from nemo_offload_rl.storage.checksum import file_sum
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import find_damage, read_manifest
@@ -19,7 +26,12 @@ def folder(path, metric=ACCURACY, higher_is_better=True, keep_top_k=2) -> Checkp
 
 def save(checkpoints, step, **metrics):
     named = {f"validation/{name}": value for name, value in metrics.items()}
-    return checkpoints.save(RunState("run", step=step), named, weights)
+    return write_at_once(checkpoints, RunState("run", step=step), named, weights)
+
+
+def write_at_once(checkpoints, state, metrics, write):
+    started = checkpoints.start(state, metrics, WriteAtOnce(write))
+    return None if started is None else checkpoints.finish(started)
 
 
 def weights(path):
@@ -33,7 +45,7 @@ def steps(path):
 
 def test_a_checkpoint_holds_what_was_written_and_the_state(tmp_path):
     state = RunState("logs/exp_001", 7, DataPosition(1, 30), [ValidationResult(5, {ACCURACY: 0.5})])
-    written = folder(tmp_path / "new").save(state, {ACCURACY: 0.6}, weights)
+    written = write_at_once(folder(tmp_path / "new"), state, {ACCURACY: 0.6}, weights)
     assert written == tmp_path / "new" / "step_7"
     assert (written / "weights").read_text() == "w"
     assert RunState.read(written) == state
@@ -86,7 +98,7 @@ def test_a_checkpoint_that_fails_half_way_is_not_one(tmp_path):
         raise OSError("disk full")
 
     with pytest.raises(OSError, match="disk full"):
-        checkpoints.save(RunState("run", step=2), {}, fail)
+        write_at_once(checkpoints, RunState("run", step=2), {}, fail)
     assert checkpoints.newest_first()[0].name == "step_1"
     assert not (tmp_path / "tmp_step_2").exists()
     (tmp_path / "tmp_step_2").mkdir()  # as of a run that was killed
@@ -110,7 +122,7 @@ def test_where_the_disk_is_full_nothing_of_the_checkpoint_stays_and_the_next_one
 
     reason = "No space left on device" if full == "no space" else "File too large"
     with pytest.raises(DiskFullError, match=f"tmp_step_2 cannot be written: {reason} .* free"):
-        checkpoints.save(RunState("run", step=2), {}, fill)
+        write_at_once(checkpoints, RunState("run", step=2), {}, fill)
     assert steps(tmp_path) == [1]
     assert save(checkpoints, 2).name == "step_2"
 
@@ -124,7 +136,7 @@ def test_the_manifest_is_written_last_and_lists_every_file(tmp_path):
         known["policy/weights"] = file_sum(path / "policy" / "weights", rank=3)
         return known
 
-    checkpoint = folder(tmp_path).save(RunState("run", step=1), {}, write)
+    checkpoint = write_at_once(folder(tmp_path), RunState("run", step=1), {}, write)
     files = read_manifest(checkpoint).files
     assert set(files) == {"policy/weights", "training_state.json"}
     assert files["policy/weights"] == known["policy/weights"]
@@ -176,7 +188,7 @@ def test_the_state_is_readable_json(tmp_path):
 
 def test_off_means_nothing_is_written(tmp_path):
     checkpoints = NoCheckpoints()
-    checkpoints.save(RunState("run", step=1), {}, lambda path: pytest.fail("was called"))
+    write_at_once(checkpoints, RunState("run", step=1), {}, lambda path: pytest.fail("was called"))
     checkpoints.remove_unfinished()
     assert checkpoints.newest_first() == []
 
@@ -189,5 +201,5 @@ def test_a_save_that_fails_or_is_stopped_leaves_no_partial_folder(tmp_path, erro
 
     folder = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
     with pytest.raises(error):
-        folder.save(RunState("run", step=3), {}, write)
+        write_at_once(folder, RunState("run", step=3), {}, write)
     assert list(tmp_path.iterdir()) == []

@@ -1,4 +1,5 @@
 import ast
+import contextlib
 import sys
 from dataclasses import dataclass
 
@@ -93,6 +94,17 @@ def test_each_rank_has_its_environment_and_arguments(group, tmp_path):
     assert seen[0]["address"] == seen[1]["address"]
 
 
+def test_a_checkpoint_beside_the_run_is_written_when_every_rank_has_written(group):
+    group.start_checkpoint("somewhere", True)
+    assert group.train(toy_batch(8), double, gbs=4, mbs=1)["loss"] == 2.0
+    assert [group.is_checkpoint_written() for _ in range(3)] == [False, True, True]
+    assert group.finish_checkpoint() == {"somewhere of rank 0": None}
+    group.start_checkpoint("a full disk", True)
+    with pytest.raises(DiskFullError, match="a full disk cannot be written"):
+        group.finish_checkpoint()
+    assert group.memory_stats()["host_rss_gib"] == 1.0
+
+
 def test_ranks_go_on_where_none_of_them_finds_space(group):
     pids = pids_of(group)
     with pytest.raises(DiskFullError, match=r"a full disk cannot be written: .*\(20 bytes needed, 10 bytes free\)"):
@@ -139,7 +151,8 @@ class Engine:
         self.weights, self.origins = [], []
 
     def load_weights(self, bucket):
-        self.weights += ((name, tensor.clone()) for name, tensor in bucket.named_tensors())
+        with bucket.opened() as named_tensors:
+            self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
         self.origins.append(getattr(bucket, "origin", None))
 
     def take(self):
@@ -156,15 +169,16 @@ def receivers(ray_cluster):
         ray.kill(receiver.actor)
 
 
-def test_weights_go_through_the_group_to_every_receiver(group, receivers):
-    group.prepare_refit_info(make_transport("object_store", receivers, verify=True))
+@pytest.mark.parametrize(("name", "num_buckets"), [("object_store", 3), ("cuda_ipc", 5)])  # of half the size
+def test_weights_go_through_the_group_to_every_receiver(group, receivers, name, num_buckets):
+    group.prepare_refit_info(make_transport(name, receivers, verify=True))
     checksums = group.send_weights()
     assert len(checksums) == 5
     for weights, origins in ray.get([receiver.actor.take.remote() for receiver in receivers]):
-        assert len(origins) == 3
+        assert len(origins) == num_buckets
         assert {name: tensor_checksum(tensor) for name, tensor in weights} == checksums
         assert dict(weights)["w3"].tolist() == [[3.0, 3.0], [3.0, 3.0]]
-    group.prepare_refit_info(make_transport("object_store", receivers, verify=False))
+    group.prepare_refit_info(make_transport(name, receivers, verify=False))
     assert group.send_weights() == {}
     ray.get([receiver.actor.take.remote() for receiver in receivers])
 
@@ -174,8 +188,9 @@ class NeighbourBucket:
     origin: tuple[int, int]
     weights: list
 
-    def named_tensors(self):
-        return self.weights
+    @contextlib.contextmanager
+    def opened(self):
+        yield self.weights
 
 
 class NeighbourTransport:

@@ -10,7 +10,7 @@ from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.worker import group as group_module
-from nemo_offload_rl.worker.group import WorkerError
+from nemo_offload_rl.worker.errors import WorkerError
 
 pytestmark = pytest.mark.slow
 
@@ -50,34 +50,31 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, mon
         group.get_logprobs(toy_batch(2), mbs=1)
 
 
+def last_line(error):
+    """What a run that failed so says last."""
+    add_failure_summary(error, None)
+    return "".join(traceback.format_exception(error)).splitlines()[-1]
+
+
 def test_a_rank_whose_process_died_is_the_one_named(fresh_group):
     group = fresh_group()
     with pytest.raises(WorkerError, match="Rank 1 failed in load_checkpoint: ActorDiedError") as caught:
         group.load_checkpoint("die on rank 1, fail on rank 0")
     assert caught.value.rank == 1
     assert "Rank 0 failed too: ConnectionError: connection closed by peer" in str(caught.value)
+    assert last_line(caught.value).startswith(
+        "The run failed: rank 1 of the policy failed in load_checkpoint: its process ended without an error of its "
+        "own: it was killed"
+    )
 
 
-@pytest.mark.parametrize(
-    ("folder", "last_line"),
-    [
-        (
-            "die on rank 1, fail on rank 0",
-            "The run failed: rank 1 of the policy failed in load_checkpoint: its process ended without an error of its "
-            "own: it was killed",
-        ),
-        (
-            "fail on rank 1 for lack of GPU memory",
-            "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
-            "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size",
-        ),
-    ],
-)
-def test_the_last_line_of_a_failed_run_is_the_cause_in_words(fresh_group, folder, last_line):
+def test_a_rank_without_gpu_memory_is_told_in_the_last_line_with_the_remedy(fresh_group):
     with pytest.raises(WorkerError) as caught:
-        fresh_group().load_checkpoint(folder)
-    add_failure_summary(caught.value)
-    assert "".join(traceback.format_exception(caught.value)).splitlines()[-1].startswith(last_line)
+        fresh_group().load_checkpoint("fail on rank 1 for lack of GPU memory")
+    assert last_line(caught.value).startswith(
+        "The run failed: rank 1 of the policy failed in load_checkpoint: OutOfMemoryError: CUDA out of memory. "
+        "Tried to allocate 2.00 GiB. Lower policy.train_micro_batch_size"
+    )
 
 
 def test_an_exception_that_cannot_be_pickled_still_arrives(fresh_group):

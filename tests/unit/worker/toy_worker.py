@@ -104,6 +104,18 @@ class ToyWorker:
         with open(f"{folder}/{self.rank}", "w") as file:
             print(self.seen, save_optimizer, file=file)
 
+    def start_checkpoint(self, folder, save_optimizer):
+        self.under_way, self.num_asked = folder, 0
+
+    def is_checkpoint_written(self):
+        self.num_asked += 1
+        return self.num_asked > self.rank  # the last rank is the last to be done
+
+    def finish_checkpoint(self):
+        if self.under_way == "a full disk":
+            raise DiskFullError(self.under_way, "No space left on device", 20, 10)
+        return {f"{self.under_way} of rank {self.rank}": None}
+
     def find_damage(self, folder, files):
         return [
             f"{name} of {folder}, as rank {self.rank} sees it" for name in files.of_rank(self.rank, self.world_size)

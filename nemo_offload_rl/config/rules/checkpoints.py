@@ -1,0 +1,34 @@
+"""When and how checkpoints are written."""
+
+from nemo_offload_rl.config.durations import duration_s
+from nemo_offload_rl.config.problems import show
+from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, note, rule
+
+MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
+
+
+@rule(f"{MUST_SAVE_BY}?")
+def time_limits_are_durations(text: str | None) -> Verdict:
+    """NeMo-RL's form, with all four parts."""
+    if text is None or duration_s(text) is not None:
+        return None
+    return f"is days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
+
+
+@note(f"{MUST_SAVE_BY}?", "checkpointing.enabled")
+def time_limits_save_with_checkpoints(text: str | None, enabled: bool) -> Verdict:
+    """The run ends by then all the same, as NeMo-RL's does."""
+    if text is None or enabled:
+        return None
+    return f"{text} ends the run without saving anything, since checkpointing.enabled is false"
+
+
+@rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
+def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
+    """megatron-core 0.19.2 restores wrong optimizer state from them, silently."""
+    if not enabled:
+        return None
+    return (
+        "megatron-core 0.19.2 restores wrong optimizer state from fully_reshardable checkpoints when a model has "
+        "several gradient buckets; set it to false, which writes dp_reshardable ones"
+    )

@@ -1,0 +1,59 @@
+"""The error of a rank, as the driver raises it."""
+
+import re
+from collections.abc import Callable, Mapping
+
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from nemo_offload_rl.placement.node_watch import NodeLostError
+
+_COLOUR_CODE = re.compile(r"\x1b\[\d+m")
+
+
+class WorkerError(RuntimeError):
+    """A rank failed; the message has its traceback.
+
+    Attributes:
+        rank: The rank that failed first; one whose process died counts as first.
+        verb: What it was doing.
+        cause: What was raised there, or Ray's error where the process died.
+        node: The rank's node; None where all ranks are on one.
+    """
+
+    def __init__(self, rank: int, verb: str, cause: BaseException, detail: str, node: str | None = None) -> None:
+        where = "" if node is None else f" on node {node}"
+        super().__init__(f"Rank {rank}{where} failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
+        self.rank = rank
+        self.verb = verb
+        self.cause = cause
+        self.node = node
+
+
+def cause_of(error: RayError) -> BaseException:
+    """Returns the error that a rank has raised; Ray's own error where its process died."""
+    return error.cause if isinstance(error, RayTaskError) else error
+
+
+def is_death(error: RayError) -> bool:
+    """Whether the rank's process has ended, or its node is gone."""
+    return isinstance(error, (ActorDiedError, ActorUnavailableError, NodeLostError))
+
+
+def worker_error(verb: str, failures: Mapping[int, RayError], node_name: Callable[[int], str | None]) -> WorkerError:
+    """The error of the rank whose process died, or else of the rank that failed first, with a line for each other.
+
+    Args:
+        verb: What the ranks were doing.
+        failures: By rank, the first one first.
+        node_name: Says which node a rank is on.
+    """
+    died = [rank for rank, error in failures.items() if is_death(error)]
+    first = died[0] if died else next(iter(failures))
+    error = failures[first]
+    detail = [_COLOUR_CODE.sub("", str(error))] if isinstance(error, RayTaskError) else []
+    detail += [
+        f"Rank {rank} failed too: {str(other).strip().splitlines()[-1]}"
+        for rank, other in failures.items()
+        if rank != first
+    ]
+    return WorkerError(first, verb, cause_of(error), "\n".join(detail), node_name(first))
