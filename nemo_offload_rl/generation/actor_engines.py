@@ -120,9 +120,24 @@ class ActorEngines:
         Raises:
             GenerationError: If one failed to be built or to run.
         """
-        try:
-            ray.get(self._build_refs)
-            return ray.get(list(refs))
-        except RayError as error:
-            cause = error.cause if isinstance(error, RayTaskError) else error
-            raise GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error))) from None
+        for some in (self._build_refs, refs):
+            actor_of = dict(zip(some, self._actors, strict=True))
+            pending = list(actor_of)
+            while pending:
+                done, pending = self._cluster.wait(pending, None)
+                for ref in done:
+                    try:
+                        ray.get(ref)
+                    except RayError as error:
+                        raise self._error(verb, actor_of[ref], error) from None
+                for ref in pending:
+                    if (loss := self._cluster.loss_of(actor_of[ref].ranks[0])) is not None:
+                        raise self._error(verb, actor_of[ref], loss)
+        return ray.get(list(refs))
+
+    def _error(self, verb: str, actor: EngineActor, error: RayError) -> GenerationError:
+        """The error of an actor; where its process is gone, perhaps with its node, which is then the cause."""
+        rank = actor.ranks[0]
+        cause = error.cause if isinstance(error, RayTaskError) else self._cluster.loss_of(rank, ask=True) or error
+        node = self._cluster.node_name(rank)
+        return GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error)), None if node is None else (rank, node))

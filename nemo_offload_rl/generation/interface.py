@@ -93,12 +93,15 @@ class GenerationError(RuntimeError):
     Attributes:
         verb: What it was doing.
         cause: What was raised there.
+        place: A policy rank whose GPU the engine shares, and the node; None where all ranks are on one node.
     """
 
-    def __init__(self, verb: str, cause: BaseException, detail: str) -> None:
-        super().__init__(f"Generation failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
+    def __init__(self, verb: str, cause: BaseException, detail: str, place: tuple[int, str] | None = None) -> None:
+        where = "" if place is None else f" beside rank {place[0]} on node {place[1]}"
+        super().__init__(f"Generation{where} failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
         self.verb = verb
         self.cause = cause
+        self.place = place
 
 
 @dataclass(frozen=True)

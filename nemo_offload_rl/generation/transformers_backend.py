@@ -44,7 +44,8 @@ class GeneratorActor(WeightLoader):
 
     def load_weights(self, bucket: WeightBucket) -> None:
         """Load a bucket of any transport (see `WeightLoader`)."""
-        self._generator.load_weights(bucket.named_tensors())
+        with bucket.opened() as named_tensors:
+            self._generator.load_weights(named_tensors)
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Run a method of the generator."""

@@ -13,9 +13,22 @@ WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 ENVIRONMENT: Mapping[str, str] = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine, its scheduler and its model are in the actor's own process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
+    "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node, and its ports are not for others
     "VLLM_NO_USAGE_STATS": "1",
     "HF_HUB_OFFLINE": "1",  # all that it reads is in a folder
 }
+
+
+def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[str, str]:
+    """Environment of an engine's process.
+
+    Args:
+        policy: The recipe's `policy`, validated, with `backend: vllm`.
+        num_threads: CPU threads that it may use.
+    """
+    section = policy["generation"]["vllm_cfg"]
+    of_recipe = section["env_vars"] if "env_vars" in section else None
+    return {"OMP_NUM_THREADS": str(num_threads), **(of_recipe or {}), **ENVIRONMENT}
 
 
 def engine_arguments(policy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
@@ -50,6 +63,8 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         # A process sees its own GPU alone, which vLLM's kernels between GPUs cannot do with; NCCL can.
         "disable_custom_all_reduce": tp > 1,
     }
+    if "enable_prefix_caching" in section and section["enable_prefix_caching"] is not None:
+        arguments["enable_prefix_caching"] = section["enable_prefix_caching"]
     return arguments | (generation["vllm_kwargs"] if "vllm_kwargs" in generation else {})
 
 

@@ -11,7 +11,7 @@ import ray
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
-from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT, engine_arguments
+from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -73,7 +73,8 @@ class VllmActor(WeightLoader):
 
     def load_weights(self, bucket: WeightBucket) -> None:
         """Load a bucket of any transport (see `WeightLoader`)."""
-        self._generator.load_weights(bucket.named_tensors())
+        with bucket.opened() as named_tensors:
+            self._generator.load_weights(named_tensors)
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Run a method of the generator."""
@@ -93,7 +94,7 @@ class VllmGeneration(ActorEngines):
             ranks_by_engine: The policy ranks whose GPUs each engine spans.
             policy: The recipe's `policy`.
         """
-        environment = dict(ENVIRONMENT) | {"OMP_NUM_THREADS": str(cluster.threads_per_rank)}
+        environment = engine_environment(policy, num_threads=cluster.threads_per_rank)
         actor_class = ray.remote(VllmActor)
         actors = [
             EngineActor(

@@ -73,13 +73,15 @@ def outside_of_parameters(
     """The tensors that lie in some blocks of memory and that nothing restores after these were discarded.
 
     Args:
-        tensors: All that are alive.
+        tensors: All that are alive, the fake ones of torch.compile among them, which have no memory of their own.
         restored: Those whose contents come back: parameters by a refit, buffers by vLLM.
         blocks: Address and bytes of each block.
     """
     safe = {tensor.untyped_storage().data_ptr() for tensor in restored}
     lost = []
     for tensor in tensors:
+        if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+            continue
         start = tensor.untyped_storage().data_ptr()
         if start not in safe and any(first <= start < first + size for first, size in blocks):
             lost.append(tensor)

@@ -253,7 +253,7 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
             Engine, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
-    check_model(config.to_dict(), policy["megatron_cfg"])
+    check_model(config.to_dict(), policy)
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
     _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)

@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 import torch
 
+from nemo_offload_rl.memory.cuda_driver import checked, device_tensor
 from nemo_offload_rl.memory.units import MIB, round_up
 
 logger = logging.getLogger(__name__)
@@ -108,10 +109,10 @@ class VirtualRange:
             raise VirtualMemoryUnsupportedError(f"cuda.bindings cannot be imported ({error})") from error
         torch.cuda.current_stream(device).synchronize()  # torch has its context by now
         self._driver = driver
-        self._context = _checked(driver.cuCtxGetCurrent())
+        self._context = checked(driver.cuCtxGetCurrent())
         index = torch.cuda.current_device() if device.index is None else device.index
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED
-        if not _checked(driver.cuDeviceGetAttribute(attribute, _checked(driver.cuDeviceGet(index)))):
+        if not checked(driver.cuDeviceGetAttribute(attribute, checked(driver.cuDeviceGet(index)))):
             raise VirtualMemoryUnsupportedError(f"cuda:{index} does not support virtual memory management")
         location = driver.CUmemLocation()
         location.type, location.id = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE, index
@@ -122,16 +123,15 @@ class VirtualRange:
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
         minimum = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
-        granularity = _checked(driver.cuMemGetAllocationGranularity(self._properties, minimum))
+        granularity = checked(driver.cuMemGetAllocationGranularity(self._properties, minimum))
         self.nbytes = nbytes
         self.chunks = _cut(nbytes, chunk_bytes)
         self._sizes = [round_up(chunk.stop - chunk.start, granularity) for chunk in self.chunks]
         self._reserved = sum(self._sizes)
-        self._address = int(_checked(driver.cuMemAddressReserve(self._reserved, 0, 0, 0)))
+        self._address = int(checked(driver.cuMemAddressReserve(self._reserved, 0, 0, 0)))
         self._handles: list[Any] = [None] * len(self.chunks)
         self.map(0)  # torch asks the driver whose the address is, and only mapped memory has an answer
-        self.tensor = torch.as_tensor(_ArrayInterface(self._address, nbytes), device=torch.device("cuda", index))
-        assert self.tensor.data_ptr() == self._address
+        self.tensor = device_tensor(self._address, nbytes, index)
         self.unmap(0)
 
     @property
@@ -143,11 +143,11 @@ class VirtualRange:
         """Take memory for a chunk; callable from any thread."""
         assert self._handles[index] is None, f"chunk {index} is mapped already"
         driver, size = self._driver, self._sizes[index]
-        _checked(driver.cuCtxSetCurrent(self._context))  # a helper thread starts without one
+        checked(driver.cuCtxSetCurrent(self._context))  # a helper thread starts without one
         error, handle = driver.cuMemCreate(size, self._properties, 0)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise OutOfGpuMemoryError(f"The driver has no {size / MIB:.0f} MiB for a chunk of a range.")
-        _checked((error,))
+        checked((error,))
         address = self._address + self.chunks[index].start
         (error,) = driver.cuMemMap(address, size, 0, handle, 0)
         if int(error) == 0:
@@ -156,19 +156,19 @@ class VirtualRange:
             if int(error) != 0:
                 self.unmap(index)
         else:
-            _checked(driver.cuMemRelease(handle))
+            checked(driver.cuMemRelease(handle))
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # for page tables
             raise OutOfGpuMemoryError(f"The driver has no memory to map {size / MIB:.0f} MiB of a range.")
-        _checked((error,))
+        checked((error,))
 
     def unmap(self, index: int) -> None:
         """Give a chunk's memory back; callable from any thread."""
         handle, self._handles[index] = self._handles[index], None
         assert handle is not None, f"chunk {index} is not mapped"
         driver = self._driver
-        _checked(driver.cuCtxSetCurrent(self._context))
-        _checked(driver.cuMemUnmap(self._address + self.chunks[index].start, self._sizes[index]))
-        _checked(driver.cuMemRelease(handle))
+        checked(driver.cuCtxSetCurrent(self._context))
+        checked(driver.cuMemUnmap(self._address + self.chunks[index].start, self._sizes[index]))
+        checked(driver.cuMemRelease(handle))
 
     def close(self) -> None:
         """Give everything back, the addresses too; waits for the device."""
@@ -176,7 +176,7 @@ class VirtualRange:
         for index, handle in enumerate(self._handles):
             if handle is not None:
                 self.unmap(index)
-        _checked(self._driver.cuMemAddressFree(self._address, self._reserved))
+        checked(self._driver.cuMemAddressFree(self._address, self._reserved))
 
 
 class TorchRange:
@@ -258,29 +258,5 @@ class HostRange:
             self._memory.close()
 
 
-class _ArrayInterface:
-    """Shows device memory to torch as a uint8 array."""
-
-    def __init__(self, address: int, nbytes: int) -> None:
-        self.__cuda_array_interface__ = {
-            "shape": (nbytes,),
-            "typestr": "|u1",
-            "data": (address, False),
-            "version": 3,
-        }
-
-
 def _cut(nbytes: int, chunk_bytes: int) -> tuple[slice, ...]:
     return tuple(slice(start, min(start + chunk_bytes, nbytes)) for start in range(0, nbytes, chunk_bytes))
-
-
-def _checked(result: tuple[Any, ...]) -> Any:
-    """Returns the value of a driver call.
-
-    Raises:
-        RuntimeError: the driver reported an error.
-    """
-    error, *values = result
-    if int(error) != 0:
-        raise RuntimeError(f"The CUDA driver reported {error!r}; the worker cannot go on.")
-    return values[0] if len(values) == 1 else None

@@ -32,15 +32,17 @@ def measure_link(device: torch.device, arena: PinnedArena) -> LinkSpeed | None:
         return None
     segment = arena.allocate("link measurement", CHUNK_BYTES)
     try:
-        if not segment.pinned:
-            return None
-        host, gpu = segment.tensor, torch.empty(CHUNK_BYTES, dtype=torch.uint8, device=device)
-        return LinkSpeed(
-            d2h_bytes_per_s=copy_bytes_per_s((host, gpu), repeats=3, num_copies=8),
-            h2d_bytes_per_s=copy_bytes_per_s((gpu, host), repeats=3, num_copies=8),
-        )
+        return _measure(segment.tensor, device) if segment.pinned else None
     finally:
         arena.release(segment)
+
+
+def _measure(host: torch.Tensor, device: torch.device) -> LinkSpeed:
+    gpu = torch.empty_like(host, device=device)
+    return LinkSpeed(
+        d2h_bytes_per_s=copy_bytes_per_s((host, gpu), repeats=3, num_copies=8),
+        h2d_bytes_per_s=copy_bytes_per_s((gpu, host), repeats=3, num_copies=8),
+    )
 
 
 def copy_bytes_per_s(*copies: Copy, repeats: int, num_copies: int = 1) -> float:

@@ -1,6 +1,6 @@
 """Units of memory: binary multiples, rounding up, and sizes in text."""
 
-MIB, GIB = 1 << 20, 1 << 30
+KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30
 
 
 def round_up(value: int, multiple: int) -> int:

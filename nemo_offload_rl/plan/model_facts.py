@@ -21,7 +21,7 @@ from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.residency.table import ShardFacts
 
-_DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
+DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "uint8": 1}
 # megatron-core's DDP buffers: each parameter starts at a multiple of 64 elements, each bucket ends at one of 128.
 _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT = 64, 128, 2**16
 
@@ -90,7 +90,7 @@ def shard_facts(
             ShardFacts(
                 num_params=_count(trained),
                 num_frozen_params=_count(frozen),
-                param_size=_DTYPE_BYTES[policy["precision"]],
+                param_size=DTYPE_BYTES[policy["precision"]],
                 grad_size=_grad_size(policy),
                 num_optimizer_params=num_optimizer_params,
                 optimizer_size=optimizer_size(policy),
@@ -100,6 +100,23 @@ def shard_facts(
             )
         )
     return tuple(stages)
+
+
+def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> int:
+    """Parameters of the whole model.
+
+    Raises:
+        UnknownArchitectureError: its sizes are not known before it is built.
+    """
+    one_stage = {
+        "pipeline_model_parallel_size": 1,
+        "virtual_pipeline_model_parallel_size": None,
+        "num_layers_in_first_pipeline_stage": None,
+        "num_layers_in_last_pipeline_stage": None,
+    }
+    whole = _Sizes(tensor=1, pipeline=1, expert=1, expert_tensor=1, data=1, expert_data=1)
+    architecture = read_architecture(hf_config, megatron_cfg)
+    return _count(list(_stage_weights(architecture, whole, {**megatron_cfg, **one_stage}, stage=0)))
 
 
 def optimizer_size(policy: Mapping[str, Any]) -> int:
@@ -125,12 +142,12 @@ def optimizer_size(policy: Mapping[str, Any]) -> int:
 
 def _dtype_bytes(section: Mapping[str, Any], name: str) -> int:
     """megatron-core's types of optimizer state are float32 where a recipe says nothing."""
-    return _DTYPE_BYTES[section[name]] if name in section else 4
+    return DTYPE_BYTES[section[name]] if name in section else 4
 
 
 def _grad_size(policy: Mapping[str, Any]) -> int:
     in_fp32 = policy["megatron_cfg"]["distributed_data_parallel_config"]["grad_reduce_in_fp32"]
-    return 4 if in_fp32 else _DTYPE_BYTES[policy["precision"]]
+    return 4 if in_fp32 else DTYPE_BYTES[policy["precision"]]
 
 
 def _count(weights: list[_Weight]) -> int:

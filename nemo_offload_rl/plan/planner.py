@@ -9,6 +9,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import shard_facts
 from nemo_offload_rl.plan.plan import (
@@ -81,10 +82,12 @@ class PlannedRun:
     Attributes:
         plan: with the sizes of every pipeline stage.
         needs: the host memory of every rank.
+        engine: GPU memory of generation; None where vLLM has no part in it.
     """
 
     plan: OffloadPlan
     needs: Sequence[RankNeed]
+    engine: EngineMemory | None = None
 
     @property
     def first_host_state_bytes(self) -> int:
@@ -124,7 +127,7 @@ def plan_run(
     )
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
-    return PlannedRun(plan, needs)
+    return PlannedRun(plan, needs, engine_memory(policy, hf_config))
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:

@@ -10,9 +10,10 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table as RichTable
 from rich.text import Text
 
-from nemo_offload_rl.memory.units import MIB, show_gib
+from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
+from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
@@ -91,6 +92,8 @@ def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMem
             size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(other.total_host_bytes)
             holds = f"holds {size} GiB, {on_host} GiB on the host"
             yield Text(f"  a rank of pipeline stage {other.stage} {holds}", style="dim")
+    if run.engine is not None:
+        yield Text(f"  {_engine(run.engine)}", style="dim")
     yield ""
     yield _transitions(rank, plan)
     if rank.facts.num_cpu_optimizer_params:
@@ -111,6 +114,7 @@ def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
     return _settings_json(run.plan) | {
         "stages": [_stage_json(rank) for rank in run.plan.ranks],
         "host_bytes_per_host": _per_host(needs),
+        "vllm_engine": None if run.engine is None else dataclasses.asdict(run.engine),
         "this_machine": {"usable_bytes": usable_bytes(here), "fits": _most_needed(needs) <= usable_bytes(here)},
     }
 
@@ -267,6 +271,15 @@ def _remarks(activations: RankActivations) -> Iterator[str]:
         )
     elif activations.facts.is_moe:
         yield f"host memory is for {EXPERT_LOAD_FACTOR:g} times the average load of experts"
+
+
+def _engine(engine: EngineMemory) -> str:
+    return (
+        f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights and "
+        f"{engine.kv_bytes_per_token / KIB:g} KiB of KV cache a token ({show_gib(engine.sequence_bytes)} GiB for "
+        f"{engine.max_model_len:,}); all that it takes is {engine.share:.0%} of the GPU "
+        "(policy.generation.vllm_cfg.gpu_memory_utilization)"
+    )
 
 
 def _cpu_optimizer(rank: RankPlan, plan: OffloadPlan) -> str:

@@ -1,6 +1,7 @@
 """Defines a weight transport: a sender in each policy rank, and buckets that engines load."""
 
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -10,8 +11,8 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 class WeightBucket(Protocol):
     """Some weights on their way, as an engine's process gets them."""
 
-    def named_tensors(self) -> Sequence[NamedTensor]:
-        """(Hugging Face name, whole tensor) pairs, to be read until `load_weights` returns."""
+    def opened(self) -> AbstractContextManager[Sequence[NamedTensor]]:
+        """(Hugging Face name, whole tensor) pairs, to be read in the context; once, and not in the sender's process."""
         ...
 
 
@@ -71,6 +72,6 @@ class RefitTransport(Protocol):
         Args:
             plan: What each refit will send.
             rank: Of this process.
-            bucket_bytes: The most bytes of tensors in one bucket (`policy.refit_buffer_size_gb`).
+            bucket_bytes: Of memory for tensors on their way (`policy.refit_buffer_size_gb`).
         """
         ...

@@ -1,8 +1,9 @@
 """Weights through Ray's object store: works on every machine, at the price of two copies through host memory."""
 
+import contextlib
 import warnings
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.export import DrawingSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
@@ -29,12 +31,13 @@ class PackedBucket:
     layout: BucketLayout
     data: np.ndarray
 
-    def named_tensors(self) -> list[NamedTensor]:
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[NamedTensor]]:
         """Views of the buffer as (name, CPU tensor); to be read, not written: the buffer may be shared."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             data = torch.from_numpy(self.data)
-        return self.layout.views(data)
+        yield self.layout.views(data)
 
 
 @dataclass(frozen=True)
@@ -54,15 +57,6 @@ class ObjectStoreTransport:
         if rank != 0:
             return DrawingSender()
         return ObjectStoreSender(plan.buckets(bucket_bytes), self.receivers, verify=self.verify)
-
-
-class DrawingSender:
-    """Takes part in the export, which is collective, and sends nothing."""
-
-    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Draw all weights."""
-        deque(weights, maxlen=0)
-        return {}
 
 
 class ObjectStoreSender:

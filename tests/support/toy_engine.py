@@ -4,11 +4,11 @@ import sys
 
 import ray
 import torch
+from support.toy_policy import VOCABULARY, TableSampler
 
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit.interface import Receiver
-from support.toy_policy import VOCABULARY, TableSampler
 
 # The actors cannot import this module; what is defined in it travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
@@ -23,8 +23,8 @@ class Shard:
         self.columns = None
 
     def load_weights(self, bucket):
-        ((_, table),) = bucket.named_tensors()
-        self.columns = table.chunk(self.num_shards, dim=1)[self.index].clone()
+        with bucket.opened() as ((_, table),):
+            self.columns = table.chunk(self.num_shards, dim=1)[self.index].clone()
 
     def logits(self, rows):
         return self.columns[rows]

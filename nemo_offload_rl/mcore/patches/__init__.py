@@ -14,9 +14,11 @@ WRITTEN_FOR = {
     "gradient_nodes": {"megatron-core": TESTED_MEGATRON_CORE},
     "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
     "optimizer_masters": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
+    "output_layer": {"megatron-core": TESTED_MEGATRON_CORE},
     "process_groups": {"megatron-core": TESTED_MEGATRON_CORE},
     "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
     "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},
     "transformer_engine_placeholder": {"megatron-bridge": ("0.6.2",)},
+    "weight_export": {"megatron-bridge": ("0.6.2",)},
 }
 """Of each module here: the releases of other packages that it was written for, with the tests that hold it."""

@@ -10,6 +10,8 @@ from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.worker.sampling import FILTERED_LOGPROBS
 
+# Of log-probs. vLLM's attention of float32 models is a Triton kernel, which multiplies in TF32: 10 bits.
+TOLERANCES = {"transformers": 1e-3, "vllm": 1e-2}
 HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not None
 
 
@@ -36,6 +38,8 @@ def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster):
     weights = {name: tensor for name, tensor in weights_by_name(reference).items() if name != "lm_head.weight"}
     engine = make_generation(engine_conformance.policy(backend), ray_cluster)
     try:
-        engine_conformance.check(engine, weights, reference, filtered=backend in FILTERED_LOGPROBS)
+        engine_conformance.check(
+            engine, weights, reference, filtered=backend in FILTERED_LOGPROBS, tolerance=TOLERANCES[backend]
+        )
     finally:
         engine.shutdown()

@@ -9,7 +9,12 @@ from support import engine_conformance
 
 from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
-from nemo_offload_rl.generation.vllm_arguments import engine_arguments, sampling_arguments
+from nemo_offload_rl.generation.vllm_arguments import (
+    ENVIRONMENT,
+    engine_arguments,
+    engine_environment,
+    sampling_arguments,
+)
 from nemo_offload_rl.generation.vllm_backend import ENGINE
 from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
 from nemo_offload_rl.generation.vllm_worker import RefitExtension
@@ -41,11 +46,24 @@ def test_an_engine_is_started_with_the_recipes_settings():
     }
     assert {name: arguments[name] for name in expected} == expected
     section |= {"tensor_parallel_size": 2, "expert_parallel_size": 2}
+    assert "enable_prefix_caching" not in arguments  # as vLLM has it
+    section["enable_prefix_caching"] = False
     policy["generation"]["vllm_kwargs"] = {"max_num_batched_tokens": 4096}
     split = engine_arguments(policy, Path("/folder"))
     assert split["distributed_executor_backend"] == "external_launcher"
     assert split["enable_expert_parallel"]
+    assert split["enable_prefix_caching"] is False
     assert split["max_num_batched_tokens"] == 4096
+
+
+def test_an_engines_environment_has_the_recipes_variables():
+    policy = engine_conformance.policy("vllm")
+    policy["generation"]["vllm_kwargs"] = {"max_num_seqs": 3}
+    assert engine_arguments(policy, Path("/folder"))["max_num_seqs"] == 3
+    assert engine_environment(policy, num_threads=5) == {"OMP_NUM_THREADS": "5"} | ENVIRONMENT
+    policy["generation"]["vllm_cfg"]["env_vars"] = {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"}
+    found = engine_environment(policy, num_threads=5)
+    assert found == {"OMP_NUM_THREADS": "1", "PYTORCH_CUDA_ALLOC_CONF": "x"} | ENVIRONMENT
 
 
 def test_each_row_has_its_limit_its_stops_and_its_seed():

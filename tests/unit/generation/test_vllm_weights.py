@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back
 from nemo_offload_rl.refit.plan import TensorSpec
@@ -84,5 +85,7 @@ def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
     blocks = [(weight.data_ptr() - 64, 464), (scale.data_ptr(), 4)]
     if any(first <= elsewhere.data_ptr() < first + size for first, size in blocks):
         blocks[0] = (weight.data_ptr(), 400)
-    lost = outside_of_parameters([weight, weight[3:5], scale, elsewhere], [weight], blocks)
+    with FakeTensorMode():
+        fake = torch.zeros(1)
+    lost = outside_of_parameters([weight, weight[3:5], scale, elsewhere, fake], [weight], blocks)
     assert [id(tensor) for tensor in lost] == [id(scale)]

@@ -28,7 +28,7 @@ DENSE = ["attn_norm", *ATTENTION, "mlp_norm"]
 MBS = 2
 
 
-def steps(worker: Any, num_steps: int = 4, *, visit_phases: bool = True) -> list[dict[str, Any]]:
+def steps(worker: Any, num_steps: int = 3, *, visit_phases: bool = True) -> list[dict[str, Any]]:
     """Micro-batches change in number and length from step to step, and log-probs come between."""
     chance = random.Random(0)
     out = []
@@ -43,6 +43,20 @@ def steps(worker: Any, num_steps: int = 4, *, visit_phases: bool = True) -> list
         report["num_micro_batches"] = rows // MBS
         out.append(report)
     return out
+
+
+@pytest.fixture(scope="module")
+def plain() -> dict[str, list[dict[str, Any]]]:
+    """What runs without offloading report, by what they ran, so that each runs once in this module."""
+    return {}
+
+
+def plain_steps(make_worker: Any, plain: dict[str, Any], config: dict[str, Any], **megatron: Any) -> Any:
+    """The steps of a run without offloading, kept in `plain`."""
+    kind = f"{config['model_type']} {megatron}"
+    if kind not in plain:
+        plain[kind] = steps(make_worker(tiny_policy(config, **megatron)))
+    return plain[kind]
 
 
 @pytest.fixture
@@ -60,8 +74,8 @@ def late(monkeypatch):
     ],
     ids=["attention", "core_attn", "half", "moe, none in flight"],
 )
-def test_numbers_are_those_of_a_plain_run(make_worker, late, config, modules, megatron):
-    want = steps(make_worker(tiny_policy(config)))
+def test_numbers_are_those_of_a_plain_run(make_worker, late, plain, config, modules, megatron):
+    want = plain_steps(make_worker, plain, config)
     worker = make_worker(offloading_activations(tiny_policy(config), modules, **megatron))
     assert steps(worker) == want
     report = worker.activations.offloader.report
@@ -109,14 +123,14 @@ def recomputing(monkeypatch):
 
 
 @pytest.mark.parametrize("modules", [["qkv_linear"], ["qkv_linear", "mlp_norm"], DENSE], ids=str)
-def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, modules):
+def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, plain, modules):
     """`qkv_linear` saves its output, which is emptied before the layer's copies are asked for, and filled again."""
     again = {
         "activation_checkpointing": True,
         "recompute_granularity": "selective",
         "recompute_modules": ["layernorm"],
     }
-    want = steps(make_worker(tiny_policy(**again)))
+    want = plain_steps(make_worker, plain, TINY_QWEN3, **again)
     worker = make_worker(with_room(offloading_activations(tiny_policy(), modules, **again)))
     assert steps(worker) == want
     report = worker.activations.offloader.report.modules
@@ -125,8 +139,8 @@ def test_a_norm_of_its_own_may_be_recomputed(make_worker, late, recomputing, mod
     assert all(norm.freed_bytes == norm.moved_bytes > 0 for norm in norms)
 
 
-def test_norms_too(make_worker, late):
-    want = steps(make_worker(tiny_policy()))
+def test_norms_too(make_worker, late, plain):
+    want = plain_steps(make_worker, plain, TINY_QWEN3)
     worker = make_worker(with_room(offloading_activations(tiny_policy(), DENSE)))
     assert steps(worker) == want
     moved = {name: module.moved_bytes for name, module in worker.activations.offloader.report.modules.items()}
@@ -139,13 +153,14 @@ def with_room(policy: dict[str, Any], nbytes: int = 2**22) -> dict[str, Any]:
     return policy
 
 
-def test_a_limit_of_the_host_memory_is_kept(make_worker, late):
+def test_a_limit_of_the_host_memory_is_kept(make_worker, late, plain):
     worker = make_worker(with_room(offloading_activations(tiny_policy(), ATTENTION), 2**15))
     got = steps(worker)
     report = worker.activations.offloader.report
     assert report.host_bytes == 2**15
     assert report.total().refused_bytes > 0
-    assert got == steps(make_worker(tiny_policy()))
+    assert got == plain_steps(make_worker, plain, TINY_QWEN3)
+    worker.shutdown()
     assert worker.activations.offloader is None  # closed with its worker
 
 

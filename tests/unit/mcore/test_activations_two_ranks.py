@@ -16,7 +16,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "pp2_vpp2": {"pipeline_model_parallel_size": 2, "virtual_pipeline_model_parallel_size": 2},
     "moe_ep2": {"expert_model_parallel_size": 2},
 }
-ROWS = (8, 12, 4, 16)
+ROWS = (8, 12, 4)
 """Of a data-parallel rank, step by step; two make a micro-batch."""
 
 

@@ -119,9 +119,9 @@ def train(worker, graphs, rows, *, longest=12, seed=0, mbs=2):
     counts = step.global_counts(data, worker.device)
     batches, _ = worker.batcher.cut(data, mbs, "train_mb_tokens")
     with graphs.step(batches):
-        return step.train_step(worker.state, batches, counts, NLLLoss(), temperature=1.0, device=worker.device), len(
-            batches
-        )
+        return step.train_step(
+            worker.state, batches, counts, NLLLoss(), of=worker._passes.train, device=worker.device
+        ), len(batches)
 
 
 def test_changing_micro_batches_replay_one_capture_and_change_no_number(make_worker, graphed, captures):

@@ -20,7 +20,7 @@ from support.tiny import (
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.worker.worker import TooManySkippedStepsError
+from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
 pytestmark = [
     pytest.mark.gpu,

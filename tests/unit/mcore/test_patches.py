@@ -16,6 +16,7 @@ from nemo_offload_rl.mcore import patches
 from nemo_offload_rl.mcore.patches.cpu_device import MODULES_WITH_LITERAL_CUDA
 
 CORE = "megatron.core"
+MAPPING = "megatron.bridge.models.conversion.param_mapping"
 OFFLOAD = f"{CORE}.pipeline_parallel.fine_grained_activation_offload"
 YARN = f"{CORE}.models.common.embeddings.yarn_rotary_pos_embedding"
 SIGNATURES = {
@@ -97,6 +98,10 @@ SIGNATURES = {
     # residency.streamed.masters
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
+    # output_layer, whose call goes through the hooks; the weight is the layer's or the one that the processor gets
+    f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward": (
+        "(self, input_, weight=None, runtime_gather_output=None)"
+    ),
     # process_groups
     f"{CORE}.parallel_state:destroy_model_parallel": "()",
     f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding.forward": (
@@ -106,6 +111,13 @@ SIGNATURES = {
     # rotary_frequencies
     "megatron.bridge.models.gpt_provider:GPTModelProvider.provide": (
         "(self, pre_process=None, post_process=None, vp_stage=None)"
+    ),
+    # weight_export
+    f"{MAPPING}:split_qkv_weights": "(provider, qkv, feature_dim=None)",
+    f"{MAPPING}:split_qkv_biases": "(config, qkv)",
+    "megatron.bridge.models.conversion.utils:remove_non_pickleables": "(obj, max_depth=3, current_depth=0)",
+    "megatron.bridge.models.conversion.model_bridge:MegatronModelBridge.build_conversion_tasks": (
+        "(self, hf_pretrained, megatron_model, weight_dtype=None)"
     ),
 }
 """Module and function: its arguments, without annotations."""
@@ -130,6 +142,8 @@ ATTRIBUTES = {
     },
     # rotary_frequencies
     f"{CORE}.models.common.embeddings.rotary_pos_embedding:RotaryEmbedding": {"inv_freq"},
+    # output_layer, linear_logprob
+    f"{CORE}.tensor_parallel.layers:ColumnParallelLinear": {"weight", "sequence_parallel"},
     # activation_offload
     f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput": {"outputs"},
     f"{OFFLOAD}:PipelineOffloadManager": {"OFFLOAD_MGR", "_in_replay"},

@@ -7,7 +7,7 @@ import torch
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.worker.worker import TooManySkippedStepsError
+from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
 
 def parameters_of(worker) -> dict[str, torch.Tensor]:

@@ -23,10 +23,11 @@ class Loader:
 
     def load_weights(self, bucket):
         self.num_loads += 1
-        for name, tensor in bucket.named_tensors():
-            if name == "unwanted":
-                raise ValueError("there is no such weight here")
-            self.weights[name] = tensor.clone()
+        with bucket.opened() as named_tensors:
+            for name, tensor in named_tensors:
+                if name == "unwanted":
+                    raise ValueError("there is no such weight here")
+                self.weights[name] = tensor.clone()
 
     def take(self):
         taken = self.__dict__.copy()

@@ -1,0 +1,35 @@
+"""Exports a policy's weights under their Hugging Face names."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from megatron.core.utils import unwrap_model
+from torch import Tensor
+
+from nemo_offload_rl.mcore.patches.weight_export import make_exports_fast
+
+
+class HfWeights:
+    """Exports the weights of one model again and again; what to convert into what is found out once.
+
+    Args:
+        bridge: the `AutoBridge` that the model was made with.
+        model: this rank's chunks, whose parameters stay the same objects.
+    """
+
+    def __init__(self, bridge: Any, model: list[Any]) -> None:
+        make_exports_fast()
+        self._bridge = bridge
+        self._model = model
+        self._tasks: list[Any] | None = None
+
+    def __call__(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (Hugging Face name, whole tensor) one after the other; collective, the same order on every rank."""
+        if self._tasks is None:
+            # Gathers every rank's names through pickled objects, and half of an export's time goes into it.
+            self._tasks = self._bridge._model_bridge.build_conversion_tasks(
+                self._bridge.hf_pretrained, unwrap_model(self._model)
+            )
+        yield from self._bridge.export_hf_weights(
+            self._model, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
+        )

@@ -1,0 +1,77 @@
+"""Replaces what Megatron-Bridge does anew for every layer of every export, and what makes the GPU wait there.
+
+The config of each attention layer is walked and stripped for pipeline stages, of which there may be one, and rows of
+query, key and value are picked by index tensors of the CPU, each of which is copied to the GPU while the host waits.
+Without both, and with conversion tasks that are kept, the host's part of an export of 28 layers falls from 76 to 7 ms.
+"""
+
+import functools
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+"""Query, key and value."""
+
+_stripped: dict[int, tuple[weakref.ref[Any], Any]] = {}
+"""By id of a config: the config itself, and what is left of it at a depth of 3."""
+
+
+def make_exports_fast() -> None:
+    """Install the replacements in this process, once or again."""
+    from megatron.bridge.models.conversion import param_mapping
+
+    replacements: dict[str, Callable[..., Any]] = {
+        "remove_non_pickleables": strip_once,
+        "split_qkv_weights": split_weights,
+        "split_qkv_biases": split_biases,
+    }
+    for name, replacement in replacements.items():
+        original = getattr(param_mapping, name)
+        if not isinstance(original, functools.partial):
+            setattr(param_mapping, name, functools.partial(replacement, original))
+
+
+def strip_once(original: Callable[..., Any], obj: Any, max_depth: int = 3, current_depth: int = 0) -> Any:
+    """Do what `remove_non_pickleables` does, once for each config; an export reads sizes alone, which stay."""
+    if current_depth or max_depth != 3:
+        return original(obj, max_depth, current_depth)
+    found = _stripped.get(id(obj))
+    if found is None or found[0]() is not obj:
+        number = id(obj)
+        forget = weakref.ref(obj, lambda _: _stripped.pop(number, None))
+        _stripped[number] = found = forget, original(obj, max_depth)
+    return found[1]
+
+
+def split_weights(
+    original: Callable[..., Split], provider: Any, qkv: torch.Tensor, feature_dim: int | None = None
+) -> Split:
+    """Split [rows of query, key and value by group, hidden] without index tensors; bit for bit `split_qkv_weights`."""
+    width = provider.hidden_size if feature_dim is None else feature_dim
+    if _has_output_gate(provider) or qkv.dim() != 2 or qkv.shape[-1] != width:  # such as scales of fp8
+        return original(provider, qkv, feature_dim)
+    return _split(provider, qkv)
+
+
+def split_biases(original: Callable[..., Split], config: Any, qkv: torch.Tensor) -> Split:
+    """Split [rows of query, key and value by group] without index tensors; bit for bit `split_qkv_biases`."""
+    return original(config, qkv) if _has_output_gate(config) else _split(config, qkv)
+
+
+def _has_output_gate(config: Any) -> bool:
+    return bool(getattr(config, "attention_output_gate", False))
+
+
+def _split(config: Any, qkv: torch.Tensor) -> Split:
+    """Each group has the rows of its query heads, then those of its key head, then those of its value head."""
+    groups = config.num_query_groups
+    heads = config.num_attention_heads // groups
+    head_size = config.kv_channels or config.hidden_size // config.num_attention_heads
+    parts = qkv.view(groups, (heads + 2) * head_size, *qkv.shape[1:]).split(
+        [heads * head_size, head_size, head_size], 1
+    )
+    query, key, value = (part.reshape(-1, *qkv.shape[1:]) for part in parts)
+    return query, key, value

@@ -1,0 +1,68 @@
+"""Exports with what is kept between them: those of Megatron-Bridge, bit for bit."""
+
+import copy
+import functools
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.bridge_import import auto_bridge
+from nemo_offload_rl.mcore.patches import weight_export
+
+QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}
+
+
+@pytest.fixture
+def originals():
+    """Megatron-Bridge's functions, by name."""
+    auto_bridge()
+    weight_export.make_exports_fast()
+    from megatron.bridge.models.conversion import param_mapping
+
+    names = ("split_qkv_weights", "split_qkv_biases", "remove_non_pickleables")
+    return {name: getattr(param_mapping, name).args[0] for name in names}
+
+
+@pytest.mark.parametrize("gate", [False, True])
+@pytest.mark.parametrize(("heads", "groups"), [(4, 4), (6, 2), (4, 1)])
+def test_query_key_and_value_are_split_as_megatron_bridge_does(originals, heads, groups, gate):
+    config = SimpleNamespace(
+        num_attention_heads=heads, num_query_groups=groups, kv_channels=3, hidden_size=5, attention_output_gate=gate
+    )
+    rows = 3 * (heads * (2 if gate else 1) + groups * 2)
+    for ours, original, *arguments in (
+        (weight_export.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5)),
+        (weight_export.split_weights, originals["split_qkv_weights"], torch.randn(rows, 5), 5),
+        (weight_export.split_biases, originals["split_qkv_biases"], torch.randn(rows)),
+    ):
+        found, expected = ours(original, config, *arguments), original(config, *arguments)
+        assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("hf_config", [TINY_QWEN3, QWEN2, QWEN2 | {"tie_word_embeddings": False}])
+def test_every_export_is_that_of_a_bridge_that_keeps_nothing(make_worker, hf_config):
+    worker = make_worker(tiny_policy(hf_config))
+    for _ in range(2):
+        expected = list(worker.state.bridge.export_hf_weights(worker.state.model, show_progress=False))
+        found = list(worker.hf_weights())
+        assert [name for name, _ in found] == [name for name, _ in expected]
+        assert all(torch.equal(one, other) for (_, one), (_, other) in zip(found, expected, strict=True))
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=4)
+
+
+def test_a_config_is_stripped_once_and_forgotten_with_its_model(originals):
+    class Config:
+        pass
+
+    config, strip = Config(), functools.partial(weight_export.strip_once, originals["remove_non_pickleables"])
+    config.loss, config.width = (lambda: None), 5
+    before = len(weight_export._stripped)
+    stripped = strip(config)
+    assert (stripped.loss, stripped.width) == (None, 5)
+    assert strip(config) is stripped
+    assert strip(copy.copy(config)) is not stripped
+    del config
+    assert len(weight_export._stripped) == before

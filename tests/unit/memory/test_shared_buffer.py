@@ -1,0 +1,78 @@
+"""Buffers that a second process opens."""
+
+import dataclasses
+import multiprocessing
+import os
+
+import pytest
+import torch
+from support.shared_memory import num_open_buffers
+
+from nemo_offload_rl.memory import shared_buffer
+from nemo_offload_rl.memory.shared_buffer import SharedBufferError, make_shared_buffer
+
+NBYTES = 300_000
+
+
+def add_one(pipe):
+    """The second process: adds 1 to every byte of each buffer that it is told of."""
+    while (handle := pipe.recv()) is not None:
+        try:
+            with handle.opened() as tensor:
+                tensor.add_(1)
+            pipe.send(tensor.numel())
+        except SharedBufferError as error:
+            pipe.send(str(error))
+
+
+@pytest.fixture(scope="module")
+def other_process():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=add_one, args=(theirs,))
+    process.start()
+
+    def ask(handle):
+        ours.send(handle)
+        return ours.recv()
+
+    yield ask
+    ours.send(None)
+    process.join()
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_both_processes_see_one_memory(other_process, device):
+    buffer = make_shared_buffer(NBYTES, torch.device(device))
+    for value in (3, 40):  # it may be opened again and again
+        buffer.tensor.fill_(value)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert other_process(buffer.handle) == NBYTES
+        assert buffer.tensor.eq(value + 1).all()
+    buffer.close()
+
+
+def test_host_memory_is_given_back_and_leaves_no_name():
+    before, named = num_open_buffers(), os.listdir("/dev/shm")
+    buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
+    buffer.tensor.fill_(1)
+    assert num_open_buffers() > before
+    assert os.listdir("/dev/shm") == named
+    buffer.close()
+    assert num_open_buffers() == before
+
+
+def test_a_process_that_has_gone_is_said(other_process):
+    buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
+    handle = dataclasses.replace(buffer.handle, pid=2**22 + 1)  # above every process id
+    assert "that process must be alive and of the same user" in other_process(handle)
+    buffer.close()
+
+
+def test_another_node_is_said(monkeypatch):
+    buffer = make_shared_buffer(NBYTES, torch.device("cpu"))
+    monkeypatch.setattr(shared_buffer, "_node", lambda: "elsewhere")
+    with pytest.raises(SharedBufferError, match=r"cannot be opened on elsewhere: .* one node"), buffer.handle.opened():
+        pass
+    buffer.close()

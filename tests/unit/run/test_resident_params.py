@@ -1,0 +1,56 @@
+"""Parameters that stay on the GPU beside vLLM."""
+
+import copy
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.run import resident_params
+from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
+
+RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
+
+
+def where_params_are(gpu_gib, *overrides, backend="vllm"):
+    config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
+    before = copy.deepcopy(config)
+    found, lines = with_resident_params(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    assert config == before
+    return settings(found["policy"]).table[Phase.GENERATE][Target.PARAMS], lines
+
+
+def test_they_stay_where_they_fit_beside_vllm_and_the_process():
+    placement, lines = where_params_are(12.3)  # 40% of it is 4.92 GiB
+    assert placement is Placement.GPU
+    assert lines == [
+        "the policy's parameters, 2.88 GiB a rank, stay on the GPU during generation, since they fit there beside "
+        "vLLM; policy.residency.table.generate.params=host moves them"
+    ]
+    assert where_params_are(12.1) == (Placement.HOST, [])
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "overrides", "backend"),
+    [
+        (80, ["++policy.residency.table.generate.params=host"], "vllm"),
+        (80, [], "transformers"),
+        (None, [], "vllm"),
+    ],
+    ids=["the recipe says so", "another engine", "an unknown GPU"],
+)
+def test_they_leave_otherwise(gpu_gib, overrides, backend):
+    assert where_params_are(gpu_gib, *overrides, backend=backend) == (Placement.HOST, [])
+
+
+def test_the_smallest_gpu_counts_where_all_ranks_are_on_this_machine(monkeypatch):
+    gpus = [SimpleNamespace(total_bytes=8), SimpleNamespace(total_bytes=6)]
+    monkeypatch.setattr(resident_params, "gpu_facts", lambda: gpus)
+    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=1)) == 6
+    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=2)) is None
+    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=False, num_nodes=1)) is None
+    gpus.append(SimpleNamespace(total_bytes=None))
+    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=1)) is None
