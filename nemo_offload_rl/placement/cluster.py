@@ -10,6 +10,7 @@ import signal
 import sys
 import tempfile
 import threading
+import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -24,6 +25,8 @@ from ray.util.placement_group import PlacementGroup, placement_group, remove_pla
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
+from nemo_offload_rl.placement.nodes import Node, choose_nodes, living_nodes, that_answer, why_too_few
 from nemo_offload_rl.placement.reaper import Reaper
 from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ending_signals_blocked
 
@@ -39,6 +42,8 @@ _OBJECT_STORE_BYTES_WITHOUT_GPU = 1 * GIB
 _MIN_SHARED_MEMORY_BYTES = 256 << 20
 _PLACEMENT_TIMEOUT_S = 60
 _EXIT_TIMEOUT_S = 15
+_ANSWER_TIMEOUT_S = 5.0
+_LOOK_PERIOD_S = 0.5
 
 
 class Cluster:
@@ -56,6 +61,7 @@ class Cluster:
         threads_per_node: CPU threads that one process may use while the others of its node wait.
         logs_folder: Where Ray's processes write what they print; None where Ray was not started here.
         keep_logs: Whether that folder stays when Ray ends here; it does after an error in the `with` block, too.
+        nodes: The nodes of the ranks; those of node 0 come first.
     """
 
     def __init__(
@@ -64,6 +70,8 @@ class Cluster:
         num_nodes: int,
         gpus_per_node: int,
         master_port_range: tuple[int, int] | None = None,
+        segment_size: int | None = None,
+        wait_for_nodes_s: float = 0.0,
         log_to_driver: bool = False,
     ) -> None:
         """Start or join Ray and reserve the bundles.
@@ -72,6 +80,8 @@ class Cluster:
             num_nodes: Nodes to spread the ranks over.
             gpus_per_node: Ranks of each node; each gets a GPU where the cluster has any.
             master_port_range: First and last port that ranks may meet at; None for any free one.
+            segment_size: Consecutive nodes that have to be of one NVLink domain; None for any.
+            wait_for_nodes_s: How long a cluster that is joined may take to have so many, as where one is replaced.
             log_to_driver: Whether what the ranks print appears in this process, too.
 
         Raises:
@@ -81,21 +91,24 @@ class Cluster:
         self.world_size = num_nodes * gpus_per_node
         self.ranks_per_node = gpus_per_node
         self.master_port_range = master_port_range
+        self.nodes: list[Node] = []
         self._groups: list[PlacementGroup] = []
+        self._watch: NodeWatch | None = None
         self._reaper: Reaper | None = None
         self.logs_folder: Path | None = None
         self.keep_logs = False
         self._must_stop_ray = not ray.is_initialized()
         try:
             if self._must_stop_ray:
-                self._start_ray(num_nodes, gpus_per_node, log_to_driver)
-            nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-            num_gpus = int(sum(resources.get("GPU", 0) for resources in nodes))
-            _require_gpus(num_gpus, num_nodes, gpus_per_node, "the Ray cluster")
-            self.has_gpus = num_gpus > 0
-            self.threads_per_node = max(1, int(min(resources.get("CPU", 1) for resources in nodes)))
-            self.threads_per_rank = max(1, self.threads_per_node * len(nodes) // self.world_size)
-            self._reserve(num_nodes)
+                self._start_ray(num_nodes, gpus_per_node, segment_size, log_to_driver)
+            self.has_gpus, self.nodes = self._find_nodes(num_nodes, segment_size, wait_for_nodes_s)
+            self._reserve()
+            threads = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
+            of_nodes = {node.id: threads[node.id] for node in self.nodes}
+            self.threads_per_node = max(1, int(min(of_nodes.values())))
+            self.threads_per_rank = max(1, self.threads_per_node * len(of_nodes) // self.world_size)
+            if len(of_nodes) > 1:
+                self._watch = NodeWatch(self.nodes)
         except BaseException as error:  # a signal that came while Ray started is raised once it has
             self.keep_logs = isinstance(error, Exception)
             self.shutdown()
@@ -105,6 +118,45 @@ class Cluster:
     def num_nodes(self) -> int:
         """Nodes that the ranks are spread over."""
         return self.world_size // self.ranks_per_node
+
+    @property
+    def node_ids(self) -> list[str]:
+        """Ray's ids of the nodes that have ranks, in the order of the ranks."""
+        return list(dict.fromkeys(node.id for node in self.nodes))
+
+    def node_of(self, rank: int) -> Node:
+        """Returns the node that a rank is on."""
+        return self.nodes[rank // self.ranks_per_node]
+
+    def wait(self, refs: Sequence[Any], timeout_s: float | None) -> tuple[list[Any], list[Any]]:
+        """As `ray.wait` for one of them, but returns earlier, perhaps with none, where a node does not answer.
+
+        Args:
+            refs: What to wait for.
+            timeout_s: How long at most; None for any time.
+        """
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while True:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic())
+            slices = [] if self._watch is None else [self._watch.period_s]
+            done, pending = ray.wait(
+                list(refs), timeout=min([*slices, *([] if left is None else [left])], default=None)
+            )
+            if done or left == 0.0 or (self._watch is not None and self._watch.has_lost):
+                return done, pending
+
+    def loss_of(self, rank: int, *, ask: bool = False) -> NodeLostError | None:
+        """Returns the error of a rank whose node does not answer any more; None of all others.
+
+        Args:
+            rank: 0 .. world_size - 1.
+            ask: Whether to ask the node now, too, as where others have failed; the answer may take some seconds.
+        """
+        return None if self._watch is None else self._watch.loss_of(self.node_of(rank), ask=ask)
+
+    def node_name(self, rank: int) -> str | None:
+        """Returns the name of a rank's node for a message; None where all ranks are on one node."""
+        return None if self._watch is None else str(self.node_of(rank))
 
     def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
         """Returns for each generation engine the ranks whose bundles it shares, all of one node.
@@ -160,6 +212,9 @@ class Cluster:
 
     def shutdown(self) -> None:
         """Give the bundles back; end Ray, and wait for all of its processes, where this object started it."""
+        if self._watch is not None:
+            self._watch.close()
+            self._watch = None
         if self._must_stop_ray and ray.is_initialized():
             for group in self._groups:
                 remove_placement_group(group)
@@ -178,7 +233,7 @@ class Cluster:
         self.keep_logs |= isinstance(error, Exception)
         self.shutdown()
 
-    def _start_ray(self, num_nodes: int, gpus_per_node: int, log_to_driver: bool) -> None:
+    def _start_ray(self, num_nodes: int, gpus_per_node: int, segment_size: int | None, log_to_driver: bool) -> None:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
@@ -187,6 +242,7 @@ class Cluster:
                 ray.init(**logging_options)
             return
         num_gpus = torch.cuda.device_count()
+        _require_no_segments(segment_size)
         if num_gpus:
             _require_one_node(num_nodes)
         _require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine")
@@ -208,18 +264,40 @@ class Cluster:
             )
         self.logs_folder = Path(context.address_info["session_dir"], "logs")
 
-    def _reserve(self, num_nodes: int) -> None:
-        bundle: dict[str, float] = {"GPU": 1, "CPU": 1} if self.has_gpus else {"CPU": _CPUS_PER_RANK_WITHOUT_GPU}
-        for node in range(num_nodes):
-            group = placement_group([dict(bundle) for _ in range(self.ranks_per_node)], strategy="STRICT_PACK")
-            self._groups.append(group)
-            if not group.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S):
-                raise ValueError(
-                    f"The Ray cluster has no room for node {node} of {num_nodes}: {self.ranks_per_node} x {bundle} on "
-                    f"one machine were not free within {_PLACEMENT_TIMEOUT_S} s, free in all are "
-                    f"{ray.available_resources()}; stop what else runs there, or lower cluster.gpus_per_node or "
-                    "cluster.num_nodes."
-                )
+    def _find_nodes(self, num_nodes: int, segment_size: int | None, wait_for_nodes_s: float) -> tuple[bool, list[Node]]:
+        """Choose the nodes; wait for what else runs on them to end, and for further ones as long as asked to.
+
+        Returns:
+            Whether ranks have GPUs, and the nodes.
+        """
+        start = time.monotonic()
+        while True:
+            num_gpus = int(ray.cluster_resources().get("GPU", 0))
+            nodes = that_answer(living_nodes(_bundle(num_gpus > 0), self.ranks_per_node), _ANSWER_TIMEOUT_S)
+            chosen = choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_free_slots)
+            if chosen is not None:
+                return num_gpus > 0, chosen
+            waited_s = time.monotonic() - start
+            if choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_slots) is None:
+                if waited_s >= wait_for_nodes_s:
+                    _require_gpus(num_gpus, num_nodes, self.ranks_per_node, "the Ray cluster")
+                    raise ValueError(why_too_few(nodes, num_nodes, self.ranks_per_node, segment_size))
+            elif waited_s >= max(wait_for_nodes_s, _PLACEMENT_TIMEOUT_S):
+                raise _no_room(num_nodes, self.ranks_per_node)
+            time.sleep(_LOOK_PERIOD_S)
+
+    def _reserve(self) -> None:
+        """Reserve the ranks' bundles, those of a node on that node alone."""
+        self._groups = [
+            placement_group(
+                [_bundle(self.has_gpus) for _ in range(self.ranks_per_node)],
+                strategy="STRICT_PACK",
+                bundle_label_selector=[{"ray.io/node-id": node.id}] * self.ranks_per_node,
+            )
+            for node in self.nodes
+        ]
+        if not all(group.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S) for group in self._groups):
+            raise _no_room(len(self.nodes), self.ranks_per_node)
 
 
 def starts_ray_here() -> bool:
@@ -241,6 +319,27 @@ def _require_gpus(num_found: int, num_nodes: int, gpus_per_node: int, where: str
             f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x "
             f"cluster.gpus_per_node {gpus_per_node}), but {where} has {num_found}; lower them, or join machines to a "
             "Ray cluster and set RAY_ADDRESS."
+        )
+
+
+def _bundle(has_gpus: bool) -> dict[str, float]:
+    return {"GPU": 1, "CPU": 1} if has_gpus else {"CPU": _CPUS_PER_RANK_WITHOUT_GPU}
+
+
+def _no_room(num_nodes: int, gpus_per_node: int) -> ValueError:
+    return ValueError(
+        f"The Ray cluster has no room for {num_nodes} nodes (cluster.num_nodes) of {gpus_per_node} ranks "
+        f"(cluster.gpus_per_node): so many were not free within {_PLACEMENT_TIMEOUT_S} s, free in all are "
+        f"{ray.available_resources()}; stop what else runs there, or lower one of the two."
+    )
+
+
+def _require_no_segments(segment_size: int | None) -> None:
+    """One machine is one segment; of more, Ray started here would know nothing."""
+    if segment_size is not None and segment_size > 1:
+        raise ValueError(
+            f"The recipe asks for segments of {segment_size} nodes (cluster.segment_size), but Ray would be started on "
+            "this machine alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.segment_size to null."
         )
 
 

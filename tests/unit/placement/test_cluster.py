@@ -1,12 +1,19 @@
 import os
 import subprocess
 import sys
+import time
 
 import psutil
 import pytest
 import ray
 
-from nemo_offload_rl.placement.cluster import Cluster, _require_gpus, _require_one_node, available_threads
+from nemo_offload_rl.placement.cluster import (
+    Cluster,
+    _require_gpus,
+    _require_no_segments,
+    _require_one_node,
+    available_threads,
+)
 
 # Each of these starts its own Ray, so they run in a process of their own.
 START_AND_STOP = """
@@ -97,6 +104,24 @@ def test_too_few_gpus_are_an_error_with_the_numbers_and_none_at_all_is_fine():
     _require_gpus(0, 2, 4, "here")
     with pytest.raises(ValueError, match=r"2 nodes .* set RAY_ADDRESS"):
         _require_one_node(2)
+    with pytest.raises(ValueError, match=r"segments of 2 nodes .* set RAY_ADDRESS"):
+        _require_no_segments(2)
+    _require_no_segments(1)
+    _require_no_segments(None)
+
+
+def test_what_a_joined_cluster_lacks_is_said_before_anything_is_reserved(ray_cluster):
+    start = time.monotonic()
+    with pytest.raises(ValueError, match=r"2 segments of 2 nodes of one NVLink domain .* 1 nodes have no such label"):
+        Cluster(num_nodes=4, gpus_per_node=1, segment_size=2)
+    with pytest.raises(ValueError, match=r"asks for 1 nodes .* with 10000 ranks each"):
+        Cluster(num_nodes=1, gpus_per_node=10_000)
+    assert time.monotonic() - start < 10
+    with Cluster(num_nodes=2, gpus_per_node=1) as cluster:
+        assert len(cluster.node_ids) == 1
+        assert cluster.node_of(0) == cluster.node_of(1)
+        assert cluster.node_name(1) is None
+        assert cluster.loss_of(1, ask=True) is None
 
 
 def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):

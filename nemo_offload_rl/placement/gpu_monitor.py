@@ -1,0 +1,160 @@
+"""Watches the GPUs of all nodes of a run: a small Ray actor on each node reads them, and the driver collects."""
+
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from nemo_offload_rl.placement.gpu_sampler import GpuReader, GpuSample, GpuSampler, NoGpuReadingsError
+from nemo_offload_rl.placement.signals import ignore_ending_signals
+
+logger = logging.getLogger(__name__)
+
+_TIMEOUT_S = 30.0
+_MEANS = ("utilization_percent", "power_w")
+
+
+class GpuMetrics(Protocol):
+    """The metrics of a run's GPUs."""
+
+    def of_step(self, step: int) -> dict[str, float]:
+        """Returns what is known by now of the time since the step before, without waiting for anything."""
+
+    def close(self) -> None:
+        """Ends the readings."""
+
+
+class NoGpuMetrics:
+    """Stands in for `GpuMonitor` where GPUs are not watched."""
+
+    def of_step(self, step: int) -> dict[str, float]:
+        """Returns nothing."""
+        return {}
+
+    def close(self) -> None:
+        """Ends nothing."""
+
+
+class NodeMonitor:
+    """Reads the GPUs of the node that it runs on; an actor, with the methods of `GpuSampler`.
+
+    Args:
+        interval_s: seconds between readings.
+    """
+
+    def __init__(self, interval_s: float) -> None:
+        ignore_ending_signals()
+        self._sampler: GpuSampler | None = None
+        self._why_not = ""
+        try:
+            self._sampler = GpuSampler(GpuReader(), interval_s)
+        except NoGpuReadingsError as error:
+            self._why_not = str(error)
+
+    def take(self) -> list[GpuSample] | str:
+        """Returns the readings since the last call; or why there are none."""
+        return self._why_not if self._sampler is None else self._sampler.take()
+
+
+@dataclass
+class _Node:
+    """A node's actor; None once it has nothing to say."""
+
+    name: str
+    actor: Any
+
+
+class GpuMonitor:
+    """Collects the readings of all nodes in a thread of its own, so that no step waits for them.
+
+    A node that cannot read its GPUs, or whose actor has died, is left out from then on, with a warning.
+
+    Args:
+        actors: handles of a `NodeMonitor` on each node, in the order of the nodes.
+        flush_interval_s: seconds between collections.
+    """
+
+    def __init__(self, actors: Sequence[Any], flush_interval_s: float) -> None:
+        self._nodes = [_Node(f"node{index}", actor) for index, actor in enumerate(actors)]
+        self._interval_s = flush_interval_s
+        self._new: list[tuple[str, GpuSample]] = []
+        self._of_step: dict[str, list[float]] = {}
+        self._step: int | None = None
+        self._lock = threading.Lock()
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="gpu-monitor", daemon=True)
+        self._thread.start()
+
+    def of_step(self, step: int) -> dict[str, float]:
+        """Returns means of utilisation and power, and the largest memory and temperature, by GPU.
+
+        A later call for the same step covers the readings of the earlier ones, too. Readings that have not been
+        collected yet belong to a later step.
+        """
+        with self._lock:
+            new, self._new = self._new, []
+        if step != self._step:
+            self._step, self._of_step = step, {}
+        for node, sample in new:
+            for gpu, values in sample.items():
+                for name, value in values.items():
+                    self._of_step.setdefault(f"performance/gpus/{node}/gpu{gpu}/{name}", []).append(value)
+        return {name: _summary(name, values) for name, values in self._of_step.items()}
+
+    def close(self) -> None:
+        """Ends the thread and the actors."""
+        self._end.set()
+        for node in self._nodes:
+            if node.actor is not None:
+                ray.kill(node.actor)  # a call to it that is under way then ends, too
+        self._thread.join(_TIMEOUT_S)
+
+    def _run(self) -> None:
+        while True:
+            self._collect()
+            if self._end.wait(self._interval_s):
+                return
+
+    def _collect(self) -> None:
+        refs = {node.name: node.actor.take.remote() for node in self._nodes if node.actor is not None}
+        for node in self._nodes:
+            if node.name not in refs:
+                continue
+            try:
+                taken = ray.get(refs[node.name], timeout=_TIMEOUT_S)
+            except RayError as error:
+                taken = f"its actor does not answer ({type(error).__name__})"
+            if isinstance(taken, str):
+                if not self._end.is_set():
+                    logger.warning("logger.monitor_gpus: there are no readings of %s: %s.", node.name, taken)
+                    node.actor = None
+                continue
+            with self._lock:
+                self._new += [(node.name, sample) for sample in taken]
+
+
+def watch_gpus(node_ids: Sequence[str], *, collection_interval_s: float, flush_interval_s: float) -> GpuMonitor:
+    """Starts a `NodeMonitor` on each node, without waiting for it, and collects what they read.
+
+    Args:
+        node_ids: Ray's ids of the nodes.
+        collection_interval_s: seconds between readings of a GPU.
+        flush_interval_s: seconds between collections by the driver.
+    """
+    actor_class = ray.remote(NodeMonitor)
+    actors = [
+        actor_class.options(
+            num_cpus=0, num_gpus=0, scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False)
+        ).remote(collection_interval_s)
+        for node_id in node_ids
+    ]
+    return GpuMonitor(actors, flush_interval_s)
+
+
+def _summary(name: str, values: Sequence[float]) -> float:
+    return sum(values) / len(values) if name.endswith(_MEANS) else max(values)

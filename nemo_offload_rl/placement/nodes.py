@@ -1,0 +1,197 @@
+"""Which nodes of a Ray cluster a run gets, in whole segments of NVLink domains where the recipe asks for them."""
+
+import itertools
+import os
+import socket
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+
+DOMAIN_LABEL = "nvidia.com/gpu.clique"
+"""Ray's node label with the name of the node's NVLink domain; NVIDIA's GPU feature discovery names it so, too."""
+
+# NeMo-RL's Slurm script tells a node's domain, and its place there, by custom resources instead.
+_DOMAIN_RESOURCE_PREFIX = "nvlink_domain_"
+_PLACE_RESOURCE = "topo_rank"
+_HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
+_MANY = 64  # nodes that are asked at once
+
+
+@dataclass(frozen=True)
+class Node:
+    """A node of a Ray cluster.
+
+    Attributes:
+        id: Ray's.
+        address: by which the others reach it.
+        port: where its raylet listens; 0 where Ray does not say.
+        domain: the name of its NVLink domain; None where the node was started without.
+        place: orders the nodes of a domain.
+        num_slots: groups of `gpus_per_node` ranks that it has room for when it is idle.
+        num_free_slots: those that it has room for now.
+    """
+
+    id: str
+    address: str
+    port: int = 0
+    domain: str | None = None
+    place: tuple[float, ...] = ()
+    num_slots: int = 1
+    num_free_slots: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.address} ({self.id[:8]})"
+
+
+def living_nodes(bundle: Mapping[str, float], gpus_per_node: int) -> list[Node]:
+    """Returns the nodes that Ray counts as alive, with the room that they have for ranks.
+
+    Args:
+        bundle: what a rank asks for, by Ray's names of resources.
+        gpus_per_node: ranks of a node.
+    """
+    free = ray._private.state.available_resources_per_node()
+
+    def slots(resources: Mapping[str, float]) -> int:
+        # Ray counts in steps of 0.0001: half a step is room for rounding.
+        ranks = min(int((resources.get(name, 0.0) + 5e-5) / amount) for name, amount in bundle.items())
+        return ranks // gpus_per_node
+
+    return [
+        Node(
+            id=node["NodeID"],
+            address=node["NodeManagerAddress"],
+            port=node.get("NodeManagerPort", 0),
+            domain=_domain(node),
+            place=_place(node),
+            num_slots=slots(node["Resources"]),
+            num_free_slots=slots(free.get(node["NodeID"], {})),
+        )
+        for node in ray.nodes()
+        if node["Alive"]
+    ]
+
+
+def that_answer(nodes: Sequence[Node], timeout_s: float) -> list[Node]:
+    """Returns the nodes whose raylets answer, in their order.
+
+    Of a machine that has lost its power or its network Ray needs 65 s to notice.
+
+    Args:
+        nodes: to ask.
+        timeout_s: how long an answer may take.
+    """
+    if len(nodes) < 2:  # this machine alone
+        return list(nodes)
+    with ThreadPoolExecutor(min(len(nodes), _MANY)) as pool:
+        answers = pool.map(lambda node: answers_at(node.address, node.port, timeout_s), nodes)
+        return [node for node, answered in zip(nodes, answers, strict=True) if answered]
+
+
+def answers_at(address: str, port: int, timeout_s: float) -> bool:
+    """Whether a gRPC server answers there, or the port is not known; with Ray's TLS, whether one can connect."""
+    if not port:
+        return True
+    try:
+        with socket.create_connection((address, port), timeout=timeout_s) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return True
+            # A server's kernel accepts connections even where its process is stopped; only the process greets back.
+            connection.sendall(_HTTP2_GREETING)
+            return bool(connection.recv(1))
+    except OSError:
+        return False
+
+
+def choose_nodes(
+    nodes: Sequence[Node], num_nodes: int, segment_size: int | None, num_slots: Callable[[Node], int]
+) -> list[Node] | None:
+    """Chooses the nodes of a run, in the order of its ranks.
+
+    Different ones, as far as there are enough; then further slots of the same. With segments: consecutive runs of
+    `segment_size` nodes of one NVLink domain, out of as few domains as possible.
+
+    Args:
+        nodes: of the cluster.
+        num_nodes: to choose; a multiple of `segment_size`.
+        segment_size: nodes of one NVLink domain; None and 1 ask for no domain.
+        num_slots: how often a node can be chosen.
+
+    Returns:
+        None where there are not enough.
+    """
+    ordered = sorted((node for node in nodes if num_slots(node) > 0), key=lambda node: node.place)
+    if segment_size is None or segment_size == 1:
+        rounds = range(max(map(num_slots, ordered), default=0))
+        choices = [node for number in rounds for node in ordered if num_slots(node) > number][:num_nodes]
+        return sorted(choices, key=ordered.index) if len(choices) == num_nodes else None
+    segments = list(itertools.islice(_segments(ordered, segment_size), num_nodes // segment_size))
+    chosen = [node for segment in segments for node in segment]
+    return chosen if len(chosen) == num_nodes else None
+
+
+def why_too_few(nodes: Sequence[Node], num_nodes: int, gpus_per_node: int, segment_size: int | None) -> str:
+    """Returns what a cluster lacks for a run, and the remedy, in one sentence.
+
+    Args:
+        nodes: of the cluster.
+        num_nodes: that the recipe asks for.
+        gpus_per_node: that the recipe asks for.
+        segment_size: that the recipe asks for.
+    """
+    usable = [node for node in nodes if node.num_slots > 0]
+    listed = ", ".join(str(node) for node in usable) or "none"
+    if segment_size is None or segment_size == 1 or choose_nodes(nodes, num_nodes, None, _all_slots) is None:
+        return (
+            f"The recipe asks for {num_nodes} nodes (cluster.num_nodes) with {gpus_per_node} ranks each "
+            f"(cluster.gpus_per_node), but of the Ray cluster's {len(nodes)} nodes only these have room for so many: "
+            f"{listed}; start Ray on more nodes, or lower one of the two."
+        )
+    domains = Counter(node.domain for node in usable)
+    unknown = domains.pop(None, 0)
+    counts = ", ".join(f"{count} in {domain}" for domain, count in sorted(domains.items())) or "none"
+    without = f"; {unknown} nodes have no such label" if unknown else ""
+    return (
+        f"The recipe asks for {num_nodes // segment_size} segments of {segment_size} nodes of one NVLink domain "
+        f"(cluster.segment_size), but of the Ray cluster's nodes the label {DOMAIN_LABEL} puts {counts}{without}; "
+        f"start Ray on each node with --labels={DOMAIN_LABEL}=NAME_OF_ITS_DOMAIN, or set cluster.segment_size to null."
+    )
+
+
+def _all_slots(node: Node) -> int:
+    return node.num_slots
+
+
+def _segments(ordered: Sequence[Node], segment_size: int) -> Iterator[tuple[Node, ...]]:
+    of_domain: dict[str, list[Node]] = defaultdict(list)
+    for node in ordered:
+        if node.domain is not None:
+            of_domain[node.domain].append(node)
+    for domain in sorted(of_domain, key=lambda name: (-len(of_domain[name]), name)):
+        for segment in itertools.batched(of_domain[domain], segment_size):
+            if len(segment) == segment_size:
+                yield segment
+
+
+def _domain(node: Mapping[str, Any]) -> str | None:
+    label = node.get("Labels", {}).get(DOMAIN_LABEL)
+    if label:
+        return str(label)
+    resources = [name for name in node["Resources"] if name.startswith(_DOMAIN_RESOURCE_PREFIX)]
+    return resources[0].removeprefix(_DOMAIN_RESOURCE_PREFIX) if resources else None
+
+
+def _place(node: Mapping[str, Any]) -> tuple[float, ...]:
+    """Orders by NeMo-RL's number, where there is one, and else by address, in which neighbours are mostly alike."""
+    if _PLACE_RESOURCE in node["Resources"]:
+        return (node["Resources"][_PLACE_RESOURCE],)
+    address = node["NodeManagerAddress"]
+    family = socket.AF_INET6 if ":" in address else socket.AF_INET
+    try:
+        return tuple(socket.inet_pton(family, address))
+    except OSError:  # a name
+        return tuple(address.encode())

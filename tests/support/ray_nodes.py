@@ -1,0 +1,122 @@
+"""A Ray cluster of several nodes on this host, each with an address of its own in the loopback network."""
+
+import os
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import psutil
+from support.examples import environment
+
+_BINARIES = Path(sys.executable).parent
+_START_TIMEOUT_S = 120
+
+
+class RayNodes:
+    """Starts nodes with `ray start`, as on machines of their own, and stops them as a power failure does.
+
+    Attributes:
+        address: of the cluster, for RAY_ADDRESS.
+        dashboard: address of the job server; it answers where the head was started with it.
+        folder: of all nodes' sessions.
+    """
+
+    def __init__(self, *, with_dashboard: bool) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ray"))  # sockets are in it, whose paths may have 107 characters
+        (self.folder / "token").write_text(secrets.token_hex(32))
+        port, dashboard_port = free_port(), free_port()
+        self.address, self.dashboard = f"127.0.0.2:{port}", f"http://127.0.0.1:{dashboard_port}"
+        self._nodes: dict[int, subprocess.Popen] = {}
+        self._head = [f"--port={port}", "--head", f"--dashboard-port={dashboard_port}"]
+        self._head.append(f"--include-dashboard={str(with_dashboard).lower()}")
+
+    def environment(self) -> dict[str, str]:
+        """Of nodes, and of what connects to them."""
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN_PATH": str(self.folder / "token")}
+        # Importing the package has set the first to 0, which is for Ray on loopback alone.
+        ray = {"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "1", "RAY_USAGE_STATS_ENABLED": "0"}
+        binaries = os.pathsep.join([str(_BINARIES), os.environ["PATH"]])
+        own = {"PATH": binaries, "UV_PROJECT_ENVIRONMENT": sys.prefix, "UV_NO_SYNC": "1"}  # for `uv run` in a job
+        return environment() | token | ray | own
+
+    def start_head(self) -> None:
+        """Start the node at 127.0.0.2, which the others join."""
+        self._start(2, *self._head)
+
+    def start(self, number: int, *options: str) -> None:
+        """Start a node at 127.0.0.NUMBER, and wait until it has joined."""
+        self._start(number, f"--address={self.address}", *options)
+
+    def family(self, number: int) -> list[psutil.Process]:
+        """All processes of a node."""
+        main = psutil.Process(self._nodes[number].pid)
+        return [main, *main.children(recursive=True)]
+
+    def signal(self, number: int, what: signal.Signals) -> None:
+        """Send all processes of a node a signal at once."""
+        for process in self.family(number):
+            process.send_signal(what)
+
+    def remove(self, number: int) -> None:
+        """Kill what is left of a node."""
+        for process in self.family(number):
+            process.kill()
+        self._nodes.pop(number).wait()
+
+    def close(self) -> None:
+        """End all nodes, the head last."""
+        for number in sorted(self._nodes, reverse=True):
+            self.remove(number)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def _start(self, number: int, *options: str) -> None:
+        output = self.folder / f"node_{number}.txt"
+        command = [
+            *(
+                str(_BINARIES / "ray"),
+                "start",
+                "--block",
+                f"--node-ip-address=127.0.0.{number}",
+                "--num-cpus=1",
+                "--num-gpus=0",
+            ),
+            f"--temp-dir={self.folder}/{number}",  # of its own: a node deletes jobs' files that it does not use
+            *("--object-store-memory=100000000", "--dashboard-agent-listen-port=0"),
+            *("--min-worker-port=0", "--max-worker-port=0", *options),
+        ]
+        with output.open("w") as file:
+            node = subprocess.Popen(
+                command, env=self.environment(), stdout=file, stderr=subprocess.STDOUT, start_new_session=True
+            )
+        self._nodes[number] = node
+        deadline = time.monotonic() + _START_TIMEOUT_S
+        while "Ray runtime started" not in output.read_text():
+            assert node.poll() is None, output.read_text()
+            assert time.monotonic() < deadline, output.read_text()
+            time.sleep(0.05)
+
+
+@contextmanager
+def ray_nodes(*, with_dashboard: bool) -> Iterator[RayNodes]:
+    """A head; none of the nodes outlives the block."""
+    nodes = RayNodes(with_dashboard=with_dashboard)
+    try:
+        nodes.start_head()
+        yield nodes
+    finally:
+        nodes.close()
+
+
+def free_port() -> int:
+    """A TCP port of the loopback addresses that nothing is bound to now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

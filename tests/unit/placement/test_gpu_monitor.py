@@ -1,0 +1,155 @@
+"""Readings of GPUs: from NVML (here a library of the same functions), and from the actors of several nodes."""
+
+import logging
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+import ray
+from support.metrics_page import undocumented
+
+from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, watch_gpus
+from nemo_offload_rl.placement.gpu_sampler import GpuReader, GpuSampler, NoGpuReadingsError
+
+
+class NVMLError(Exception):
+    pass
+
+
+class Nvml:
+    """Two GPUs; the second, a part of one, reports no power."""
+
+    NVMLError = NVMLError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, num_gpus=2):
+        self.num_gpus = num_gpus
+        self.num_reads = 0
+
+    def nvmlInit(self):
+        pass
+
+    def nvmlDeviceGetCount(self):
+        return self.num_gpus
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return index
+
+    def nvmlDeviceGetUtilizationRates(self, gpu):
+        self.num_reads += 1
+        return SimpleNamespace(gpu=50 + gpu)
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        return SimpleNamespace(used=3 * 2**30)
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        if gpu == 1:
+            raise NVMLError("Not Supported")
+        return 250_500
+
+    def nvmlDeviceGetTemperature(self, gpu, sensor):
+        return 40
+
+
+def wait_until(condition):
+    deadline = time.monotonic() + 20
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_each_gpu_reports_what_it_can():
+    assert GpuReader(Nvml()).read() == {
+        0: {"utilization_percent": 50, "memory_gib": 3, "power_w": 250.5, "temperature_c": 40},
+        1: {"utilization_percent": 51, "memory_gib": 3, "temperature_c": 40},
+    }
+
+
+def test_why_gpus_cannot_be_read_is_said(monkeypatch):
+    with pytest.raises(NoGpuReadingsError, match="the driver knows of no GPU"):
+        GpuReader(Nvml(0))
+    without_driver = Nvml()
+    monkeypatch.setattr(without_driver, "nvmlInit", lambda: (_ for _ in ()).throw(NVMLError("Driver Not Loaded")))
+    with pytest.raises(NoGpuReadingsError, match="NVML, the driver's library, says: Driver Not Loaded"):
+        GpuReader(without_driver)
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(NoGpuReadingsError, match="nvidia-ml-py is not installed"):
+        GpuReader()
+
+
+def test_readings_come_at_their_interval_until_the_end():
+    nvml = Nvml(1)
+    sampler = GpuSampler(GpuReader(nvml), 0.01)
+    wait_until(lambda: nvml.num_reads > 3)
+    first = sampler.take()
+    assert len(first) >= 3 and first[0][0]["power_w"] == 250.5
+    sampler.close()
+    num_reads = nvml.num_reads
+    assert len(first) + len(sampler.take()) == num_reads
+    time.sleep(0.05)
+    assert nvml.num_reads == num_reads and sampler.take() == []
+
+
+class Node:
+    """A node's actor with readings that are known."""
+
+    def __init__(self, answers):
+        self.answers = list(answers)
+
+    def take(self):
+        return self.answers.pop(0) if self.answers else []
+
+
+def reading(utilization, memory):
+    return {0: {"utilization_percent": utilization, "memory_gib": memory}}
+
+
+def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster, caplog):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    node = ray.remote(Node).options(num_cpus=0)
+    answers = [[[reading(10.0, 7.0), reading(30.0, 5.0)], [reading(50.0, 1.0)]], ["it has no GPU"]]
+    monitor = GpuMonitor([node.remote(of_node) for of_node in answers], flush_interval_s=0.2)
+    seen = {}
+
+    def is_complete():
+        nonlocal seen
+        seen = monitor.of_step(1)
+        return seen.get("performance/gpus/node0/gpu0/utilization_percent") == 30.0
+
+    wait_until(is_complete)  # the mean of both collections
+    assert seen["performance/gpus/node0/gpu0/memory_gib"] == 7.0  # the largest
+    assert undocumented(seen) == []
+    assert monitor.of_step(1) == seen
+    assert monitor.of_step(2) == {}
+    monitor.close()
+    said = "logger.monitor_gpus: there are no readings of node1: it has no GPU."
+    assert [record.getMessage() for record in caplog.records] == [said]
+
+
+def test_a_node_without_gpus_says_so_once_and_nothing_waits(ray_cluster, caplog):
+    caplog.set_level(logging.WARNING)
+    monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
+    start = time.perf_counter()
+    assert monitor.of_step(1) == {}
+    assert time.perf_counter() - start < 0.1
+    if not ray_cluster.has_gpus:
+        wait_until(lambda: caplog.records)
+        time.sleep(0.3)
+        assert len(caplog.records) == 1 and "no readings of node0" in caplog.text
+    else:
+        wait_until(lambda: monitor.of_step(1))
+        assert monitor.of_step(1)["performance/gpus/node0/gpu0/memory_gib"] > 0
+    monitor.close()
+
+
+def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    node = ray.remote(Node).options(num_cpus=0)
+    dead, alive = node.remote([]), node.remote([[]] * 5 + [[reading(1.0, 1.0)]])
+    ray.kill(dead)
+    monitor = GpuMonitor([dead, alive], flush_interval_s=0.05)
+    wait_until(lambda: monitor.of_step(1))
+    assert set(monitor.of_step(1)) == {f"performance/gpus/node1/gpu0/{name}" for name in reading(1, 1)[0]}
+    monitor.close()
+    assert "no readings of node0: its actor does not answer (ActorDiedError)" in caplog.text

@@ -1,0 +1,144 @@
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import pytest
+
+from nemo_offload_rl.placement.node_watch import NodeWatch
+from nemo_offload_rl.placement.nodes import Node, answers_at, choose_nodes, living_nodes, that_answer, why_too_few
+
+
+def node(number, domain=None, *, slots=1, free=None, port=0, address="10.0.0.1"):
+    free = slots if free is None else free
+    return Node(f"{number:08d}-id", address, port, domain, (number,), slots, free)
+
+
+def free_slots(one):
+    return one.num_free_slots
+
+
+def ids(nodes):
+    return None if nodes is None else [int(one.id[:8]) for one in nodes]
+
+
+def test_nodes_are_different_ones_as_far_as_there_are_enough_and_in_their_order():
+    cluster = [node(3), node(1, slots=2), node(2)]
+    assert ids(choose_nodes(cluster, 2, None, free_slots)) == [1, 2]
+    assert ids(choose_nodes(cluster, 4, None, free_slots)) == [1, 1, 2, 3]
+    assert choose_nodes(cluster, 5, None, free_slots) is None
+    assert choose_nodes([], 1, None, free_slots) is None
+
+
+def test_nodes_that_are_in_use_are_left_out():
+    cluster = [node(1, free=0), node(2), node(3)]
+    assert ids(choose_nodes(cluster, 2, 1, free_slots)) == [2, 3]
+    assert choose_nodes(cluster, 3, None, free_slots) is None
+    assert ids(choose_nodes(cluster, 3, None, lambda one: one.num_slots)) == [1, 2, 3]
+
+
+def test_segments_are_whole_of_one_domain_each_and_of_few_domains():
+    small = [node(number, "a") for number in (0, 1, 2)]
+    large = [node(number, "b") for number in (14, 13, 12, 11, 10)]
+    cluster = [*small, node(5), node(6), *large]
+    assert ids(choose_nodes(cluster, 4, 2, free_slots)) == [10, 11, 12, 13]
+    assert ids(choose_nodes(cluster, 6, 2, free_slots)) == [10, 11, 12, 13, 0, 1]
+    assert choose_nodes(cluster, 8, 2, free_slots) is None  # 14, 2, 5 and 6 are in no whole segment
+    assert choose_nodes(cluster, 8, 4, free_slots) is None
+
+
+def test_a_cluster_with_too_few_says_what_it_has_and_the_remedy():
+    cluster = [node(1, "a"), node(2, "a"), node(3, "b"), node(4), node(5, slots=0)]
+    text = why_too_few(cluster, 8, 4, None)
+    assert "asks for 8 nodes (cluster.num_nodes) with 4 ranks each" in text
+    assert "of the Ray cluster's 5 nodes only these" in text
+    assert "10.0.0.1 (00000004);" in text
+    assert why_too_few(cluster, 8, 4, 2) == text  # without segments there would be too few, too
+    text = why_too_few(cluster, 4, 4, 2)
+    assert "asks for 2 segments of 2 nodes of one NVLink domain (cluster.segment_size)" in text
+    assert "the label nvidia.com/gpu.clique puts 2 in a, 1 in b; 1 nodes have no such label;" in text
+    assert "--labels=nvidia.com/gpu.clique=NAME_OF_ITS_DOMAIN, or set cluster.segment_size to null" in text
+
+
+def test_what_ray_says_of_nodes(monkeypatch):
+    def ray_node(name, address, **fields):
+        return {"NodeID": name, "NodeManagerAddress": address, "NodeManagerPort": 7, "Alive": True, **fields}
+
+    gpus = {"GPU": 8.0, "CPU": 64.0}
+    monkeypatch.setattr(
+        "ray.nodes",
+        lambda: [
+            ray_node("a", "10.0.0.10", Resources=gpus, Labels={"nvidia.com/gpu.clique": "x.1"}),
+            ray_node("b", "10.0.0.9", Resources=gpus | {"nvlink_domain_y": 1.0, "topo_rank": 12.0}, Labels={}),
+            ray_node("c", "head", Resources={"CPU": 3.0}, Labels={}),
+            ray_node("d", "10.0.0.8", Resources={}, Labels={}) | {"Alive": False},
+        ],
+    )
+    free = {"a": {"GPU": 5.0, "CPU": 64.0}, "b": gpus}
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: free)
+    first, second, head = living_nodes({"GPU": 1, "CPU": 1}, 4)
+    assert first == Node("a", "10.0.0.10", 7, "x.1", (10, 0, 0, 10), 2, 1)
+    assert second == Node("b", "10.0.0.9", 7, "y", (12.0,), 2, 2)
+    assert (head.domain, head.num_slots, head.num_free_slots) == (None, 0, 0)
+    monkeypatch.setattr("ray._private.state.available_resources_per_node", lambda: {"c": {"CPU": 0.1}})
+    assert living_nodes({"CPU": 0.02}, 1)[2].num_free_slots == 5  # and not 4, by rounding
+
+
+@contextmanager
+def server(*, greets):
+    """Accepts connections on the loopback address, and greets as a gRPC server does."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def serve():
+            while greets:
+                try:
+                    connection, _ = listener.accept()
+                except OSError:
+                    return
+                connection.sendall(bytes(9))
+                connection.close()
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield listener.getsockname()[1]
+        listener.shutdown(socket.SHUT_RDWR)
+
+
+def test_a_node_answers_where_its_process_does_and_not_its_kernel_alone(monkeypatch):
+    with server(greets=True) as alive, server(greets=False) as stopped:
+        assert answers_at("127.0.0.1", alive, 5)
+        assert not answers_at("127.0.0.1", stopped, 0.2)
+        nodes = [node(0, port=alive, address="127.0.0.1"), node(1, port=stopped, address="127.0.0.1"), node(2)]
+        assert ids(that_answer(nodes, 0.2)) == [0, 2]
+        assert ids(that_answer(nodes[1:2], 0.2)) == [1]  # this machine alone
+        monkeypatch.setenv("RAY_USE_TLS", "1")
+        assert answers_at("127.0.0.1", stopped, 5)  # with TLS a server greets later
+    assert not answers_at("127.0.0.1", alive, 5)
+
+
+def test_a_node_that_stops_answering_is_lost_once_patience_is_over():
+    with server(greets=True) as first:
+        with server(greets=True) as second:
+            nodes = [node(0, port=first, address="127.0.0.1"), node(1, port=second, address="127.0.0.1")]
+            watch = NodeWatch(nodes, period_s=0.01, patience_s=0.3)
+            time.sleep(0.5)
+            assert not watch.has_lost
+            assert watch.loss_of(nodes[1], ask=True) is None
+        start = time.monotonic()
+        while not watch.has_lost:
+            assert time.monotonic() - start < 10
+            time.sleep(0.01)
+        assert time.monotonic() - start > 0.2
+        assert watch.loss_of(nodes[0], ask=True) is None
+        with pytest.raises(Exception, match=r"node 127.0.0.1 \(00000001\) has not answered for 0.3 s"):
+            raise watch.loss_of(nodes[1])
+        watch.close()
+
+
+def test_a_node_that_is_asked_is_lost_at_once():
+    with server(greets=True) as first:
+        nodes = [node(0, port=first, address="127.0.0.1"), node(1, port=1, address="127.0.0.1")]
+        watch = NodeWatch(nodes, period_s=100, patience_s=100)
+        assert watch.loss_of(nodes[1]) is None
+        assert "does not answer" in str(watch.loss_of(nodes[1], ask=True))
+        assert watch.loss_of(nodes[0], ask=True) is None
+        watch.close()
