@@ -1,12 +1,12 @@
-"""What does optimizer state off the GPU during training cost: streamed through a window, or resident as the baseline?
+"""What does optimizer state off the GPU during training cost: streamed through a window, or stepped on the CPU?
 
     python benchmarks/cpu_optimizer.py --out docs/results/cpu_optimizer.json [--cases 8B] [--ways streamed]
 
 Every case is tried in every way, each in a process of its own, in turn. `share_of_link` are the bytes of a step both
 ways over the time from the first copy's start to the last one's end, as a share of what the link did with copies in
 both directions at once, measured in the same process. `bit_equal` compares every step's loss, gradient norm and
-parameters with those of the first way. A way that does not fit on the GPU has a row that says so. At `--scale tiny` a
-tiny model is trained, also without a GPU.
+parameters with those of the first way that steps the same fraction on the CPU: its kernel rounds otherwise. A way that
+does not fit on the GPU has a row that says so. At `--scale tiny` a tiny model is trained, also without a GPU.
 """
 
 import argparse
@@ -20,25 +20,26 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from model_shapes import TINY_SIZES
 from optimizer_ways.ways import CASES, WAYS, Case
 from result_file import TableValue, print_rows, write_result
-
-TINY = {"hidden_size": 64, "num_hidden_layers": 2, "intermediate_size": 128, "vocab_size": 512, "head_dim": 16}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2}
 
 
 def scaled(case: Case, scale: str) -> Case:
     """The case itself, or the same with a tiny model and batch."""
     if scale == "full":
         return case
-    tiny = {**case.hf_config, **TINY}
+    tiny = {**case.hf_config, **TINY_SIZES}
     return dataclasses.replace(case, hf_config=tiny, rows=4, mbs=2, seq_length=16, steps=2)
 
 
 def compared(rows: Sequence[tuple[dict[str, TableValue], list[Any]]]) -> list[dict[str, TableValue]]:
-    """The rows of one case with `bit_equal`: whether all that was made equals what the first way made."""
-    first = next((made for _, made in rows if made), [])
-    return [row | {"bit_equal": made == first if made else None} for row, made in rows]
+    """The rows of one case with `bit_equal`: whether what was made equals what the first way of its fraction made."""
+    first: dict[TableValue, list[Any]] = {}
+    for row, made in rows:
+        if made:
+            first.setdefault(row["fraction"], made)
+    return [row | {"bit_equal": made == first[row["fraction"]] if made else None} for row, made in rows]
 
 
 def child(case: str, way: str, scale: str, out: Path) -> None:
@@ -77,11 +78,12 @@ def main() -> None:
         return
     rows: list[dict[str, TableValue]] = []
     for case in (CASES[name] for name in arguments.cases):
-        tried = [way for way in case.ways if way in arguments.ways]
-        found = [in_own_process(case, way, arguments.scale) for way in tried]
+        found: list[tuple[dict[str, TableValue], list[Any]]] = []
+        for way in (way for way in case.ways if way in arguments.ways):
+            found.append(in_own_process(case, way, arguments.scale))
+            write_result(arguments.out, rows + compared(found))
         rows += compared(found)
         print_rows(rows)
-    write_result(arguments.out, rows)
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from gpu_watch import GpuWatch
 from model_shapes import QWEN2_1_5B
-from ports import free_port
+from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
@@ -55,15 +55,14 @@ def main() -> None:
             raise SystemExit(f"the way {way!r} failed; see above") from None
         finally:
             process.join()
-        print_rows(rows)
-    write_result(Path(arguments.out), rows)
+        write_result(Path(arguments.out), rows)
+    print_rows(rows)
 
 
 def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
     """Trains one way and sends its row."""
     from nemo_offload_rl.config import for_machine, load
     from nemo_offload_rl.run.setup import fields_from, with_run_length
-    from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     overrides = [
         f"policy.max_total_sequence_length={arguments.seq_length}",
@@ -76,17 +75,7 @@ def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
     if not policy.get("hf_config"):
         policy["hf_config"] = QWEN2_1_5B
     with GpuWatch() as watch:
-        worker = MegatronPolicyWorker(
-            policy,
-            rank=0,
-            world_size=1,
-            local_rank=0,
-            master_addr="localhost",
-            master_port=free_port(),
-            seed=0,
-            init_reference_model=True,
-            group_size=2,
-        )
+        worker = one_rank_worker(policy, init_reference_model=True, group_size=2)
         loss_fn = DPOLoss(**fields_from(DPOLoss, config["dpo"]))
         seconds: list[dict[str, float]] = []
         peaks: list[dict[str, float]] = []

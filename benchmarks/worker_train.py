@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from model_shapes import QWEN2_1_5B
+from one_rank import one_rank_worker
 from result_file import print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -142,16 +143,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=15)
     parser.add_argument("--out", default="build/worker_train.json")
     args = parser.parse_args()
-    worker = MegatronPolicyWorker(
-        policy(args.seq_length),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr="localhost",
-        master_port=29533,
-        seed=0,
-        init_reference_model=False,
-    )
+    worker = one_rank_worker(policy(args.seq_length))
     worker.prepare_for_training()
     data = batch(args.rows, args.seq_length)
     ways = {

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from ports import free_port
+from one_rank import one_rank_worker
 from result_file import TableValue
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -74,16 +74,7 @@ def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
 
 
 def _worker(case: Case, way: Way) -> MegatronPolicyWorker:
-    return MegatronPolicyWorker(
-        policy_of(case, way, has_gpus=torch.cuda.is_available()),
-        rank=0,
-        world_size=1,
-        local_rank=0,
-        master_addr="localhost",
-        master_port=free_port(),
-        seed=0,
-        init_reference_model=False,
-    )
+    return one_rank_worker(policy_of(case, way, has_gpus=torch.cuda.is_available()))
 
 
 def _measured(

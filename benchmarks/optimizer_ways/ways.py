@@ -7,6 +7,7 @@ from typing import Any
 from model_shapes import QWEN2_1_5B, QWEN3_8B
 
 _STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
+_OPTIMIZER = "++policy.megatron_cfg.optimizer"
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,19 @@ class Way:
     overlap: bool | None = None
 
 
-WAYS: Mapping[str, Way] = {
-    way.name: way for way in (Way("resident"), Way("streamed", (_STREAMED, "policy.residency.stream_window_mib=512")))
-}
+def _on_cpu(fraction: float, *, overlap: bool) -> Way:
+    overrides = (
+        f"{_OPTIMIZER}.optimizer_cpu_offload=true",
+        f"{_OPTIMIZER}.optimizer_offload_fraction={fraction}",
+        f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d={str(overlap).lower()}",
+    )
+    return Way(f"CPU {fraction:g}{', overlap' if overlap else ''}", overrides, fraction, overlap)
+
+
+ON_GPU = (Way("resident"), Way("streamed", (_STREAMED, "policy.residency.stream_window_mib=512")))
+ON_CPU = tuple(_on_cpu(fraction, overlap=overlap) for fraction in (0.5, 1.0) for overlap in (False, True))
+WAYS: Mapping[str, Way] = {way.name: way for way in (*ON_GPU, *ON_CPU)}
+_GPU_WAYS = tuple(way.name for way in ON_GPU)
 
 
 @dataclass(frozen=True)
@@ -53,7 +64,7 @@ class Case:
     mbs: int = 4
     seq_length: int = 512
     steps: int = 7
-    ways: tuple[str, ...] = tuple(WAYS)
+    ways: tuple[str, ...] = _GPU_WAYS
     overrides: tuple[str, ...] = ()
     environ: Mapping[str, str] = field(default_factory=dict)
 
@@ -68,7 +79,7 @@ _ALL_LAYERS_AGAIN = (
 CASES: Mapping[str, Case] = {
     case.name: case
     for case in (
-        Case("1.5B, 10 bytes a parameter", QWEN2_1_5B, overrides=(f"{_PRECISION_AWARE}=true",)),
+        Case("1.5B, 10 bytes a parameter", QWEN2_1_5B, ways=tuple(WAYS), overrides=(f"{_PRECISION_AWARE}=true",)),
         Case("1.5B, 12 bytes a parameter", QWEN2_1_5B, overrides=(f"{_PRECISION_AWARE}=false",)),
         Case(
             "1.5B, deterministic",

@@ -31,6 +31,17 @@ def test_every_case_is_a_recipe_in_each_of_its_ways(case):
         assert plan.streams_optimizer_state == (way == "streamed")
 
 
-def test_a_way_that_made_nothing_is_equal_to_nothing():
-    found = cpu_optimizer.compared([({"way": "a"}, []), ({"way": "b"}, [1, 2]), ({"way": "c"}, [1, 3])])
-    assert [row["bit_equal"] for row in found] == [None, True, False]
+def test_the_cpu_optimizer_is_tried_with_both_fractions_and_overlap():
+    found = set()
+    case = CASES["1.5B, 10 bytes a parameter"]
+    for way in case.ways:
+        optimizer = policy_of(case, WAYS[way], has_gpus=True)["megatron_cfg"]["optimizer"]
+        if optimizer["optimizer_cpu_offload"]:
+            found.add((optimizer["optimizer_offload_fraction"], optimizer["overlap_cpu_optimizer_d2h_h2d"]))
+    assert found == {(0.5, False), (0.5, True), (1.0, False), (1.0, True)}
+
+
+def test_ways_are_compared_with_the_first_that_steps_as_much_on_the_cpu():
+    made = [(0.0, []), (0.0, [1, 2]), (0.0, [1, 3]), (0.5, [1, 4]), (0.5, [1, 4])]
+    found = cpu_optimizer.compared([({"fraction": fraction}, values) for fraction, values in made])
+    assert [row["bit_equal"] for row in found] == [None, True, False, True, True]
