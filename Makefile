@@ -31,7 +31,8 @@ sft: setup ## Train the tiny model with SFT
 dpo: setup ## Train the tiny model with DPO, after its SFT
 	$(PYTHON) examples/run_dpo.py --config $(CONFIG_dpo) $(ARGS)
 
-test: setup ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
+test: ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
+	@tools/setup.sh $(EXTRAS:%=--extra %) --group adapters
 	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: setup ## Check style, formatting, types and the lock

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 
 # xdist has a process for each core already, and ranks and Ray's workers come on top. Read when torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Transformer Engine's dense attention is bit-equal from run to run with it alone. Read when it is imported.
+os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 
 import pytest
 import torch
@@ -16,9 +18,9 @@ from nemo_offload_rl.placement.cluster import Cluster
 
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Cluster]:
-    """Ray on this machine with two bundles, started once: rank 0 and 1 of a test's worker group or generation."""
+    """Ray on this machine, started once: rank 0 and 1 of a test's worker group or generation, or 0 on a single GPU."""
     with ray_forks_its_workers():
-        cluster = Cluster(num_nodes=1, gpus_per_node=2)
+        cluster = Cluster(num_nodes=1, gpus_per_node=1 if torch.cuda.device_count() == 1 else 2)
     with cluster:
         yield cluster
 

@@ -73,7 +73,9 @@ def page() -> str:
         for path, typed_dict in _sections(keys):
             if typed_dict not in described:
                 sections.append(_section(path, typed_dict, keys, algorithm, described))
-                described |= {typed_dict, *_all_bases(typed_dict)}
+                described.add(typed_dict)
+                if "dataset_name" not in get_type_hints(typed_dict):  # whose kinds each name all of their keys
+                    described.update(_all_bases(typed_dict))
     parts = [INTRO, *map(_contents, ALGORITHMS), *sections, MEGATRON, _megatron_sources(), OWNED, _owned_table()]
     parts += [UPSTREAM + _off_rows(), WITHOUT + _without_rows(), OTHER + _other_rows()]
     return "\n".join(part.strip("\n") + "\n" for part in parts)
@@ -103,8 +105,11 @@ def _section(path: str, typed_dict: type, keys: dict[str, Key], algorithm: str, 
     title = path.replace("*", "NAME")
     hints = get_type_hints(typed_dict, include_extras=True)
     if "dataset_name" in hints:
-        title += f"` with `dataset_name: {get_args(hints['dataset_name'])[0]}"
+        title += f"` with `dataset_name: {', '.join(get_args(hints['dataset_name']))}"
     bases = _all_bases(typed_dict)
+    if "dataset_name" in hints:
+        hints = {name: hints[name] for name in dict.fromkeys([*key_comments(typed_dict), *hints])}
+        described = set()
     inherited = {name for base in described.intersection(bases) for name in get_type_hints(base)}
     lines = [f"## `{title}`", "", "| key | value | meaning |", "|---|---|---|"]
     if described.intersection(bases):

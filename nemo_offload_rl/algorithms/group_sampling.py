@@ -10,7 +10,7 @@ import torch
 from nemo_offload_rl.algorithms.advantages import informative_groups
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.data.loader import ProblemLoader
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 
@@ -44,7 +44,7 @@ class GroupSampler:
             make different rewards equal.
     """
 
-    prompts: ProblemLoader[Problem]
+    prompts: ProblemLoader[Conversation]
     rollout: RolloutMaker
     sampling: SamplingParams
     settings: GroupSettings
@@ -90,6 +90,7 @@ class GroupSampler:
     def _metrics(self, rollouts: Rollouts, num_batches: int) -> dict[str, float]:
         return {
             "train/reward": float(rollouts.rewards.mean()),
+            "train/num_unjudged_answers": float(rollouts.num_unjudged),
             "train/informative_prompts": float(self._informative(rollouts).float().mean()),
             "train/truncation_rate": float(rollouts.truncated.float().mean()),
             "train/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,11 +18,12 @@ from nemo_offload_rl.algorithms.rollouts import RolloutMaker, Rollouts
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.tokenizer import check_token_ids
-from nemo_offload_rl.environments import Reward, make_reward
+from nemo_offload_rl.environments import Judge, make_math_reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.names import memory_metrics
+from nemo_offload_rl.metrics.samples import JudgedAnswer, best_and_worst
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm
 from nemo_offload_rl.run.policy_interface import Policy
@@ -39,6 +41,8 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config.schema import GRPOMasterConfig
     from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -59,12 +63,14 @@ class ValidationSampling:
         num_generations: answers that are sampled to each.
         batch_size: problems of one generation request.
         sampling: how answers are sampled.
+        num_shown: answers that are shown to the user.
     """
 
-    problems: Sequence[Problem]
+    problems: Sequence[Conversation]
     num_generations: int
     batch_size: int
     sampling: SamplingParams
+    num_shown: int = 0
 
 
 class GRPO(Algorithm):
@@ -81,6 +87,8 @@ class GRPO(Algorithm):
         loss_fn: what is trained on them.
         batch_sizes: of the policy's passes.
         overlong_filtering: leave answers that were cut off out of the loss.
+        prob_error_limit: of the sampler's probabilities against the policy's, above which a step is warned of; None
+            for none.
         save_optimizer: whether checkpoints hold the optimizer's state.
     """
 
@@ -97,6 +105,7 @@ class GRPO(Algorithm):
         loss_fn: ClippedPGLoss,
         batch_sizes: BatchSizes,
         overlong_filtering: bool,
+        prob_error_limit: float | None,
         save_optimizer: bool,
     ) -> None:
         super().__init__(policy, sample.prompts, save_optimizer=save_optimizer)
@@ -109,6 +118,7 @@ class GRPO(Algorithm):
         self._loss_fn = loss_fn
         self._batch_sizes = batch_sizes
         self._overlong_filtering = overlong_filtering
+        self._prob_error_limit = prob_error_limit
 
     def step(self, step: int, timer: Timer) -> dict[str, float]:
         """Samples a batch and trains on it; see ``Algorithm``."""
@@ -133,7 +143,19 @@ class GRPO(Algorithm):
         sizes = self._batch_sizes
         metrics |= self._train(batch, self._loss_fn, timer, gbs=sizes.train_global, mbs=sizes.train_micro)
         self._weights.mark_stale()
+        self._warn_of_prob_error(step, metrics["train/token_mult_prob_error"])
         return metrics | memory_metrics("generation", self._generation.memory_stats())
+
+    def _warn_of_prob_error(self, step: int, error: float) -> None:
+        if self._prob_error_limit is not None and error > self._prob_error_limit:
+            logger.warning(
+                "Step %d: train/token_mult_prob_error is %.3f, above grpo.token_mult_prob_error_limit (%g): the engine "
+                "samples from other probabilities than the policy trains with; policy.verify_refit=true finds weights "
+                "that differ.",
+                step,
+                error,
+                self._prob_error_limit,
+            )
 
     def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
         """Log-probs of the tokens before the update, as far as the loss needs them."""
@@ -151,8 +173,9 @@ class GRPO(Algorithm):
 
         Returns:
             ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
-            reward, and the mean length of an answer; of several answers to a problem also ``validation/pass_k``, the
-            share of problems of which one answer or more got a reward above 0. Nothing where there are no problems.
+            reward, the number of answers that could not be judged, and the mean length of an answer; of several answers
+            to a problem also ``validation/pass_k``, the share of problems of which one answer or more got a reward
+            above 0. Nothing where there are no problems.
         """
         problems, size = self._validation.problems, self._validation.batch_size
         num_generations, sampling = self._validation.num_generations, self._validation.sampling
@@ -165,9 +188,11 @@ class GRPO(Algorithm):
         ]
         self._generation.finish_generation()
         rollouts = Rollouts.concat(parts, self._sample.rollout.tokenizer.pad_token_id)
+        self.validation_answers = _judged_answers(rollouts, self._validation.num_shown)
         metrics = {
             "validation/accuracy": float((rollouts.rewards >= 1).float().mean()),
             "validation/reward": float(rollouts.rewards.mean()),
+            "validation/num_unjudged_answers": float(rollouts.num_unjudged),
             "validation/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
         }
         if num_generations > 1:
@@ -181,8 +206,15 @@ class GRPO(Algorithm):
 
     def shutdown(self) -> None:
         """Ends everything that the algorithm runs on."""
+        self._sample.rollout.reward.shutdown()
         self._generation.shutdown()
         super().shutdown()
+
+
+def _judged_answers(rollouts: Rollouts, num: int) -> list[JudgedAnswer]:
+    rewards = rollouts.rewards.flatten().tolist()
+    chosen = [(rollouts.cases[row], rewards[row]) for row in best_and_worst(rewards, num)]
+    return [JudgedAnswer(case.prompt, case.response, case.answer, reward) for case, reward in chosen]
 
 
 def prepare(config: GRPOMasterConfig) -> Preparation:
@@ -254,6 +286,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 num_generations=section["val_num_generations_per_prompt"],
                 batch_size=section["val_batch_size"],
                 sampling=validation_sampling,
+                num_shown=config["logger"]["num_val_samples_to_print"],
             ),
             shape=_make_reward_shaping(section),
             advantages=_make_advantages(section),
@@ -264,14 +297,18 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
                 logprob=fitted_policy["logprob_batch_size"],
             ),
             overlong_filtering=section["overlong_filtering"],
+            prob_error_limit=section["token_mult_prob_error_limit"],
             save_optimizer=config["checkpointing"]["save_optimizer"],
         )
 
     return Preparation(build, schedule, tokenizer)
 
 
-def _make_reward(config: GRPOMasterConfig) -> Reward:
+def _make_reward(config: GRPOMasterConfig) -> Judge:
     environment = config["env"][config["data"]["default"]["env_name"]]
+    implementation = environment.get("math_verify_impl")
+    if implementation is not None:
+        return make_math_reward(implementation, environment["num_workers"], environment["time_limit_s"])
     return make_reward(environment["reward"], environment.get("reward_function"))
 
 

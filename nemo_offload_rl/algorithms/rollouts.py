@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Self
 import torch
 
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.sequences import response_batch, response_logprobs
-from nemo_offload_rl.environments import Reward
+from nemo_offload_rl.environments import Case, Judge
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 
@@ -28,11 +28,15 @@ class Rollouts:
         batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs.
         rewards: float32 [P, N].
         truncated: bool [P x N], true where the answer was cut off at its length limit.
+        num_unjudged: answers whose reward is 0 since they could not be judged.
+        cases: P x N, what was judged.
     """
 
     batch: BatchedData
     rewards: torch.Tensor
     truncated: torch.Tensor
+    num_unjudged: int = 0
+    cases: tuple[Case, ...] = ()
 
     @property
     def num_prompts(self) -> int:
@@ -54,7 +58,11 @@ class Rollouts:
         num_generations = self.rewards.shape[1]
         rows = (prompts[:, None] * num_generations + torch.arange(num_generations)).flatten()
         return replace(
-            self, batch=self.batch.select(rows), rewards=self.rewards[prompts], truncated=self.truncated[rows]
+            self,
+            batch=self.batch.select(rows),
+            rewards=self.rewards[prompts],
+            truncated=self.truncated[rows],
+            cases=tuple(self.cases[row] for row in rows.tolist()) if self.cases else (),
         )
 
     @classmethod
@@ -64,6 +72,8 @@ class Rollouts:
             batch=BatchedData.concat([part.batch for part in parts], pad_values={"input_ids": pad_token_id}),
             rewards=torch.cat([part.rewards for part in parts]),
             truncated=torch.cat([part.truncated for part in parts]),
+            num_unjudged=sum(part.num_unjudged for part in parts),
+            cases=tuple(case for part in parts for case in part.cases),
         )
 
 
@@ -81,11 +91,11 @@ class RolloutMaker:
     generation: GenerationInterface
     prompt_format: PromptFormat
     tokenizer: PreTrainedTokenizerFast
-    reward: Reward
+    reward: Judge
 
     def __call__(
         self,
-        problems: Sequence[Problem],
+        problems: Sequence[Conversation],
         num_generations: int,
         sampling: SamplingParams,
         step: int,
@@ -113,17 +123,18 @@ class RolloutMaker:
         with timer.phase("rewards"):
             texts = self.tokenizer.batch_decode(output.output_ids, skip_special_tokens=True)
             asked = [problem for problem in problems for _ in range(num_generations)]
-            rewards = torch.tensor(
-                [
-                    self.reward.judge(problem.prompt, text, problem.answer)
-                    for problem, text in zip(asked, texts, strict=True)
-                ]
+            cases = tuple(
+                Case(problem.context[-1].content, text, problem.answer)
+                for problem, text in zip(asked, texts, strict=True)
             )
+            judged = self.reward.judge_all(cases)
         batch = response_batch(prompt_ids, output.output_ids, self.tokenizer.pad_token_id)
         batch["sample_mask"] *= torch.tensor([float(prompt.fits) for prompt in prompts])
         batch["generation_logprobs"] = response_logprobs(batch, output.logprobs)
         return Rollouts(
             batch=batch,
-            rewards=rewards.view(len(problems), num_generations),
+            rewards=torch.tensor(judged.rewards).view(len(problems), num_generations),
             truncated=torch.tensor([reason == "length" for reason in output.finish_reasons]),
+            num_unjudged=judged.num_unjudged,
+            cases=cases,
         )

@@ -11,7 +11,7 @@ import torch
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import ProblemLoader
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import Conversation
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.metrics.timer import Timer
@@ -40,7 +40,7 @@ class ValidationData:
         micro_batch_size: rows of one forward pass on a rank.
     """
 
-    problems: Sequence[Problem]
+    problems: Sequence[Conversation]
     micro_batch_size: int
 
 
@@ -62,7 +62,7 @@ class SFT(Algorithm):
         *,
         policy: Policy,
         example_format: PromptFormat,
-        examples: ProblemLoader[Problem],
+        examples: ProblemLoader[Conversation],
         validation: ValidationData,
         train_global_batch_size: int,
         train_micro_batch_size: int,
@@ -93,8 +93,11 @@ class SFT(Algorithm):
         }
 
 
-def example_batch(example_format: PromptFormat, problems: Sequence[Problem]) -> BatchedData:
-    """Makes a training batch of prompts and answers; rows beyond the format's limit are left out of the loss."""
+def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]) -> BatchedData:
+    """Makes a training batch of prompts and answers; rows beyond the format's limit are left out of the loss.
+
+    Of a conversation that says so, the assistant's earlier messages are trained, too.
+    """
     examples = example_format.examples(problems)
     batch = response_batch(
         [example.prompt_ids for example in examples],
@@ -102,6 +105,9 @@ def example_batch(example_format: PromptFormat, problems: Sequence[Problem]) -> 
         example_format.tokenizer.pad_token_id,
     )
     batch["sample_mask"] *= torch.tensor([float(example.fits) for example in examples])
+    for row, example in enumerate(examples):
+        for positions in example.trained_in_prompt:
+            batch["token_mask"][row, positions.start : positions.stop] = 1
     return batch
 
 

@@ -4,12 +4,17 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.named_datasets import NAMED_DATASETS
+
 # Full path of a key that may be absent: the value that it then has. A section comes before its keys.
 IF_ABSENT: Mapping[str, Any] = {
     "policy.skip_model_check": False,
     "policy.max_skipped_steps": 0,
     "policy.refit_buffer_size_gb": 1.0,
     "policy.verify_refit": False,
+    "policy.logprob_chunk_size": None,
+    "policy.megatron_cfg.use_fused_linear_logprobs": False,
+    "policy.megatron_cfg.fused_linear_logprobs_chunk_size": 256,
     "policy.use_pinned_optimizer_offload": True,
     "policy.residency": {
         "verify": False,
@@ -23,8 +28,24 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.activation_offload.strict": False,
     "policy.activation_offload.host_memory_limit_gib": None,
     "policy.numa": "auto",
+    "policy.megatron_cfg.checkpoint": {
+        "async_save": False,
+        "ckpt_assume_constant_structure": False,
+        "dist_ckpt_optim_fully_reshardable": False,
+    },
+    "policy.megatron_cfg.checkpoint.async_save": False,
+    "policy.megatron_cfg.checkpoint.ckpt_assume_constant_structure": False,
+    "policy.megatron_cfg.checkpoint.dist_ckpt_optim_fully_reshardable": False,
+    "cluster.segment_size": None,
+    "cluster.max_restarts": 0,
+    "logger.monitor_gpus": False,
+    "logger.num_val_samples_to_print": 0,
+    "logger.gpu_monitoring": {"collection_interval": 10, "flush_interval": 10},
+    "logger.gpu_monitoring.collection_interval": 10,
+    "logger.gpu_monitoring.flush_interval": 10,
     "checkpointing.on_damaged": "error",
     "checkpointing.grace_period_s": None,
+    "checkpointing.checkpoint_must_save_by": None,
     "data.train.split_validation_size": 0,
     "loss_fn.truncated_importance_sampling_type": None,
     "loss_fn.truncated_importance_sampling_ratio": None,
@@ -32,6 +53,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "grpo.advantage_clip_low": None,
     "grpo.advantage_clip_high": None,
     "grpo.batch_multiplier": 1,
+    "grpo.token_mult_prob_error_limit": None,
     "grpo.val_num_generations_per_prompt": 1,
     "grpo.reward_shaping.overlong_buffer_length": None,
     "grpo.reward_shaping.overlong_buffer_penalty": None,
@@ -45,12 +67,25 @@ IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
 }
 
 
+# The same for keys of `env.NAME` with a `math_verify_impl`.
+IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
+
+
 def resolve_absent_keys(config: dict[str, Any]) -> None:
     """Fill in the absent keys of the sections that a recipe has.
 
     Args:
         config: a recipe's, which is changed.
     """
+    data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
+    for role in ("train", "validation"):
+        for dataset in datasets_of(data, role).values():
+            _resolve_named(dataset, is_training=role == "train")
+    environments = config["env"].values() if isinstance(config.get("env"), dict) else ()
+    for environment in environments:
+        if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
+            for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
+                environment.setdefault(name, value)
     own = [values for section, values in IF_ABSENT_IN.items() if section in config]
     for path, value in [pair for values in (IF_ABSENT, *own) for pair in values.items()]:
         section, _, name = path.rpartition(".")
@@ -59,3 +94,39 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
             found = found[part] if isinstance(found, dict) and part in found else None
         if isinstance(found, dict):
             found.setdefault(name, copy.deepcopy(value))
+
+
+def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]:
+    """Returns the section of the training data, or those of the validation datasets, by their paths.
+
+    Args:
+        data: the section ``data`` of a recipe.
+        role: ``train`` or ``validation``, the key.
+    """
+    found, path = data[role] if role in data else None, f"data.{role}"
+    sections = (
+        {f"{path}.{number}": item for number, item in enumerate(found)} if isinstance(found, list) else {path: found}
+    )
+    return {path: section for path, section in sections.items() if isinstance(section, dict)}
+
+
+def splits_validation_data(train: Mapping[str, Any]) -> bool:
+    """Whether validation data is split off the training data, absent keys considered.
+
+    Args:
+        train: the section ``data.train``.
+    """
+    named = NAMED_DATASETS.get(train["dataset_name"])
+    if named is not None and named.validation_share is None:  # as in NeMo-RL
+        return False
+    if "split_validation_size" in train:
+        return bool(train["split_validation_size"])
+    return named is not None
+
+
+def _resolve_named(section: dict[str, Any], *, is_training: bool) -> None:
+    name = section["dataset_name"] if "dataset_name" in section else None
+    if isinstance(name, str) and name in NAMED_DATASETS:
+        dataset = NAMED_DATASETS[name]
+        for key, value in (dataset.if_absent | (dataset.if_absent_in_training if is_training else {})).items():
+            section.setdefault(key, value)

@@ -77,4 +77,7 @@ def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
     if "generation" in policy and policy["generation"]["backend"] == "vllm":
         policy["generation"]["backend"] = "transformers"
         lines.append("policy.generation.backend is transformers on this machine: vllm " + _GPU)
+    if adapted["logger"]["monitor_gpus"]:
+        adapted["logger"]["monitor_gpus"] = False
+        lines.append("logger.monitor_gpus is off on this machine: it has no GPU")
     return adapted, lines

@@ -11,6 +11,7 @@ from nemo_offload_rl.config.keys import find_key, nearest_key, short_section
 from nemo_offload_rl.config.megatron_fields import SECTIONS, check_field, megatron_fields
 from nemo_offload_rl.config.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
+from nemo_offload_rl.config.schema.value_types import NONE, ONE, SEVERAL
 from nemo_offload_rl.config.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
 from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, OTHER_DATASETS, OTHER_VALUES, upstream_paths
 
@@ -49,6 +50,8 @@ def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
     node: Any = config
     parts = []
     for index, item in enumerate(loc):
+        if item in (ONE, SEVERAL, NONE):
+            continue
         if isinstance(node, dict) and item not in node and index < len(loc) - 1:
             continue  # the tag of a union, such as data.train.arithmetic.num_digits
         if isinstance(node, dict) and item not in node and item == node.get("dataset_name"):
@@ -118,10 +121,11 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
     if kind == "union_tag_not_found":
         return f"missing; it is {show_choices(kinds_of(schema, path.rpartition('.')[0]))}"
     if kind == "union_tag_invalid":
-        remedies = [
-            OTHER_DATASETS[mark] for mark in kinds_of(schema, path.rpartition(".")[0]) if mark in OTHER_DATASETS
-        ]
-        return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; built in is 'arithmetic'"
+        kinds = kinds_of(schema, path.rpartition(".")[0])
+        remedies = [OTHER_DATASETS[mark] for mark in kinds if mark in OTHER_DATASETS]
+        built_in = [mark for mark, own in kinds.items() if "data_path" not in own.__annotations__]
+        by_name = f"by name there are {show_choices(built_in)}"
+        return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; {by_name}"
     if kind == "literal_error":
         return _wrong_choice(path, value, str(context["expected"]))
     found = f"found {show(value)}"
@@ -181,7 +185,10 @@ def value_at(config: Mapping[str, Any], path: str) -> Any:
     """The value of a key by its full path; `ABSENT` where there is none."""
     node: Any = config
     for name in path.split("."):
-        if not isinstance(node, dict) or name not in node:
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
+        else:
             return ABSENT
-        node = node[name]
     return node

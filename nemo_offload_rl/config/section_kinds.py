@@ -29,13 +29,14 @@ def kinds_of(root: type, section: str) -> dict[str, type]:
 
     Args:
         root: the algorithm's schema.
-        section: its path.
+        section: its path, or that of one in a list of such sections.
     """
-    key = find_key(root, section)
+    before, _, last = section.rpartition(".")
+    key = find_key(root, before if last.isdecimal() else section)
     if key is None:
         return {}
     kinds = [kind for kind in alternatives(key.annotation) if is_typeddict(kind) and MARK in kind.__annotations__]
-    return {get_args(get_type_hints(kind)[MARK])[0]: kind for kind in kinds}
+    return {mark: kind for kind in kinds for mark in get_args(get_type_hints(kind)[MARK])}
 
 
 def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
@@ -56,8 +57,8 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
     kind = kind_of(root, section, value)
     if kind is None:
         return None
-    names = [key for key in key_comments(kind) if key != MARK]
-    others = [mark for mark, other in kinds_of(root, section).items() if name in key_comments(other)]
+    names = [key for key in _names(kind) if key != MARK]
+    others = [mark for mark, other in kinds_of(root, section).items() if name in _names(other)]
     if others:
         return (
             f"is a key of {MARK} {show_choices(others)}, but {section}.{MARK} is {show(value[MARK])}, whose keys are "
@@ -67,3 +68,8 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
     if close is not None:
         return f"unknown key; nearest valid key: {section}.{close}"
     return f"unknown key; {section} with {MARK} {show(value[MARK])} has {', '.join(names)}"
+
+
+def _names(kind: type) -> list[str]:
+    """The keys of a kind, its own before those that every kind has."""
+    return list(dict.fromkeys([*key_comments(kind), *get_type_hints(kind)]))

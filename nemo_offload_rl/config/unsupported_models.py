@@ -14,20 +14,22 @@ _TANH_GELU_FAMILIES = ("gemma", "gemma3_text", "gemma4_text")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
-def check_model(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> None:
+def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
     """Refuse a model, or a setting for it, with which something else would be computed than by transformers.
 
     Args:
         fields: of the model's Hugging Face config.
-        megatron_cfg: the recipe's section.
+        policy: the recipe's section.
 
     Raises:
         ValueError: what, why and the remedy.
     """
     if (found := why_unsupported(fields)) is not None:
         raise ValueError(f"The model {found}.")
-    if (found := why_unfused(fields, megatron_cfg)) is not None:
+    if (found := why_unfused(fields, policy["megatron_cfg"])) is not None:
         raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
+    if (found := why_unchunked(fields, policy)) is not None:
+        raise ValueError(f"{found}.")
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
@@ -72,6 +74,31 @@ def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> s
     return (
         f"is true, but the model's hidden_act is {show(activation)}, which megatron-core's fused kernel does not "
         "compute exactly; set it to false"
+    )
+
+
+def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why a model's logits cannot be computed in chunks of tokens; None where they can, or are not.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        policy: the recipe's section.
+    """
+    capped = fields["final_logit_softcapping"] if "final_logit_softcapping" in fields else None
+    on = [
+        f"policy.{key} {value}"
+        for key, value in (
+            ("megatron_cfg.use_fused_linear_logprobs", policy["megatron_cfg"]["use_fused_linear_logprobs"] and "true"),
+            ("logprob_chunk_size", policy["logprob_chunk_size"]),
+        )
+        if value
+    ]
+    if capped is None or not on:
+        return None
+    return (
+        f"{' and '.join(on)} would compute logits in chunks, but the model caps its logits (final_logit_softcapping "
+        f"{show(capped)}), which chunks do not; set policy.megatron_cfg.use_fused_linear_logprobs to false and "
+        "policy.logprob_chunk_size to null"
     )
 
 

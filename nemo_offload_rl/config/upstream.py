@@ -2,16 +2,11 @@
 
 Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns
 something on, and never silently ignored. The three tables below are the whole of it; to add a feature, take its
-rows out.
+rows out. `upstream_split` reads them.
 """
 
-import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from nemo_offload_rl.config.owned_fields import same
-from nemo_offload_rl.config.problems import nearest, show
 
 
 @dataclass(frozen=True)
@@ -66,40 +61,32 @@ _KEYS_OF_DATASETS = (
     "subset",
 )
 _KEY_OF_EACH = "write it into data.train and data.validation"
-_FILE_OF_BOTH = "leave it at {off} and name it in data.default, for both"
+_IN_DEFAULT = "write it into data.default, or into data.train and data.validation"
 
 OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("on_policy_distillation", _NULL, "on-policy distillation"),
-    OffOnly("checkpointing.checkpoint_must_save_by", _NULL, "saving before a time limit", "use a smaller save_period"),
     OffOnly(
         "checkpointing.save_consolidated",
         _FALSE,
         "saving in Hugging Face format while training",
         "run `nemo-offload-rl export CHECKPOINT FOLDER` afterwards",
     ),
-    OffOnly("cluster.segment_size", _NULL, "placement by NVLink domain"),
     *(
         OffOnly(f"data.default.{key}", _NULL, f"one {key} for training and validation data", _KEY_OF_EACH)
         for key in _KEYS_OF_DATASETS
     ),
-    OffOnly("data.train.prompt_file", _NULL, "a prompt file for the training data alone", _FILE_OF_BOTH),
+    OffOnly("data.dataset_name", _NULL, "a dataset_name of the section data itself", _KEY_OF_EACH),
+    OffOnly("data.prompt_file", _NULL, "a prompt file of the section data itself", _IN_DEFAULT),
+    OffOnly("data.system_prompt_file", _NULL, "a system prompt of the section data itself", _IN_DEFAULT),
     OffOnly("data.train.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
-    OffOnly("data.train.system_prompt_file", _NULL, "a system prompt for the training data alone", _FILE_OF_BOTH),
     OffOnly("data.use_multiple_dataloader", _FALSE, "several data loaders at once"),
     OffOnly(
-        "data.val_data_paths", _NULL, "more than one validation set", "join them in one, and name it in data.validation"
-    ),
-    OffOnly("data.validation.prompt_file", _NULL, "a prompt file for the validation data alone", _FILE_OF_BOTH),
-    OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
-    OffOnly(
-        "data.validation.system_prompt_file", _NULL, "a system prompt for the validation data alone", _FILE_OF_BOTH
-    ),
-    OffOnly(
-        "env.*.math_verify_impl",
+        "data.val_data_paths",
         _NULL,
-        "math-verify",
-        "name a reward in env.NAME.reward: exact_match, numeric_match or python",
+        "metrics of their own for several validation sets",
+        "list the sets in data.validation, which measures them as one",
     ),
+    OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
     OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
@@ -108,8 +95,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
     OffOnly("logger.mlflow_enabled", _FALSE, "MLflow", "use tensorboard_enabled or wandb_enabled"),
     OffOnly("logger.swanlab_enabled", _FALSE, "SwanLab", "use tensorboard_enabled or wandb_enabled"),
-    OffOnly("logger.monitor_gpus", _FALSE, "sampling GPU utilisation"),
-    OffOnly("logger.num_val_samples_to_print", (0, None), "printing validation samples"),
     OffOnly("logger.wandb.log_nemo_gym_full_result_tables", _FALSE, "NeMo Gym"),
     OffOnly("loss_fn.positive_example_nll_weight", (0, None), "the added likelihood loss of correct answers"),
     OffOnly("loss_fn.use_cispo", _FALSE, "CISPO"),
@@ -119,12 +104,9 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly("policy.generation.colocated.enabled", (True,), "generation on GPUs of its own"),
     OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
     OffOnly("policy.generation.stop_strings", _NULL, "stop strings", "use stop_token_ids"),
-    OffOnly("policy.logprob_chunk_size", _NULL, "chunked log-probs", "lower logprob_batch_size"),
-    OffOnly("policy.megatron_cfg.defer_fp32_logits", _FALSE, "keeping logits in bfloat16"),
     OffOnly(
         "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
     ),
-    OffOnly("policy.megatron_cfg.use_fused_linear_logprobs", _FALSE, "fused linear log-probs"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
     OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
@@ -239,14 +221,12 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
         "data.default.processor", "prompts are built from prompt_file, system_prompt_file and the chat template"
     ),
     WithoutEffect("data.num_workers", "batches are prepared in the driver", True),
-    WithoutEffect("env.*.num_workers", "rewards are computed in the driver", True),
     WithoutEffect("grpo.adv_estimator.minus_baseline", "is read by other estimators than grpo", True),
     WithoutEffect(
         "grpo.reward_shaping.reasoning_length",
         "tunes reward shaping by the length of the reasoning, which is off",
         True,
     ),
-    WithoutEffect("logger.gpu_monitoring", "tunes monitor_gpus, which is off", True),
     WithoutEffect("logger.mlflow", "tunes mlflow_enabled, which is off", True),
     WithoutEffect("logger.swanlab", "tunes swanlab_enabled, which is off", True),
     WithoutEffect("logger.tensorboard.log_dir", "TensorBoard files go into the run folder"),
@@ -265,10 +245,17 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True, _VLLM_IN_USE),
     WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
     WithoutEffect(
-        "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
+        "policy.megatron_cfg.defer_fp32_logits",
+        "logits are in policy.precision always; what is computed of them in float32 is computed in chunks of tokens",
+        True,
     ),
     WithoutEffect(
-        "policy.megatron_cfg.fused_linear_logprobs_chunk_size", "tunes use_fused_linear_logprobs, which is off", True
+        "policy.sequence_packing.fuse_loss",
+        "the log-probs and the loss of a packed row are always computed at once",
+        True,
+    ),
+    WithoutEffect(
+        "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
     ),
     WithoutEffect("policy.optimizer", _DTENSOR_ONLY.format("optimizer")),
     WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),
@@ -285,7 +272,7 @@ OTHER_VALUES: dict[str, str] = {
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
     "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",
 }
-# Data sets that NeMo-RL downloads, and this package does not: what to do, by a dataset_name that the recipe may have.
+# Data sets that NeMo-RL knows, and this package does not: what to do, by a dataset_name that the recipe may have.
 OTHER_DATASETS: dict[str, str] = {
     "ResponseDataset": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
     "PreferenceDataset": "give your pairs as a JSONL file or a datasets folder whose rows have a prompt, a chosen and "
@@ -298,97 +285,7 @@ OTHER_ALGORITHMS: dict[str, str] = {
 }
 
 
-@dataclass(frozen=True)
-class SplitKeys:
-    """A recipe without the keys of upstream's other features.
-
-    Attributes:
-        config: what the schema is asked about.
-        problems: (path, message) of keys that turn something on.
-        notes: what was accepted without effect and is worth saying.
-    """
-
-    config: dict[str, Any]
-    problems: list[tuple[str, str]]
-    notes: list[str]
-
-
-def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
-    """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
-    screened = SplitKeys(copy.deepcopy(config), [], [])
-    for row in OFF_ONLY:
-        for path, value in _matches(screened.config, row.path):
-            if not any(same(value, off) for off in row.off):
-                screened.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
-            _remove(screened.config, path)
-    for feature in SWITCHED_OFF:
-        _screen_feature(screened, feature)
-    for plain in WITHOUT_EFFECT:
-        if plain.unless is not None and _matches(screened.config, plain.unless[0]) == [plain.unless]:
-            continue
-        for path, value in _matches(screened.config, plain.path):
-            if not plain.silent and value not in (None, {}, []):
-                screened.notes.append(f"{path} has no effect: {plain.reason}")
-            _remove(screened.config, path)
-    for path in UPSTREAM_SECTIONS:
-        if _matches(screened.config, path) == [(path, {})]:
-            _remove(screened.config, path)
-    return screened
-
-
 def upstream_paths() -> tuple[str, ...]:
     """Every path that the tables name."""
     features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in (feature.switch, *feature.keys)]
     return (*(row.path for row in OFF_ONLY), *features, *(row.path for row in WITHOUT_EFFECT))
-
-
-def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
-    return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
-
-
-def _screen_feature(screened: SplitKeys, feature: SwitchedOff) -> None:
-    for path, section in _matches(screened.config, feature.section):
-        _remove(screened.config, path)
-        if section is None:
-            continue
-        if not isinstance(section, dict):
-            screened.problems.append((path, f"must be a section (a mapping), found {show(section)}"))
-            continue
-        for name in _names_below(section):
-            if name == feature.switch:
-                if not any(same(section[name], off) for off in feature.off):
-                    message = _refusal(feature.feature, section[name], feature.off, feature.remedy)
-                    screened.problems.append((f"{path}.{name}", message))
-            elif not any(name == key or name.startswith(f"{key}.") for key in feature.keys):
-                close = nearest(name, (feature.switch, *feature.keys))
-                suggestion = f"; nearest valid key: {path}.{close}" if close else ""
-                screened.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
-
-
-def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
-    for name, value in section.items():
-        if isinstance(value, dict) and value:
-            yield from _names_below(value, f"{prefix}{name}.")
-        else:
-            yield f"{prefix}{name}"
-
-
-def _matches(config: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
-    """The paths of the config that a pattern with `*` names, and their values."""
-    found: list[tuple[str, Any]] = [("", config)]
-    for part in pattern.split("."):
-        found = [
-            (f"{path}.{name}" if path else name, section[name])
-            for path, section in found
-            if isinstance(section, dict)
-            for name in (list(section) if part == "*" else [part])
-            if name in section
-        ]
-    return found
-
-
-def _remove(config: dict[str, Any], path: str) -> None:
-    *sections, name = path.split(".")
-    for section in sections:
-        config = config[section]
-    del config[name]

@@ -21,11 +21,12 @@ from nemo_offload_rl.config.problems import (
     show_file,
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
-from nemo_offload_rl.config.rules import NOTES, RULES, Rule
+from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
-from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS, split_upstream_keys
+from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS
+from nemo_offload_rl.config.upstream_split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 
@@ -82,16 +83,16 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
             found.add(path, message)
     for path, message in ignored_overrides(recipe, upstream_keys.config):
         found.add(path, message)
+    adapted = _adapt(spec, upstream_keys.config, found)
     found.add_broken(_broken(RULES, spec, upstream_keys.config, found))
     warm_start, of_warm_start = _warm_start(recipe, upstream_keys.config, found)
     if found.problems or of_warm_start:
         raise RecipeError(show_file(recipe.path), [*found.without_consequences(), *of_warm_start])
-    notes = upstream_keys.notes + [
+    notes = [*upstream_keys.notes, *adapted] + [
         f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
     ]
     for config in (recipe.config, upstream_keys.config):
         resolve_absent_keys(config)  # which `validate` then prints
-    _switch_off_lone_sequence_parallel(upstream_keys.config)
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 
 
@@ -174,27 +175,49 @@ def _broken(
     """Returns the problems of the rules whose keys are there and without problems."""
     broken: list[tuple[str, str]] = []
     for rule in rules:
-        values: list[Any] = []
-        reads = [read.replace(SECTION, spec.name) for read in rule.reads]
-        for read in reads:
-            if read == SPEC:
-                values.append(spec)
-                continue
-            path = read.removesuffix("?")
-            value = value_at(config, path)
-            if found.touches(path) or (value is ABSENT and not read.endswith("?")):
-                break
-            values.append(None if value is ABSENT else value)
-        else:
-            verdict = rule.check(*values)
-            if isinstance(verdict, str):
-                broken.append((reads[0].removesuffix("?"), verdict))
-            elif isinstance(verdict, Conflict):
-                where = found.written_at(verdict.also)
-                broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
-            elif verdict is not None:
-                broken.append(verdict)
+        values = _read(rule.reads, spec, config, found)
+        if values is None:
+            continue
+        verdict = rule.check(*values)
+        if isinstance(verdict, str):
+            broken.append((rule.reads[0].replace(SECTION, spec.name).removesuffix("?"), verdict))
+        elif isinstance(verdict, Conflict):
+            where = found.written_at(verdict.also)
+            broken.append((verdict.path, f"{verdict.message} ({verdict.also} is written at {where})"))
+        elif verdict is not None:
+            broken.append(verdict)
     return broken
+
+
+def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> list[str]:
+    """Reads keys otherwise than they are written; returns what the user is told of it."""
+    lines = []
+    for adaptation in ADAPTATIONS:
+        values = _read(adaptation.reads, spec, config, found)
+        adapted = None if values is None else adaptation.adapt(*values)
+        if adapted is None:
+            continue
+        path = adapted.path.replace(SECTION, spec.name)
+        section, _, name = path.rpartition(".")
+        value_at(config, section)[name] = adapted.value
+        if adapted.line is not None:
+            lines.append(f"{path} {adapted.line}")
+    return lines
+
+
+def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> list[Any] | None:
+    """The values that a rule reads; None where a key is not there or has a problem."""
+    values: list[Any] = []
+    for read in (one.replace(SECTION, spec.name) for one in reads):
+        if read == SPEC:
+            values.append(spec)
+            continue
+        path = read.removesuffix("?")
+        value = value_at(config, path)
+        if found.touches(path) or (value is ABSENT and not read.endswith("?")):
+            return None
+        values.append(None if value is ABSENT else value)
+    return values
 
 
 def _warm_start(
@@ -232,13 +255,10 @@ def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) 
     other = cast(dict[str, Any], warm_start.config)
     if value_at(other, "sft.export_hf") is not True:
         yield "warm_start.recipe", "its sft.export_hf must be true, since the run starts from that folder"
+    limit = value_at(other, "checkpointing.checkpoint_must_save_by")
+    if limit not in (ABSENT, None):
+        yield "warm_start.recipe", f"its checkpointing.checkpoint_must_save_by ({limit}) must be null: it saves nothing"
     for path in ("policy.hf_config", "policy.tokenizer.name"):
         ours, theirs = value_at(config, path), value_at(other, path)
         if ours is not ABSENT and ours != theirs:
             yield path, f"must be as in the warm_start recipe, from which the run goes on; there it is {show(theirs)}"
-
-
-def _switch_off_lone_sequence_parallel(config: dict[str, Any]) -> None:
-    megatron = config["policy"]["megatron_cfg"]
-    if megatron["tensor_model_parallel_size"] == 1:
-        megatron["sequence_parallel"] = False

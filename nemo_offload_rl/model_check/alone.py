@@ -72,5 +72,6 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
         "hf_config": dict(twin),
         "precision": "float32",
         "max_total_sequence_length": ROW_LENGTH,
+        "logprob_chunk_size": None,  # where the model's logits cannot be in chunks, its own build says so
         "megatron_cfg": megatron,
     }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +11,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loader import DataPosition, ProblemLoader
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
+from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.storage.checksum import FileSum
@@ -32,6 +33,8 @@ class Algorithm(ABC):
         self._policy = policy
         self._data = data
         self._save_optimizer = save_optimizer
+        # Answers of the newest validation that are to be shown; of an algorithm that samples none, none.
+        self.validation_answers: Sequence[JudgedAnswer] = ()
 
     @abstractmethod
     def step(self, step: int, timer: Timer) -> dict[str, float]:
@@ -69,8 +72,23 @@ class Algorithm(ABC):
         Raises:
             DiskFullError: there is no space; the algorithm can go on.
         """
-        sums = self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
-        return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}
+        return _below_policy(self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer))
+
+    def start_save(self, folder: Path) -> None:
+        """Takes the policy's state of now for a checkpoint folder, which is written while the algorithm goes on.
+
+        Raises:
+            DiskFullError: there is no space, and nothing is under way.
+        """
+        self._policy.start_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
+
+    def is_save_written(self) -> bool:
+        """Whether ``finish_save`` would not wait."""
+        return self._policy.is_checkpoint_written()
+
+    def finish_save(self) -> Mapping[str, FileSum]:
+        """Waits for what ``start_save`` has begun and completes it; as ``save``."""
+        return _below_policy(self._policy.finish_checkpoint())
 
     def find_damage(self, folder: Path, files: Manifest) -> list[str]:
         """Reads what ranks wrote into a checkpoint folder and says what is wrong with it, one line a file."""
@@ -91,3 +109,7 @@ class Algorithm(ABC):
     def shutdown(self) -> None:
         """Ends everything that the algorithm runs on."""
         self._policy.shutdown()
+
+
+def _below_policy(sums: Mapping[str, FileSum]) -> dict[str, FileSum]:
+    return {f"{POLICY_FOLDER}/{name}": found for name, found in sums.items()}

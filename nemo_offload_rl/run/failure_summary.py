@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import torch
 from ray.exceptions import OutOfMemoryError, RayError
 
 from nemo_offload_rl.generation.interface import GenerationError
-from nemo_offload_rl.worker.group import WorkerError
+from nemo_offload_rl.placement.node_watch import NodeLostError
+from nemo_offload_rl.worker.errors import WorkerError
+
+_NODE_HAS_DIED = "its node has died"  # of the text of Ray's error, which tells no kinds of death apart
 
 
-def add_failure_summary(error: WorkerError | GenerationError) -> None:
-    """Adds the line to an error of another process as a note, which Python prints below the error's own text."""
-    who = f"rank {error.rank} of the policy" if isinstance(error, WorkerError) else "generation"
-    error.add_note(f"The run failed: {who} failed in {error.verb}: {_reason(error.cause)}")
+def add_failure_summary(error: WorkerError | GenerationError, logs_folder: Path | None) -> None:
+    """Adds the line to an error of another process as a note, which Python prints below the error's own text.
+
+    Args:
+        error: of the process.
+        logs_folder: where the output of all processes is; None where Ray's own session folders on the nodes have it.
+    """
+    place = logs_folder or "Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray has another)"
+    error.add_note(f"What the workers printed is in {place}.")
+    error.add_note(f"The run failed: {_who(error)} failed in {error.verb}: {_reason(error.cause)}")
+
+
+def _who(error: WorkerError | GenerationError) -> str:
+    if isinstance(error, WorkerError):
+        where = "" if error.node is None else f", on node {error.node},"
+        return f"rank {error.rank} of the policy{where}"
+    return (
+        "generation" if error.place is None else f"generation beside rank {error.place[0]}, on node {error.place[1]},"
+    )
 
 
 def _reason(cause: BaseException) -> str:
@@ -21,6 +41,10 @@ def _reason(cause: BaseException) -> str:
             "Ray ended its process, since the host's memory ran short; give the run more memory, or let it hold less "
             "there (nemo-offload-rl plan shows what it holds)."
         )
+    if isinstance(cause, NodeLostError):
+        return f"{cause}: its machine, its network or the Ray there has ended."
+    if isinstance(cause, RayError) and _NODE_HAS_DIED in str(cause):
+        return "its node has died: the machine, its network or the Ray there has ended."
     if isinstance(cause, RayError):
         return (
             "its process ended without an error of its own: it was killed (by the kernel where the host's memory runs "

@@ -140,6 +140,11 @@ class Interrupt:
         """Ends the handling of signals: everything is being ended anyway."""
         self._closing = True
 
+    def reopen(self) -> None:
+        """Handles signals again, as where the run starts again; stops now if one has come meanwhile."""
+        self._closing = False
+        self.check()
+
     def check(self) -> None:
         """Stop now if a signal has come: for places behind long calls into libraries, which may catch anything."""
         if self.signal is not None:
@@ -153,6 +158,7 @@ class Interrupt:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._closing:
+            self.signal = self.signal or signal.Signals(number)  # for `reopen`
             return
         if not self.requested:
             self.requested = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import logging
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,9 +21,19 @@ from nemo_offload_rl.metrics.logger import METRICS_FILE, RunLogger, read_metrics
 from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
+from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples_markdown, samples_table
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus
 from nemo_offload_rl.run.algorithm import Algorithm
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints, RunState
+from nemo_offload_rl.run.background_writer import WriteBesideRun
+from nemo_offload_rl.run.checkpoints import (
+    CheckpointFolder,
+    Checkpoints,
+    CheckpointWriter,
+    NoCheckpoints,
+    RunState,
+    WriteAtOnce,
+)
 from nemo_offload_rl.run.folder import (
     HF_FOLDER,
     LOG_FILE,
@@ -35,6 +45,7 @@ from nemo_offload_rl.run.folder import (
     write_recipe,
 )
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
+from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason
@@ -163,7 +174,8 @@ class Job:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = for_machine(self.config, has_gpus=session.cluster.has_gpus)
-            for note in [*self.notes, *adaptations]:
+            config, kept = with_resident_params(config, self.algorithm, smallest_gpu_bytes(session.cluster))
+            for note in [*self.notes, *adaptations, *kept]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             session.interrupt.check()
@@ -171,12 +183,14 @@ class Job:
             # Where the run was stopped at once, the cluster ends them: they may be in the middle of a step.
             stack.callback(lambda: None if session.interrupt.stopped else algorithm.shutdown())
             self.when_built()
-            ending = self._train(algorithm, run_dir, session, checkpoints, newest)
+            gpus = _gpu_metrics(config["logger"], session.cluster)
+            stack.callback(gpus.close)
+            ending = self._train(algorithm, run_dir, session, checkpoints, newest, gpus)
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             if ending.reason is not StopReason.INTERRUPTED:
                 session.interrupt.check()  # a signal that came behind the last step
             section = self.config[self.algorithm]
-            if section.get("export_hf") and ending.reason is not StopReason.INTERRUPTED:
+            if section.get("export_hf") and ending.reason.is_done:
                 with full_disk_in_words(run_dir / HF_FOLDER):
                     algorithm.export_hf(run_dir / HF_FOLDER)
                     save_tokenizer(self.preparation.tokenizer, run_dir / HF_FOLDER)
@@ -199,14 +213,15 @@ class Job:
         )
 
     def _train(
-        self, algorithm: Algorithm, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None
+        self,
+        algorithm: Algorithm,
+        run_dir: Path,
+        session: Session,
+        checkpoints: Checkpoints,
+        newest: Path | None,
+        gpus: GpuMetrics,
     ) -> Ending:
-        def write_checkpoint(folder: Path) -> Mapping[str, FileSum]:
-            files = algorithm.save(folder)
-            save_tokenizer(self.preparation.tokenizer, folder / "tokenizer")
-            write_recipe(folder, self.config)
-            return files
-
+        writer = self._checkpoint_writer(algorithm)
         schedule = self.preparation.schedule
         state = RunState(str(run_dir))
         if newest is not None:
@@ -225,10 +240,25 @@ class Job:
         )
         progress = LiveProgress(self.algorithm.upper(), schedule.max_num_steps, session.console)
         with closing(metrics), progress:
-            outputs = _Outputs(metrics, progress)
-            run = Run(algorithm, schedule, state, checkpoints, write_checkpoint, outputs, session.interrupt)
+            outputs = _Outputs(metrics, progress, gpus, session.console)
+            run = Run(algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt)
             reason = run.train()
         return Ending(reason, run.is_saved and metrics.is_whole)
+
+    def _checkpoint_writer(self, algorithm: Algorithm) -> CheckpointWriter:
+        def write_beside_policy(folder: Path) -> None:
+            save_tokenizer(self.preparation.tokenizer, folder / "tokenizer")
+            write_recipe(folder, self.config)
+
+        if self.config["policy"]["megatron_cfg"]["checkpoint"]["async_save"]:
+            return WriteBesideRun(algorithm, write_beside_policy)
+
+        def write(folder: Path) -> Mapping[str, FileSum]:
+            files = algorithm.save(folder)
+            write_beside_policy(folder)
+            return files
+
+        return WriteAtOnce(write)
 
     def _choose_by_contents(self, algorithm: Algorithm, checkpoints: Checkpoints, console: Console) -> Path:
         def look(checkpoint: Path) -> list[str]:
@@ -268,18 +298,37 @@ def _say(console: Console, text: str, style: str | None = None) -> None:
     console.print(text, style=style, markup=False, highlight=False, soft_wrap=True)
 
 
+def _gpu_metrics(section: Mapping[str, Any], cluster: Cluster) -> GpuMetrics:
+    if not section["monitor_gpus"]:
+        return NoGpuMetrics()
+    intervals = section["gpu_monitoring"]
+    return watch_gpus(
+        cluster.node_ids,
+        collection_interval_s=intervals["collection_interval"],
+        flush_interval_s=intervals["flush_interval"],
+    )
+
+
 @dataclass(frozen=True)
 class _Outputs:
     """See ``train_loop.Outputs``."""
 
     metrics: RunLogger
     progress: LiveProgress
+    gpus: GpuMetrics
+    console: Console
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        self.metrics.log(step, metrics)
+        self.metrics.log(step, {**metrics, **self.gpus.of_step(step)})
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         self.progress.update(step, metrics)
+
+    def show_answers(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
+        table = samples_table(step, answers)
+        self.console.print(table)
+        logger.info("%s", as_plain_text(table))
+        self.metrics.log_text(step, "validation/answers", samples_markdown(answers))
 
 
 def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:

@@ -34,6 +34,15 @@ class Policy(WeightSource, Protocol):
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Writes weights, and the optimizer's state if asked to; returns the folder's files."""
 
+    def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
+        """Takes the state of now for a checkpoint that is written beside what follows."""
+
+    def is_checkpoint_written(self) -> bool:
+        """Whether ``finish_checkpoint`` would not wait."""
+
+    def finish_checkpoint(self) -> dict[str, FileSum]:
+        """Completes what ``start_checkpoint`` has begun; returns the folder's files."""
+
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
         """Returns what is wrong with the checkpoint files that ranks wrote, one line each."""
 

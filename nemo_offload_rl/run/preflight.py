@@ -15,7 +15,7 @@ from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.generation import check_share_beside_policy
+from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
@@ -43,7 +43,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         )
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         fields = hf_config(policy).to_dict()  # of the hub, or of its cache where that cannot be reached
-        check_model(fields, policy["megatron_cfg"])
+        check_model(fields, policy)
     megatron = policy["megatron_cfg"]
     if megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
@@ -51,9 +51,9 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     if planned is not None and torch.cuda.device_count() == 0:
         check_state_fits_host(planned.first_host_state_bytes, host_facts())
     sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
-    if planned is not None and sizes:
-        share = policy["generation"]["vllm_cfg"]["gpu_memory_utilization"]
-        check_share_beside_policy(planned.plan, share, min(sizes))
+    if planned is not None and planned.engine is not None and sizes:
+        check_share_beside_policy(planned.plan, planned.engine.share, min(sizes))
+        check_longest_sequence_fits(planned.engine, min(sizes))
 
 
 def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
@@ -75,7 +75,7 @@ def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
         return None
     fields = hf_config(policy).to_dict()
-    check_model(fields, policy["megatron_cfg"])
+    check_model(fields, policy)
     try:
         return plan_run(config, fields, algorithm=algorithm)
     except UnknownArchitectureError as error:

@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.run.interrupt import Interrupt
 
@@ -59,7 +59,6 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
     from nemo_offload_rl.run.folder import lock_folders
-    from nemo_offload_rl.storage.disk import DiskFullError
     from nemo_offload_rl.storage.lock import LockedError
     from nemo_offload_rl.storage.manifest import DamagedCheckpointError
 
@@ -72,27 +71,74 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
             job.check_checkpoint(console)
         except (
             RecipeError, LockedError, DataError, RewardError, ModelFolderError, DamagedCheckpointError,
-            _WrongAlgorithmError,
+            _WrongAlgorithmError, _RelativeFolderError,
         ) as error:  # fmt: skip
             _print_error(errors, error)
             return EXIT_WRONG_RECIPE
         interrupt.check()
 
         from nemo_offload_rl.generation.interface import GenerationError
-        from nemo_offload_rl.run.failure_summary import add_failure_summary
-        from nemo_offload_rl.run.job import Session
-        from nemo_offload_rl.run.train_loop import StopReason
-        from nemo_offload_rl.worker.group import WorkerError
+        from nemo_offload_rl.run.restarts import Restarts
+        from nemo_offload_rl.worker.errors import WorkerError
 
         interrupt.grace_period_s = job.config["checkpointing"]["grace_period_s"]
+        restarts = Restarts(job.config["cluster"]["max_restarts"])
+        # A restart reads the warm start's model again.
+        release = locks.release_warm_start if restarts.at_most == 0 else lambda: None
+        while True:
+            try:
+                return _attempt(job, warm_start, release, restarts.num_done > 0, interrupt, console, errors)
+            except (WorkerError, GenerationError) as error:
+                if not restarts.take(error):
+                    raise
+                for line in [*error.__notes__, interrupt.progress]:
+                    _print_error(errors, line)
+            _say(console, f"{restarts}.")
+            interrupt.reopen()
+            job, warm_start = _prepare(recipe)
+
+
+def _attempt(
+    job: Job,
+    warm_start: Job | None,
+    release_warm_start: Callable[[], None],
+    is_restart: bool,
+    interrupt: Interrupt,
+    console: Console,
+    errors: Console,
+) -> int:
+    """Runs once, on a cluster of its own.
+
+    Returns:
+        The exit status.
+
+    Raises:
+        WorkerError, GenerationError: a process has failed or is gone; its notes say what to do.
+    """
+    from nemo_offload_rl.data.errors import DataError
+    from nemo_offload_rl.environments import RewardError
+    from nemo_offload_rl.generation.interface import GenerationError
+    from nemo_offload_rl.run.failure_summary import add_failure_summary
+    from nemo_offload_rl.run.job import Session
+    from nemo_offload_rl.run.train_loop import StopReason
+    from nemo_offload_rl.storage.disk import DiskFullError
+    from nemo_offload_rl.storage.lock import LockedError
+    from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+    from nemo_offload_rl.worker.errors import WorkerError
+
+    with ExitStack() as stack:
         try:
-            cluster = stack.enter_context(_start_cluster([one for one in (warm_start, job) if one is not None]))
+            jobs = [one for one in (warm_start, job) if one is not None]
+            cluster = stack.enter_context(_start_cluster(jobs, is_restart=is_restart))
         except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for
             _print_error(errors, error)
-            return EXIT_WRONG_RECIPE
+            if not is_restart:
+                return EXIT_WRONG_RECIPE
+            _print_error(errors, interrupt.progress)
+            return EXIT_FAILED
         stack.callback(interrupt.close)
         try:
-            ending = _run_jobs(job, warm_start, locks.release_warm_start, Session(cluster, interrupt, console))
+            ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console))
         # Of the run folder; of the checkpoint's contents; of a row, or of what a reward function returned.
         except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
@@ -100,21 +146,24 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
             return EXIT_FAILED
         except (WorkerError, GenerationError) as error:
             if not isinstance(error.cause, ValueError):
-                error.add_note(f"What the workers printed is in {cluster.logs_folder}.")
-                add_failure_summary(error)
+                add_failure_summary(error, cluster.logs_folder)
                 raise
             _print_error(errors, error.cause)
             if interrupt.progress.num_lost:
                 _print_error(errors, interrupt.progress)
             return EXIT_FAILED
         if ending.reason is StopReason.INTERRUPTED:
-            console.print(str(interrupt.progress), markup=False, highlight=False, soft_wrap=True)
+            _say(console, str(interrupt.progress))
             return interrupt.exit_status if ending.is_saved else EXIT_FAILED
         return EXIT_DONE if ending.is_saved else EXIT_FAILED
 
 
 class _WrongAlgorithmError(ValueError):
     """A recipe of another algorithm."""
+
+
+class _RelativeFolderError(ValueError):
+    """A folder that is another one on each node."""
 
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
@@ -131,8 +180,22 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
         for one in (recipe.warm_start, recipe):
             if one is not None:
                 check_model_folder(one.config)
+    if "RAY_ADDRESS" in os.environ:
+        _require_absolute_folders(recipe.config)
     check_named_files(recipe)
     return recipe
+
+
+def _require_absolute_folders(config: Mapping[str, Any]) -> None:
+    folders = {"logger.log_dir": config["logger"]["log_dir"]}
+    if config["checkpointing"]["enabled"]:
+        folders["checkpointing.checkpoint_dir"] = config["checkpointing"]["checkpoint_dir"]
+    for key, folder in folders.items():
+        if not Path(folder).is_absolute():
+            raise _RelativeFolderError(
+                f"{key} is {folder}, but a run on a Ray cluster (RAY_ADDRESS) has another working directory on each "
+                "node, and that of a submitted job is deleted: give an absolute path, of storage that all nodes share."
+            )
 
 
 def _starts_ray_here() -> bool:
@@ -151,13 +214,19 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 
 
 @contextmanager
-def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
-    """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked."""
+def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster]:
+    """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked.
+
+    Args:
+        jobs: to run.
+        is_restart: whether nodes may have been lost, which are being replaced.
+    """
     import torch
 
     from nemo_offload_rl.config import for_machine
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
     from nemo_offload_rl.run.preflight import check_before_start, check_sizes
+    from nemo_offload_rl.run.restarts import NODE_REPLACEMENT_S
 
     starts_here = starts_ray_here()
     if starts_here:
@@ -170,6 +239,8 @@ def _start_cluster(jobs: Sequence[Job]) -> Iterator[Cluster]:
         num_nodes=section["num_nodes"],
         gpus_per_node=section["gpus_per_node"],
         master_port_range=None if low is None or high is None else (low, high),
+        segment_size=section["segment_size"],
+        wait_for_nodes_s=NODE_REPLACEMENT_S if is_restart and not starts_here else 0.0,
     ) as cluster:
         if not starts_here:
             for job in jobs:
@@ -188,6 +259,10 @@ def _run_jobs(job: Job, warm_start: Job | None, release_warm_start: Callable[[],
             return Ending(StopReason.INTERRUPTED, is_saved=True)
         job = job.starting_from(model, release_warm_start)
     return job.run(session)
+
+
+def _say(console: Console, text: str) -> None:
+    console.print(text, markup=False, highlight=False, soft_wrap=True)
 
 
 def _print_error(console: Console, error: object) -> None:

@@ -8,10 +8,21 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, assert_never
+from typing import TYPE_CHECKING, Any
 
+from nemo_offload_rl.config.absent_keys import datasets_of, splits_validation_data
+from nemo_offload_rl.config.durations import duration_s
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
-from nemo_offload_rl.config.schema.data import DataConfig, Dataset, PairDataset, PreferenceDataConfig, SFTDataConfig
+from nemo_offload_rl.config.schema.data import (
+    DataConfig,
+    NamedConversations,
+    NamedPairs,
+    NamedProblems,
+    PairDataset,
+    PreferenceDataConfig,
+    SFTDataConfig,
+    SFTDataset,
+)
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
@@ -19,9 +30,11 @@ from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmet
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.loader import ProblemLoader
+from nemo_offload_rl.data.named import load_named
 from nemo_offload_rl.data.preferences import BinaryForm, PreferencePair, RankedForm
-from nemo_offload_rl.data.problem import Problem
-from nemo_offload_rl.data.prompts import PromptFormat, read_prompt_file, read_text_file
+from nemo_offload_rl.data.problem import Conversation
+from nemo_offload_rl.data.prompt_files import PromptedSamples, PromptTexts, read_prompt_file, read_text_file
+from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.split import split_validation
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.names import logged_name
@@ -63,7 +76,9 @@ def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]
     return {**policy, "megatron_cfg": megatron | {"scheduler": scheduler}}
 
 
-def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader[Problem], Sequence[Problem]]:
+def read_data(
+    data: DataConfig | SFTDataConfig, seed: int
+) -> tuple[ProblemLoader[Conversation], Sequence[Conversation]]:
     """Reads the training and the validation data; where there is none of the latter, it is empty.
 
     Validation data that is split off the training data comes before that of ``data.validation``.
@@ -71,34 +86,71 @@ def read_data(data: DataConfig, seed: int) -> tuple[ProblemLoader[Problem], Sequ
     Raises:
         DataError: one of them cannot be used.
     """
-    train, validation = _split_off(data["train"], _read_problems("train", data["train"]))
-    further = data.get("validation")
-    if further is not None:
-        validation = _joined(validation, _read_problems("validation", further))
+    train, validation = _read_parts(data, _read_problems)
     return ProblemLoader(train, data["shuffle"], seed), validation
 
 
+def _read_parts(
+    data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]]
+) -> tuple[Sequence[Any], Sequence[Any]]:
+    """Reads the training and the validation data of a section, each dataset in the texts of its prompt files."""
+    root = data.get("dataset_root")
+    [(path, section)] = datasets_of(data, "train").items()
+    train, validation = (
+        _in_texts(part, data, path) for part in _split_off(section, read("train", path, section, root))
+    )
+    for path, section in datasets_of(data, "validation").items():
+        further = _in_texts(read("validation", path, section, root), data, path)
+        validation = [*validation, *further] if validation else further
+    return train, validation
+
+
+def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Sequence[Any]:
+    """The samples of a dataset with its prompt file and system prompt, or those of ``data.default``."""
+    prompt_file, prompt_key = _prompt_file(data, path, "prompt_file")
+    system_file, system_key = _prompt_file(data, path, "system_prompt_file")
+    if prompt_file is None and system_file is None:
+        return samples
+    system = None if system_file is None else read_text_file(system_file, system_key)
+    return PromptedSamples(samples, PromptTexts(read_prompt_file(prompt_file, prompt_key), system))
+
+
+def _prompt_file(data: Mapping[str, Any], path: str, name: str) -> tuple[str | None, str]:
+    """A prompt file of a dataset, and the key that names it; a null of the dataset's own stands for none."""
+    for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data.get("default"))):
+        if values and name in values:
+            return values[name], f"{section}.{name}"
+    return None, f"{path}.{name}"
+
+
 def _split_off[Sample](
-    dataset: Dataset | PairDataset, samples: Sequence[Sample]
+    dataset: Mapping[str, Any], samples: Sequence[Sample]
 ) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    if not dataset.get("split_validation_size"):
+    if not splits_validation_data(dataset):
         return samples, []
     return split_validation(samples, dataset["split_validation_size"], dataset["seed"])
 
 
-def _joined[Sample](split_off: Sequence[Sample], validation: Sequence[Sample]) -> Sequence[Sample]:
-    return [*split_off, *validation] if split_off else validation
-
-
-def _read_problems(role: Role, dataset: Dataset) -> Sequence[Problem]:
+def _read_problems(role: Role, path: str, dataset: SFTDataset, root: str | None) -> Sequence[Conversation]:
     if dataset["dataset_name"] == "arithmetic":
         return make_arithmetic(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
-    path, form = Path(dataset["data_path"]), ProblemForm(dataset["input_key"], dataset["output_key"])
     if dataset["dataset_name"] == "ResponseDataset":
-        return load_jsonl(path, form)
+        return load_jsonl(Path(dataset["data_path"]), ProblemForm(dataset["input_key"], dataset["output_key"]))
     if dataset["dataset_name"] == "HFDataset":
-        return load_hf_folder(path, dataset.get("split"), form)
-    assert_never(dataset)
+        form = ProblemForm(dataset["input_key"], dataset["output_key"])
+        return load_hf_folder(Path(dataset["data_path"]), dataset.get("split"), form)
+    return _read_named(dataset, root)
+
+
+def _read_named(dataset: NamedProblems | NamedConversations | NamedPairs, root: str | None) -> Sequence[Any]:
+    keys: Mapping[str, Any] = dataset
+    return load_named(
+        dataset["dataset_name"],
+        split=dataset["split"],
+        output_key=keys.get("output_key"),
+        repeat=keys.get("repeat"),
+        root=None if root is None else Path(root),
+    )
 
 
 def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[PreferencePair], Sequence[PreferencePair]]:
@@ -107,31 +159,28 @@ def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[Pre
     Raises:
         DataError: one of them cannot be used.
     """
-    train, validation = _split_off(data["train"], _read_pairs("train", data["train"]))
-    further = data.get("validation")
-    if further is not None:
-        validation = _joined(validation, _read_pairs("validation", further))
+    train, validation = _read_parts(data, _read_pairs)
     return ProblemLoader(train, data["shuffle"], seed, noun="pairs"), validation
 
 
-def _read_pairs(role: Role, dataset: PairDataset) -> Sequence[PreferencePair]:
+def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -> Sequence[PreferencePair]:
     if dataset["dataset_name"] == "arithmetic":
         return make_arithmetic_pairs(role, dataset["num_digits"], dataset["num_problems"], dataset["seed"])
-    path, split = Path(dataset["data_path"]), dataset.get("split")
     form: BinaryForm | RankedForm
     if dataset["dataset_name"] == "BinaryPreferenceDataset":
         form = BinaryForm(dataset["prompt_key"], dataset["chosen_key"], dataset["rejected_key"])
     elif dataset["dataset_name"] == "PreferenceDataset":
         form = RankedForm()
     else:
-        assert_never(dataset)
-    if path.is_dir():
-        return load_hf_folder(path, split, form)
+        return _read_named(dataset, root)
+    data_path, split = Path(dataset["data_path"]), dataset.get("split")
+    if data_path.is_dir():
+        return load_hf_folder(data_path, split, form)
     if split is not None:
         raise DataError(
-            f"data.{role}.split is {split!r}, but {path} is no folder, and only a folder has splits: delete the key."
+            f"{path}.split is {split!r}, but {data_path} is no folder, and only a folder has splits: delete the key."
         )
-    return load_jsonl(path, form)
+    return load_jsonl(data_path, form)
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
@@ -143,7 +192,7 @@ def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
 
 
 def make_prompt_format(
-    data: DataConfig | PreferenceDataConfig,
+    data: DataConfig | SFTDataConfig | PreferenceDataConfig,
     tokenizer: PreTrainedTokenizerFast,
     tokenizer_config: TokenizerConfig,
     **special_tokens: bool,
@@ -155,17 +204,10 @@ def make_prompt_format(
         tokenizer: of the policy.
         tokenizer_config: its section.
         special_tokens: add_bos, add_eos and add_generation_prompt of ``PromptFormat``.
-
-    Raises:
-        DataError: a prompt file cannot be used.
     """
-    shared = data.get("default") or {}
-    system_file = shared.get("system_prompt_file")
     return PromptFormat(
         tokenizer=tokenizer,
         max_tokens=data["max_input_seq_length"],
-        prompt_template=read_prompt_file(shared.get("prompt_file"), "data.default.prompt_file"),
-        system_prompt=None if system_file is None else read_text_file(system_file, "data.default.system_prompt_file"),
         chat_template_kwargs=tokenizer_config.get("chat_template_kwargs") or {},
         **special_tokens,
     )
@@ -187,6 +229,7 @@ def make_answer_format(
 
 def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingConfig) -> Schedule:
     """Reads from a recipe when its run validates, saves and ends."""
+    limit = checkpointing["checkpoint_must_save_by"]
     metric, threshold = section.get("stop_at_validation_metric"), section.get("stop_at_validation_threshold")
     return Schedule(
         max_num_steps=section["max_num_steps"],
@@ -195,6 +238,7 @@ def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingC
         val_at_start=section["val_at_start"],
         val_at_end=section["val_at_end"],
         save_period=checkpointing["save_period"],
+        must_save_by_s=None if limit is None else duration_s(limit),
         target=None if metric is None or threshold is None else StopTarget(logged_name(metric), threshold),
     )
 

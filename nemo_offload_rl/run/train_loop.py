@@ -4,14 +4,22 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from enum import Enum
 from typing import Protocol
 
+from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.run.algorithm import Algorithm
-from nemo_offload_rl.run.checkpoints import Checkpoints, RunState, ValidationResult, WriteCheckpoint
+from nemo_offload_rl.run.checkpoints import (
+    Checkpoints,
+    CheckpointWriter,
+    RunState,
+    UnfinishedCheckpoint,
+    ValidationResult,
+)
 from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.storage.disk import DiskFullError
 
@@ -24,7 +32,13 @@ class StopReason(Enum):
     STEPS = "all steps are done"
     EPOCHS = "the training data was used as often as the recipe says"
     TARGET = "validation reached the recipe's target"
+    TIME = "the time of checkpointing.checkpoint_must_save_by is over"
     INTERRUPTED = "interrupted"
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the run has ended by itself, and nothing is left of it."""
+        return self not in (StopReason.TIME, StopReason.INTERRUPTED)
 
 
 @dataclass(frozen=True)
@@ -54,6 +68,8 @@ class Schedule:
         val_at_end: validate after the last step.
         save_period: steps between checkpoints.
         target: where to end early; None for nowhere.
+        must_save_by_s: by when, in seconds from the first step of this start, the run has saved and ended; None for
+            never.
     """
 
     max_num_steps: int
@@ -63,6 +79,38 @@ class Schedule:
     val_at_end: bool
     save_period: int
     target: StopTarget | None
+    must_save_by_s: float | None = None
+
+
+class TimeLimit:
+    """Knows when the next step, with what follows it, would not be done in time.
+
+    Args:
+        must_save_by_s: seconds from now on; None for any time.
+        clock: gives the time in seconds.
+    """
+
+    def __init__(self, must_save_by_s: float | None, clock: Callable[[], float]) -> None:
+        self._end = float("inf") if must_save_by_s is None else clock() + must_save_by_s
+        self._clock = clock
+        self._longest_step_s = 0.0
+        self._longest_save_s = 0.0
+
+    @contextmanager
+    def step(self) -> Iterator[None]:
+        """Measures a step, its validation included."""
+        start = self._clock()
+        yield
+        self._longest_step_s = max(self._longest_step_s, self._clock() - start)
+
+    def take_save(self, seconds: float) -> None:
+        """Takes notice of how long a checkpoint took until it was on disk."""
+        self._longest_save_s = max(self._longest_save_s, seconds)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the longest step and the longest checkpoint so far would end too late, if they began now."""
+        return self._clock() + self._longest_step_s + self._longest_save_s >= self._end
 
 
 class Outputs(Protocol):
@@ -74,6 +122,9 @@ class Outputs(Protocol):
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the user a step, with all its metrics."""
 
+    def show_answers(self, step: int, answers: Sequence[JudgedAnswer]) -> None:
+        """Shows the user answers of a validation."""
+
 
 class Run:
     """Drives an algorithm through its schedule.
@@ -83,9 +134,10 @@ class Run:
         schedule: when what is due.
         state: where it starts; kept up to date.
         checkpoints: where to save.
-        write_checkpoint: fills a checkpoint's folder.
+        writer: fills a checkpoint's folder.
         outputs: everything that stores or shows metrics.
         interrupt: asks for an end after the current step.
+        clock: gives the time in seconds.
     """
 
     def __init__(
@@ -94,16 +146,21 @@ class Run:
         schedule: Schedule,
         state: RunState,
         checkpoints: Checkpoints,
-        write_checkpoint: WriteCheckpoint,
+        writer: CheckpointWriter,
         outputs: Outputs,
         interrupt: Interrupt,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._algorithm = algorithm
         self._schedule = schedule
         self._checkpoints = checkpoints
-        self._write_checkpoint = write_checkpoint
+        self._writer = writer
+        self._unfinished: UnfinishedCheckpoint | None = None
+        self._save_start_s = 0.0
         self._outputs = outputs
         self._interrupt = interrupt
+        self._clock = clock
+        self._limit = TimeLimit(None, clock)
         self._timer = Timer()
         self._saved_step = state.step
         self._metrics: dict[str, float] = {}
@@ -111,14 +168,17 @@ class Run:
 
     def train(self) -> StopReason:
         """Steps until there is a reason to stop. Whatever the reason, the last step is saved, if there is space."""
+        self._limit = TimeLimit(self._schedule.must_save_by_s, self._clock)
         if self.state.step == 0 and self._schedule.val_at_start:
             self._metrics = self._validate()
             self._finish()
         with self._interrupt.finishing():
             while (reason := self._reason_to_stop()) is None:
                 self._step()
+            self._finish_save()
             if not self.is_saved:
                 self._save()
+                self._finish_save()
         if not self.is_saved:
             newest = f"the newest that is there is of step {self._saved_step}" if self._saved_step else "none is there"
             logger.error("The run ends, and its last state, of step %d, is not on disk: %s.", self.state.step, newest)
@@ -131,15 +191,18 @@ class Run:
 
     def _step(self) -> None:
         start, progress = time.perf_counter(), self._interrupt.progress
-        progress.in_step = True
-        metrics = self._algorithm.step(self.state.step + 1, self._timer)
-        metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
-        self.state.step += 1
-        progress.num_done, progress.in_step = self.state.step, False
-        self.state.position = self._algorithm.position
-        self._metrics = metrics
-        if self._is_validation_due():
-            metrics |= self._validate()
+        with self._limit.step():
+            progress.in_step = True
+            metrics = self._algorithm.step(self.state.step + 1, self._timer)
+            metrics["performance/tokens_per_sec"] = metrics["train/num_tokens"] / (time.perf_counter() - start)
+            self.state.step += 1
+            progress.num_done, progress.in_step = self.state.step, False
+            self.state.position = self._algorithm.position
+            self._metrics = metrics
+            if self._is_validation_due():
+                metrics |= self._validate()
+        if self._unfinished is not None and self._unfinished.writer.is_written():
+            self._finish_save()
         self._outputs.log(self.state.step, metrics)  # before saving: a checkpoint's steps are all in the log
         if self.state.step % self._schedule.save_period == 0 or self._reason_to_stop() is not None:
             self._save()
@@ -159,7 +222,7 @@ class Run:
         newest = self.state.validations[-1].metrics if self.state.validations else {}
         if schedule.target is not None and schedule.target.is_reached(newest):
             return StopReason.TARGET
-        return self._reason_to_end()
+        return self._reason_to_end() or (StopReason.TIME if self._limit.is_over else None)
 
     def _reason_to_end(self) -> StopReason | None:
         if self.state.step >= self._schedule.max_num_steps:
@@ -177,18 +240,41 @@ class Run:
     def _validate(self) -> dict[str, float]:
         with self._timer.phase("validation"):
             metrics = self._algorithm.validate(self.state.step)
+        if self._algorithm.validation_answers:
+            self._outputs.show_answers(self.state.step, self._algorithm.validation_answers)
         self.state.validations.append(ValidationResult(self.state.step, metrics))
         return dict(metrics)
 
     def _save(self) -> None:
+        """Begins a checkpoint once the last one is finished; finishes it, too, unless it is written beside the run."""
+        self._finish_save()
+        self._save_start_s = self._clock()
         try:
             with self._timer.phase("checkpointing"):
-                checkpoint = self._checkpoints.save(self.state, self._metrics, self._write_checkpoint)
+                self._unfinished = self._checkpoints.start(self.state, self._metrics, self._writer)
         except DiskFullError as error:
-            logger.warning(
-                "Step %d is not saved: %s. Free some space: the next save tries again.", self.state.step, error
-            )
+            self._warn_not_saved(self.state.step, error)
             return
-        self._saved_step = self.state.step
-        if checkpoint is not None:
-            self._interrupt.progress.num_saved, self._interrupt.progress.checkpoint = self.state.step, checkpoint
+        if self._unfinished is None:  # checkpoints are off
+            self._saved_step = self.state.step
+        elif self._unfinished.writer.is_written():
+            self._finish_save()
+
+    def _finish_save(self) -> None:
+        """Waits until the checkpoint that is being written, if there is one, is on disk."""
+        if self._unfinished is None:
+            return
+        unfinished, self._unfinished = self._unfinished, None
+        try:
+            with self._timer.phase("checkpointing"):
+                checkpoint = self._checkpoints.finish(unfinished)
+        except DiskFullError as error:
+            self._warn_not_saved(unfinished.state.step, error)
+            return
+        self._limit.take_save(self._clock() - self._save_start_s)
+        self._saved_step = unfinished.state.step
+        self._interrupt.progress.num_saved, self._interrupt.progress.checkpoint = self._saved_step, checkpoint
+
+    @staticmethod
+    def _warn_not_saved(step: int, error: DiskFullError) -> None:
+        logger.warning("Step %d is not saved: %s. Free some space: the next save tries again.", step, error)

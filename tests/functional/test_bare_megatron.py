@@ -30,8 +30,14 @@ def losses(output: str) -> list[float]:
     return [float(loss) for loss in re.findall(r"^step \d+: loss (\S+)$", output, re.MULTILINE)]
 
 
-def test_the_engine_changes_no_loss_and_says_what_the_moves_took():
-    offloaded, plain = run(), run("--no-offload")
+@pytest.fixture(scope="module")
+def plain() -> str:
+    """What a run without the engine prints."""
+    return run("--no-offload")
+
+
+def test_the_engine_changes_no_loss_and_says_what_the_moves_took(plain):
+    offloaded = run()
     assert losses(offloaded) == losses(plain)
     assert len(losses(plain)) == 5
     assert losses(plain)[-1] < losses(plain)[0] - 0.05
@@ -42,8 +48,8 @@ def test_the_engine_changes_no_loss_and_says_what_the_moves_took():
     assert "refit/optimizer_state/gb" not in plain
 
 
-def test_one_argument_streams_optimizer_state_and_changes_no_loss():
-    streamed, plain = run("--streamed"), run("--no-offload")
+def test_one_argument_streams_optimizer_state_and_changes_no_loss(plain):
+    streamed = run("--streamed")
     assert losses(streamed) == losses(plain)
     measured = dict(re.findall(r"^(\S+): ([\d.]+)$", streamed, re.MULTILINE))
     assert float(measured["train/optimizer_state/gb"]) > 0

@@ -31,15 +31,12 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     assert "Where the time went" in grpo_run.output
 
 
-@pytest.mark.parametrize(
-    "layout", [[], ["policy.megatron_cfg.tensor_model_parallel_size=2"]], ids=["data_parallel", "tensor_parallel"]
-)
-def test_two_ranks_take_the_same_first_step(grpo_run, tmp_path, layout):
-    two = run_example(
-        "run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", "cluster.gpus_per_node=2", *layout]
-    )
-    assert two.status == 0, two.output
-    want, got = grpo_run.metrics()[1], two.metrics()[1]
+def test_four_ranks_of_two_parallel_kinds_take_the_same_first_step(grpo_run, tmp_path):
+    """Two data-parallel ranks, each of two tensor-parallel ones."""
+    layout = ["cluster.gpus_per_node=4", "policy.megatron_cfg.tensor_model_parallel_size=2"]
+    four = run_example("run_grpo.py", tmp_path, [*SHORT_GRPO, "grpo.max_num_steps=1", *layout])
+    assert four.status == 0, four.output
+    want, got = grpo_run.metrics()[1], four.metrics()[1]
     for name in ("train/reward", "train/loss", "train/grad_norm", "train/num_tokens"):
         assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
 

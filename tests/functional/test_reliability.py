@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.examples import command, environment
+from support.forked_python import forked_python
 from support.reliability import (
     EVENTS,
     NUM_STEPS,
@@ -43,10 +44,11 @@ DEATHS = ("kill_policy", "kill_generation")
 def asked_to_end(tmp_path_factory) -> tuple[LiveRun, subprocess.CompletedProcess]:
     """A run of steps without end, in which Ctrl-C was pressed after some; and a start of the same command meanwhile."""
     endless = ["grpo.max_num_steps=100000"]
+    python = forked_python()  # of the second start, which ends by itself; ready before the run begins
     with running(tmp_path_factory.mktemp("asked_to_end"), endless) as run:
         run.wait_until(lambda: run.num_rows() >= NUM_STEPS)
         second = subprocess.run(
-            command("run_grpo.py", run.folder, [*TINIEST, *endless]),
+            command("run_grpo.py", run.folder, [*TINIEST, *endless], python=python),
             env=environment(),
             capture_output=True,
             text=True,

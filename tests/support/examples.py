@@ -7,8 +7,9 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
-from nemo_offload_rl.metrics.names import MEASUREMENTS
 from support.forked_python import forked_python
+
+from nemo_offload_rl.metrics.names import MEASUREMENTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,7 +27,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-
 from support.ranks import fork_context
 
 _SIGKILL_ME_WITH_MY_PARENT = (1, signal.SIGKILL)  # of prctl

@@ -11,6 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from support.fuzz_run import PropertyError
+from support.fuzz_values import EXTREMES, any_value, misspelt, value_like
 
 from nemo_offload_rl import cli
 from nemo_offload_rl.config import RecipeError, load, resolve_absent_keys
@@ -21,8 +23,6 @@ from nemo_offload_rl.config.recipe import load_recipe
 from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, WITHOUT_EFFECT, upstream_paths
 from nemo_offload_rl.config.validate import ValidatedRecipe
 from nemo_offload_rl.config.yaml_source import as_yaml
-from support.fuzz_run import PropertyError
-from support.fuzz_values import EXTREMES, any_value, misspelt, value_like
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 BASES = ("grpo_tiny_cpu.yaml", "sft_tiny_cpu.yaml", "grpo_math_1B_megatron.yaml")

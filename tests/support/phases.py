@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from support.tiny import random_batch
 from torch.distributed.checkpoint import FileSystemReader
 
 from nemo_offload_rl.activation_offload.copies import Span, SpanCopyStream
@@ -14,7 +15,6 @@ from nemo_offload_rl.memory.gpu_range import HostRange
 from nemo_offload_rl.memory.streams import CopyStream
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-from support.tiny import random_batch
 
 
 def checksums(worker: MegatronPolicyWorker) -> list[int]:

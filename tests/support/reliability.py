@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
-
 from support.examples import Finished, command, environment, run_example
 
 NUM_STEPS = 6
@@ -122,7 +121,9 @@ def rewards_file(folder: Path) -> Path:
 
 
 @contextmanager
-def running(folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIMEOUT_S) -> Iterator[LiveRun]:
+def running(
+    folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIMEOUT_S, **variables: str
+) -> Iterator[LiveRun]:
     """Start a run, or go on with the one that has left checkpoints in the folder; none of it outlives the block."""
     rewards_file(folder).unlink(missing_ok=True)
     shared_memory = frozenset(os.listdir(_SHARED_MEMORY))
@@ -130,7 +131,7 @@ def running(folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIM
         process = subprocess.Popen(
             command("run_grpo.py", folder, [*TINIEST, *overrides]),
             cwd=folder,
-            env=environment() | {"REWARDS_FILE": str(rewards_file(folder))},
+            env=environment() | variables | {"REWARDS_FILE": str(rewards_file(folder))},
             stdout=output,
             stderr=subprocess.STDOUT,
             start_new_session=True,
@@ -145,9 +146,9 @@ def running(folder: Path, overrides: Iterable[str] = (), timeout_s: float = _TIM
             process.wait()
 
 
-def to_the_end(folder: Path) -> Finished:
+def to_the_end(folder: Path, overrides: Iterable[str] = ()) -> Finished:
     """Run until it ends, from the newest checkpoint where there is one; what nothing hits may be forked."""
-    return run_example("run_grpo.py", folder, TINIEST, REWARDS_FILE=str(rewards_file(folder)))
+    return run_example("run_grpo.py", folder, [*TINIEST, *overrides], REWARDS_FILE=str(rewards_file(folder)))
 
 
 # ---- where a run is

@@ -2,9 +2,13 @@
 
 import ast
 import re
+import subprocess
 from pathlib import Path
 
 import pytest
+import yaml
+
+from nemo_offload_rl.config import load
 
 REPOSITORY = Path(__file__).parents[2]
 PAGES = sorted([*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").rglob("*.md")])
@@ -105,3 +109,21 @@ def test_phrases_without_an_actor_are_found_in_docstrings_alone():
 def test_the_names_of_the_readme_are_checked_at_all():
     assert REPOSITORY / "README.md" in PAGES
     assert {"setup", "grpo", "sft", "dpo", "test", "lint", "docs", "lock", "clean", "help"} == make_targets()
+
+
+def test_scripts_of_clusters_are_whole_and_ask_for_locked_versions():
+    folder = REPOSITORY / "examples" / "cluster"
+    subprocess.run(["bash", "-n", str(folder / "slurm.sh")], check=True)
+    job = yaml.safe_load((folder / "kuberay.yaml").read_text())["spec"]
+    locked = re.search(r'^name = "ray"\nversion = "(.*)"$', (REPOSITORY / "uv.lock").read_text(), flags=re.MULTILINE)
+    assert locked is not None
+    assert job["rayClusterSpec"]["rayVersion"] == locked[1]
+    workers = job["rayClusterSpec"]["workerGroupSpecs"][0]
+    words = job["entrypoint"].rstrip("'").split()
+    script, config = words[words.index("--frozen") + 1], words[words.index("--config") + 1]
+    overrides = [word for word in words if "=" in word]
+    gpus = workers["template"]["spec"]["containers"][0]["resources"]["limits"]["nvidia.com/gpu"]
+    assert f"cluster.num_nodes={workers['replicas']}" in overrides
+    assert f"cluster.gpus_per_node={gpus}" in overrides
+    assert (REPOSITORY / script).is_file()
+    load(REPOSITORY / config, overrides)

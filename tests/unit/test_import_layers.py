@@ -37,6 +37,7 @@ def layer(*may_import: str, never: str = "") -> Layer:
 # A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
+    "named_datasets": layer(never="torch ray megatron transformer_engine transformers"),
     "hub": layer(never="torch ray megatron transformer_engine transformers"),
     "hf_config": layer("hub", "config.transformers_source", never="torch ray megatron transformer_engine"),
     "storage": layer(never="torch ray megatron transformer_engine transformers"),
@@ -49,7 +50,8 @@ LAYERS = {
     "activation_offload": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload.schedule": layer(never="torch ray megatron"),
     "config": layer(
-        "storage", "residency.table", "metrics.names", never="torch ray megatron transformer_engine transformers"
+        "named_datasets", "storage", "residency.table", "metrics.names",
+        never="torch ray megatron transformer_engine transformers"
     ),
     "placement.signals": layer(never="torch ray megatron"),
     "placement": layer(*LEAVES, never="megatron transformers"),
@@ -58,7 +60,8 @@ LAYERS = {
         "config", "residency.targets", "activation_offload.schedule", *LEAVES,
         never="torch ray megatron transformer_engine transformers",
     ),
-    "data": layer("hub", *LEAVES, never="ray megatron transformer_engine"),
+    "adapters": layer("memory", "residency", "placement.gpus", *LEAVES),
+    "data": layer("hub", "named_datasets", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
     "mcore": layer(
         "memory", "residency", "activation_offload", "data.batch", "data.loss_contract",
@@ -67,7 +70,7 @@ LAYERS = {
     ),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
     "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
-    "refit": layer("data.batch", "metrics", "memory.units", never="megatron transformer_engine"),
+    "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
         "data.batch", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
         never="megatron transformer_engine",
@@ -78,8 +81,9 @@ LAYERS = {
         "hf_config", *LEAVES
     ),
     "run": layer(
-        "worker.group", "worker.environment", "generation", "refit", "data", "environments", "placement.cluster",
-        "placement.machine", "placement.gpus", "plan", "config", "hf_config", *LEAVES,
+        "worker.group", "worker.environment", "worker.errors", "generation", "refit", "data", "environments",
+        "placement.cluster", "placement.node_watch",
+        "placement.gpu_monitor", "placement.machine", "placement.gpus", "plan", "config", "hf_config", *LEAVES,
         never="megatron transformer_engine",
     ),
     "algorithms": layer(

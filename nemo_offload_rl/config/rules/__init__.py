@@ -5,8 +5,10 @@ A rule gets the values of the keys that it reads. It is asked only where all of 
 
 from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them registers its rules)
     activations,
+    adaptations,
     architectures,
     batches,
+    checkpoints,
     cpu_optimizer,
     dpo,
     experts,
@@ -22,6 +24,6 @@ from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them register
     tasks,
     vllm,
 )
-from nemo_offload_rl.config.rules.base import NOTES, RULES, Rule
+from nemo_offload_rl.config.rules.base import ADAPTATIONS, NOTES, RULES, Adaptation, Rule
 
-__all__ = ["NOTES", "RULES", "Rule"]
+__all__ = ["ADAPTATIONS", "NOTES", "RULES", "Adaptation", "Rule"]

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 MEGATRON = "policy.megatron_cfg"
 TP = f"{MEGATRON}.tensor_model_parallel_size"
@@ -56,6 +57,30 @@ class Rule:
     check: Check
 
 
+@dataclass(frozen=True)
+class Adapted:
+    """A value that is taken in place of what a recipe says, where the numbers of a run stay what they would be.
+
+    Attributes:
+        path: of the key.
+        value: what counts.
+        line: what the user is told, behind the key; None for another spelling of the same thing.
+    """
+
+    path: str
+    value: Any
+    line: str | None
+
+
+@dataclass(frozen=True)
+class Adaptation:
+    """A reading of some keys that NeMo-RL's recipes have and that rules would refuse; `reads` as a `Rule`'s."""
+
+    reads: tuple[str, ...]
+    adapt: Callable[..., Adapted | None]
+
+
+ADAPTATIONS: list[Adaptation] = []  # what is read otherwise than it is written, before any rule
 RULES: list[Rule] = []  # what must hold
 NOTES: list[Rule] = []  # what is worth saying of a valid recipe
 
@@ -66,6 +91,16 @@ def rule(*reads: str) -> Callable[[Check], Check]:
     def register(check: Check) -> Check:
         RULES.append(Rule(reads, check))
         return check
+
+    return register
+
+
+def adaptation(*reads: str) -> Callable[[Callable[..., Adapted | None]], Callable[..., Adapted | None]]:
+    """Decorates what is read otherwise than it is written."""
+
+    def register(adapt: Callable[..., Adapted | None]) -> Callable[..., Adapted | None]:
+        ADAPTATIONS.append(Adaptation(reads, adapt))
+        return adapt
 
     return register
 

@@ -112,6 +112,14 @@ def packing_has_its_sizes(
     return None
 
 
+@rule("policy.sequence_packing.algorithm?", PACKING)
+def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
+    """NeMo-RL's recipes without packing have a name that its own packer does not know."""
+    if not enabled or algorithm != "modified_ffd":
+        return None
+    return "is modified_ffd, which NeMo-RL's packer does not know, either; set it to modified_first_fit_decreasing"
+
+
 @rule(
     PACKING,
     "policy.sequence_packing.train_mb_tokens?",
@@ -133,3 +141,14 @@ def packed_rows_are_split_evenly(
                 f"must be a multiple of {TP} ({tp}), over whose ranks sequence parallelism splits a row; found {size}",
             )
     return None
+
+
+@rule("policy.logprob_chunk_size?", SPEC)
+def chunks_are_of_log_prob_passes(chunk: int | None, spec: AlgorithmSpec) -> Verdict:
+    """An algorithm that computes log-probs in training alone would not read it."""
+    if chunk is None or spec.computes_logprobs:
+        return None
+    return (
+        f"is {chunk}, but {spec.name} computes log-probs in training alone; set it to null, and "
+        f"{MEGATRON}.use_fused_linear_logprobs to true"
+    )

@@ -1,4 +1,4 @@
-"""Recomputation and checkpoint formats."""
+"""Recomputation."""
 
 from typing import Any
 
@@ -68,32 +68,3 @@ def recomputed_norms_return_no_residual(
         f"is true, but {MEGATRON}.recompute_modules holds layernorm, which would discard the residual that a fused "
         "norm returns, too; take layernorm out there, or set this to false"
     )
-
-
-@rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
-def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
-    """megatron-core 0.19.2 restores wrong optimizer state from them, silently."""
-    if not enabled:
-        return None
-    return (
-        "megatron-core 0.19.2 restores wrong optimizer state from fully_reshardable checkpoints when a model has "
-        "several gradient buckets; set it to false, which writes dp_reshardable ones"
-    )
-
-
-@rule(f"{MEGATRON}.checkpoint.async_save?", "checkpointing.enabled")
-def checkpoints_are_written_synchronously(enabled: bool | None, checkpointing: bool) -> Verdict:
-    """A checkpoint is complete before the run goes on."""
-    return _off_with_checkpoints(enabled, checkpointing)
-
-
-@rule(f"{MEGATRON}.checkpoint.ckpt_assume_constant_structure?", "checkpointing.enabled")
-def save_plans_are_made_anew(enabled: bool | None, checkpointing: bool) -> Verdict:
-    """Every checkpoint is planned from the state that it saves."""
-    return _off_with_checkpoints(enabled, checkpointing)
-
-
-def _off_with_checkpoints(enabled: bool | None, checkpointing: bool) -> Verdict:
-    if not enabled or not checkpointing:
-        return None
-    return "not supported here while checkpointing.enabled is true; set it to false"

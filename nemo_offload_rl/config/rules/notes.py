@@ -4,17 +4,11 @@ from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.model_kind import model_kind
-from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, SPEC, TP, Verdict, note
+from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, SPEC, Verdict, note
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules
 
 _MOMENTUM_OF_EVERY_RECIPE = 0.9
 ACTIVATION_OFFLOAD = "policy.activation_offload"
-
-
-@note(f"{MEGATRON}.sequence_parallel", TP)
-def sequence_parallel_counts_with_tensor_parallel(enabled: bool, tp: int) -> Verdict:
-    """megatron-core refuses it alone; NeMo-RL's recipes have it on."""
-    return f"is off, since {TP} is 1" if enabled and tp == 1 else None
 
 
 @note(f"{OPTIMIZER}.clip_grad", "policy.max_grad_norm")

@@ -38,13 +38,12 @@ def warm_up_ends_before_decay(warmup: int, decay: int | None) -> Verdict:
     return f"is {warmup}, but must be below {SCHEDULER}.lr_decay_iters ({decay}), which counts the warm-up too"
 
 
-@rule(f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.use_distributed_optimizer", f"{DDP}.overlap_grad_reduce")
-def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bool, overlap_reduce: bool) -> Verdict:
+@rule(f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.use_distributed_optimizer")
+def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bool) -> Verdict:
     """Only sharded parameters are gathered."""
-    if not overlap or (distributed and overlap_reduce):
+    if not overlap or distributed:
         return None
-    missing = f"{OPTIMIZER}.use_distributed_optimizer" if not distributed else f"{DDP}.overlap_grad_reduce"
-    return f"is true, which needs {missing} to be true"
+    return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer to be true"
 
 
 @rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer_cpu_offload?")

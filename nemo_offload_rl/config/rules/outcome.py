@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.absent_keys import splits_validation_data
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
@@ -10,24 +11,32 @@ from nemo_offload_rl.metrics.names import without_default_set
 
 @rule(
     "data.validation?",
-    "data.train.split_validation_size?",
+    "data.train",
     f"{SECTION}.val_period",
     f"{SECTION}.val_at_start",
     f"{SECTION}.val_at_end",
     SPEC,
 )
 def validation_has_data(
-    validation: Any, split_off: float | None, period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
+    validation: Any, train: dict[str, Any], period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
 ) -> Verdict:
     """A validation needs problems."""
     asked = {"val_period": period, "val_at_start": at_start, "val_at_end": at_end}
     first = next((name for name, value in asked.items() if value), None)
-    if validation is not None or split_off or first is None:
+    if validation or splits_validation_data(train) or first is None:
         return None
     return (
-        f"is null, but {spec.name}.{first} is {show(asked[first])}; name validation data, set "
+        f"is {show(validation)}, but {spec.name}.{first} is {show(asked[first])}; name validation data, set "
         "data.train.split_validation_size above 0, or set val_period to 0 and val_at_start and val_at_end to false"
     )
+
+
+@rule("logger.num_val_samples_to_print?", SPEC)
+def answers_are_sampled_where_they_are_printed(num: int | None, spec: AlgorithmSpec) -> Verdict:
+    """Only a validation that samples answers has some to print."""
+    if not num or spec.name == "grpo":
+        return None
+    return f"is {num}, but a validation of {spec.name} samples no answers; set it to 0 or delete it"
 
 
 @rule(

@@ -130,13 +130,9 @@ def expert_parallel_needs_experts(
 @rule(f"{MEGATRON}.sequence_parallel", TP, DIVISOR, LENGTH)
 def sequence_parallel_needs_divisible_lengths(enabled: bool, tp: int, multiple: int, longest: int) -> Verdict:
     """Each tensor-parallel rank has an equal part of a sequence."""
-    if not enabled or tp == 1:
+    if not enabled or tp == 1 or longest % multiple == 0:
         return None
-    if multiple % tp:
-        return f'needs {DIVISOR} ({multiple}) to be a multiple of {TP} ({tp}); set it to "${{{TP}}}"'
-    if longest % multiple:
-        return f"needs {LENGTH} ({longest}) to be a multiple of {DIVISOR} ({multiple})"
-    return None
+    return f"needs {LENGTH} ({longest}) to be a multiple of {DIVISOR} ({multiple})"
 
 
 @rule("cluster.master_port_range_low?", "cluster.master_port_range_high?")
@@ -147,3 +143,22 @@ def port_range_has_both_ends(low: int | None, high: int | None) -> Verdict:
     if low is not None and high is not None and low > high:
         return f"is {low}, above cluster.master_port_range_high ({high})"
     return None
+
+
+@rule("cluster.segment_size?", NODES)
+def segments_fill_the_nodes(size: int | None, nodes: int) -> Verdict:
+    """Each node belongs to a whole segment."""
+    if size is None or nodes % size == 0:
+        return None
+    return f"is {size}, which does not divide {NODES} ({nodes}); make {NODES} a multiple of it, or set it to null"
+
+
+@rule("cluster.max_restarts?", "checkpointing.enabled")
+def restarts_need_checkpoints(at_most: int | None, enabled: bool) -> Verdict:
+    """A run goes on from somewhere."""
+    if not at_most or enabled:
+        return None
+    return (
+        f"is {at_most}, but checkpointing.enabled is false, and a run goes on from a checkpoint; set that to true, or "
+        "this to 0"
+    )

@@ -3,8 +3,10 @@
 import re
 from typing import Any
 
+from nemo_offload_rl.config.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
+from nemo_offload_rl.named_datasets import CONVERSATIONS, NAMED_DATASETS
 
 
 @rule("data.default.env_name?", "env")
@@ -19,27 +21,93 @@ def environment_is_defined(name: str | None, env: dict[str, Any]) -> Verdict:
     return f"names {show(name)}, but env has {show_choices(env) if env else 'no section'}"
 
 
+@rule("data.default.env_name?", "env")
+def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verdict:
+    """The environment in use has a reward or a math_verify_impl; no environment has both, or keys of the other."""
+    for name, section in env.items():
+        has_math = section.get("math_verify_impl") is not None
+        if has_math and "reward" in section:
+            message = f"is {section['reward']}, but env.{name}.math_verify_impl judges answers, too; delete one of them"
+            return f"env.{name}.reward", message
+        if not has_math and "time_limit_s" in section:
+            return f"env.{name}.time_limit_s", f"is read only with env.{name}.math_verify_impl; delete it"
+        if name == used and not has_math and "reward" not in section:
+            return (
+                f"env.{name}",
+                f"does not say how answers are judged: set env.{name}.math_verify_impl (hf_math_verify or "
+                f"dapo_math_verify) or env.{name}.reward (exact_match, numeric_match or python)",
+            )
+    return None
+
+
+@note("env")
+def rewards_in_the_driver_have_no_workers(env: dict[str, Any]) -> Verdict:
+    """NeMo-RL's environments have worker processes whatever they judge."""
+    for name, section in env.items():
+        if "num_workers" in section and section.get("math_verify_impl") is None:
+            return (
+                f"env.{name}.num_workers",
+                "has no effect: without math_verify_impl rewards are computed in the driver",
+            )
+    return None
+
+
 @rule("env")
 def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
     """A Python reward names its function, and no other does."""
     for name, section in env.items():
-        function = section["reward_function"] if "reward_function" in section else None
-        if section["reward"] == "python" and function is None:
+        reward, function = section.get("reward"), section.get("reward_function")
+        if reward == "python" and function is None:
             return f"env.{name}.reward", f"is python, which needs env.{name}.reward_function: package.module:function"
-        if section["reward"] != "python" and function is not None:
-            return (
-                f"env.{name}.reward_function",
-                f"is read only with env.{name}.reward python; found {section['reward']}",
-            )
+        if reward != "python" and function is not None:
+            found = "math_verify_impl" if reward is None else reward
+            return f"env.{name}.reward_function", f"is read only with env.{name}.reward python; found {found}"
         if function is not None and not re.fullmatch(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*", function):
             return f"env.{name}.reward_function", f"is written package.module:function; found {show(function)}"
     return None
 
 
-@rule("data.train.split_validation_size?", "data.train.seed?")
-def splits_have_a_seed(size: float | None, seed: int | None) -> Verdict:
+@rule("data")
+def named_datasets_have_the_keys_that_they_read(data: dict[str, Any]) -> Verdict:
+    """A split is one of the dataset's, and no key of another dataset is left unread."""
+    for path, section in {**datasets_of(data, "train"), **datasets_of(data, "validation")}.items():
+        name = section["dataset_name"]
+        if name not in NAMED_DATASETS:
+            continue
+        dataset = NAMED_DATASETS[name]
+        if "split" in section and section["split"] not in dataset.splits:
+            return f"{path}.split", f"of {name} is {show_choices(dataset.splits)}; found {section['split']}"
+        if "output_key" in section and section["output_key"] not in dataset.output_keys:
+            choices = f"is {show_choices(dataset.output_keys)}" if dataset.output_keys else "has no choice"
+            return f"{path}.output_key", f"of {name} {choices}; found {section['output_key']}"
+        if "repeat" in section and dataset.repeat is None:
+            return f"{path}.repeat", f"is read with dataset_name AIME2024 or AIME2025 alone, not {name}; delete it"
+        if name in CONVERSATIONS and _prompt_file(data, section, "system_prompt_file") is not None:
+            message = f"must be null for {name}, whose rows have system messages of their own"
+            return f"{path}.system_prompt_file", message
+    return None
+
+
+def _prompt_file(data: dict[str, Any], section: dict[str, Any], key: str) -> str | None:
+    default = data["default"] if "default" in data else {}
+    found: str | None = section[key] if key in section else default[key] if key in default else None
+    return found
+
+
+@rule("data.train.split_validation_size?", "data.train.seed?", "data.train.dataset_name?")
+def splits_have_a_seed(size: float | None, seed: int | None, name: str | None) -> Verdict:
     """A resumed run splits as the first one did, and so does one on another machine."""
-    return f"is {size}, which needs data.train.seed" if size and seed is None else None
+    if seed is not None or not size or name in NAMED_DATASETS:  # which have a seed of their own, or are not split
+        return None
+    return f"is {size}, which needs data.train.seed"
+
+
+@note("data.train.split_validation_size?", "data.train.dataset_name?")
+def datasets_that_nemo_rl_does_not_split(size: float | None, name: str | None) -> Verdict:
+    """NeMo-RL's recipes inherit the key beside datasets that have validation data of their own."""
+    if not size or splits_validation_data({"dataset_name": name, "split_validation_size": size}):
+        return None
+    return f"has no effect: as in NeMo-RL, nothing is split off {name}"
 
 
 @rule("data.train.split_validation_size?")
@@ -50,13 +118,20 @@ def splits_are_shares_or_counts(size: float | None) -> Verdict:
     return f"is {size}; it is a share below 1, or a number of samples, written without a point"
 
 
-@rule("data.validation.split_validation_size?")
-def validation_data_is_not_split(size: float | None) -> Verdict:
+@rule("data")
+def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
     """The rest of it would be lost."""
-    return f"is {size}, but only data.train is split; delete it" if size else None
+    for path, section in datasets_of(data, "validation").items():
+        if section.get("split_validation_size"):
+            size = section["split_validation_size"]
+            return f"{path}.split_validation_size", f"is {size}, but only data.train is split; delete it"
+    return None
 
 
-@note("data.validation.seed?", "data.validation.dataset_name?")
-def nothing_is_drawn_of_validation_data(seed: int | None, name: str | None) -> Verdict:
+@note("data")
+def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
     """Validation reads the first rows, in their order."""
-    return None if seed is None or name == "arithmetic" else f"has no effect, since {name} is read in its order"
+    for path, section in datasets_of(data, "validation").items():
+        if "seed" in section and section["dataset_name"] != "arithmetic":
+            return f"{path}.seed", f"has no effect, since {section['dataset_name']} is read in its order"
+    return None

@@ -5,7 +5,7 @@ from typing import Any
 from nemo_offload_rl.config.model_kind import count_of, model_fields
 from nemo_offload_rl.config.owned_fields import same
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import GPUS, LENGTH, MODEL_FIELDS, Verdict, rule
+from nemo_offload_rl.config.rules.base import GPUS, LENGTH, MODEL_FIELDS, Verdict, note, rule
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
@@ -35,14 +35,14 @@ KEY_OF_ARGUMENT: dict[str, str] = {
     "hf_overrides": "policy.hf_config_overrides",
     "tokenizer": "policy.tokenizer.name",
     "dtype": f"{VLLM}.precision",
-    "max_num_seqs": "policy.generation_batch_size",
     "seed": "grpo.seed",
     "enable_expert_parallel": f"{VLLM}.expert_parallel_size",
     **{
         name: f"{VLLM}.{name}"
         for name in (
             "tensor_parallel_size", "pipeline_parallel_size", "gpu_memory_utilization", "max_model_len",
-            "enforce_eager", "load_format", "kv_cache_dtype", "skip_tokenizer_init", "logprobs_mode",
+            "enforce_eager", "enable_prefix_caching", "load_format", "kv_cache_dtype", "skip_tokenizer_init",
+            "logprobs_mode",
         )
     },
 }  # fmt: skip
@@ -65,6 +65,22 @@ REFUSED_ARGUMENTS: dict[str, str] = {
         ("enable_lora", "cpu_offload_gb", "offload_group_size", "logits_processors"), "it is not supported here"
     ),
 }  # fmt: skip
+
+# Environment variables that the engine's processes cannot do without: generation.vllm_arguments has their values.
+OWN_VARIABLES = (
+    "HF_HUB_OFFLINE",
+    "VLLM_ENABLE_V1_MULTIPROCESSING",
+    "VLLM_HOST_IP",
+    "VLLM_NO_USAGE_STATS",
+    "VLLM_USE_FLASHINFER_SAMPLER",
+)
+
+
+@rule(f"{VLLM}.env_vars")
+def vllms_own_variables_stay(variables: dict[str, str] | None) -> Verdict:
+    """An engine is set up in one way."""
+    own = next((name for name in variables or {} if name in OWN_VARIABLES), None)
+    return None if own is None else (f"{VLLM}.env_vars.{own}", "cannot be set: the engine sets it itself; delete it")
 
 
 @rule(BACKEND, f"{VLLM}?")
@@ -157,3 +173,12 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
         if name in REFUSED_ARGUMENTS:
             return path, f"cannot be set: {REFUSED_ARGUMENTS[name]}; delete it"
     return None
+
+
+@note(f"{GENERATION}.vllm_kwargs", BACKEND)
+def vllm_runs_so_many_rows_at_once(arguments: dict[str, Any], backend: str) -> Verdict:
+    """NeMo-RL's recipes have it beside `generation_batch_size`, which is for its other backends."""
+    if backend != "vllm" or "max_num_seqs" not in arguments:
+        return None
+    path = f"{GENERATION}.vllm_kwargs.max_num_seqs"
+    return path, f"{show(arguments['max_num_seqs'])} is what counts, and not policy.generation_batch_size"

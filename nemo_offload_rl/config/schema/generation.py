@@ -38,8 +38,14 @@ class VllmConfig(TypedDict):
     max_model_len: PositiveInt
     # Run without CUDA graphs and compilation: a shorter start, slower decoding. Recommended: false.
     enforce_eager: bool
+    # Keep keys and values of prompts that begin alike, until the weights change; null is as vLLM has it. Recommended:
+    # null, since the answers to a prompt begin alike. Absent: null.
+    enable_prefix_caching: NotRequired[bool | None]
     # Type of weights and activations; policy.precision, since refits send that. Recommended: "${policy.precision}".
     precision: Precision
+    # Environment variables of the engines' processes, set before they import anything; null or {} for none.
+    # Absent: none.
+    env_vars: NotRequired[dict[str, str] | None]
     # Where the first weights come from; dummy alone, as the first refit brings them. Absent: dummy.
     load_format: NotRequired[str]
     # Type of the KV cache; auto alone: that of the weights. Absent: auto.

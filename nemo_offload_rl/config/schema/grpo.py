@@ -10,6 +10,7 @@ from nemo_offload_rl.config.schema.value_types import (
     NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
+    Period,
     PositiveFloat,
     PositiveInt,
 )
@@ -98,6 +99,9 @@ class GRPOConfig(TypedDict):
     reward_shaping: NotRequired[RewardShapingConfig]
     # Leave answers out of the loss that were cut off at max_new_tokens. Recommended: false.
     overlong_filtering: bool
+    # Largest train/token_mult_prob_error that is taken for rounding; the run warns of each step above it. Above 1;
+    # recommended 1.05. Null or absent: none, no warning.
+    token_mult_prob_error_limit: NotRequired[Annotated[float, Field(gt=1, allow_inf_nan=False)] | None]
     # Leave prompts out whose answers all got the same reward, after reward_scaling, and sample more until the batch is
     # full (DAPO). Recommended: false.
     use_dynamic_sampling: bool
@@ -107,8 +111,8 @@ class GRPOConfig(TypedDict):
     # more prompts are sampled than a step trains on, and what is too many is dropped. Above 0, 1 without dynamic
     # sampling; recommended 1 over the share of prompts that are kept, train/informative_prompts. Absent: 1.
     batch_multiplier: NotRequired[PositiveFloat]
-    # Steps between validations; 0 for none. Recommended: 10.
-    val_period: NonNegativeInt
+    # Steps between validations; 0, or -1, for none. Recommended: 10.
+    val_period: Period
     # Validate before the first step. Recommended: true where the starting accuracy is of interest.
     val_at_start: bool
     # Validate after the last step. Recommended: true.

@@ -4,7 +4,7 @@ from typing import NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr
+from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr, NonNegativeInt, PositiveFloat
 
 
 @with_config(STRICT)
@@ -15,6 +15,17 @@ class WandbConfig(TypedDict):
     project: NonEmptyStr
     # Name of the run.
     name: NonEmptyStr
+
+
+@with_config(STRICT)
+class GpuMonitoringConfig(TypedDict):
+    """Section `logger.gpu_monitoring`, read only with monitor_gpus."""
+
+    # Seconds between two readings of a GPU. Above 0; recommended 10. Absent: 10.
+    collection_interval: NotRequired[PositiveFloat]
+    # Seconds between two collections of the nodes' readings by the driver; a step's metrics have those that were
+    # collected by then. Above 0; recommended as collection_interval. Absent: 10.
+    flush_interval: NotRequired[PositiveFloat]
 
 
 @with_config(STRICT)
@@ -29,3 +40,11 @@ class LoggerConfig(TypedDict):
     wandb_enabled: bool
     # Weights & Biases. Absent: wandb_enabled is false.
     wandb: NotRequired[WandbConfig]
+    # Write utilisation, memory, power and temperature of each GPU of each node into the metrics, read by NVML beside
+    # the run. Needs the package nvidia-ml-py, which the extra `te` brings. Recommended: true. Absent: false.
+    monitor_gpus: NotRequired[bool]
+    # Answers of each validation of GRPO that are printed, logged and written to TensorBoard's texts: half of them those
+    # with the highest rewards, the others those with the lowest. 0 or more; recommended 4. Absent: 0.
+    num_val_samples_to_print: NotRequired[NonNegativeInt]
+    # How often GPUs are read. Absent: every 10 seconds.
+    gpu_monitoring: NotRequired[GpuMonitoringConfig]

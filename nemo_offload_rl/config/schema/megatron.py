@@ -112,11 +112,12 @@ class MegatronDDPConfig(TypedDict):
 class MegatronCheckpointConfig(TypedDict):
     """Section `policy.megatron_cfg.checkpoint`: how checkpoints are written."""
 
-    # Write checkpoints in the background. Only false where checkpointing is enabled: not supported here.
-    # Absent: false.
+    # Write checkpoints while training goes on, from a copy in host memory of the state of their step. Takes host memory
+    # for the weights and for what of the optimizer is not offloaded anyway. Recommended: true. Absent: false.
     async_save: NotRequired[bool]
-    # Reuse the save plan of the last checkpoint. Only false where checkpointing is enabled: not supported here.
-    # Absent: false.
+    # Reuse the plan of the last checkpoint, what goes into which file, where names, shapes and types are those of then
+    # on every rank; the values are always those of now. Recommended: false; true saves planning time with thousands
+    # of tensors on many ranks. Absent: false.
     ckpt_assume_constant_structure: NotRequired[bool]
     # Save optimizer state in the format that loads at any parallel size. Only false: megatron-core 0.19.2 restores
     # wrong values from it when a model has several gradient buckets. Absent: false.
@@ -210,6 +211,13 @@ class MegatronConfig(TypedDict):
     # Accumulate weight gradients inside the matrix product; needs a GPU kernel, switched off on a CPU.
     # Recommended: false. Absent: on where the kernel is installed.
     gradient_accumulation_fusion: NotRequired[bool]
+    # Compute the logits of fused_linear_logprobs_chunk_size tokens at a time, and again in the backward pass, so that
+    # those of a micro-batch are never in memory at once. Recommended: true where they take the memory that is missing.
+    # Absent: false.
+    use_fused_linear_logprobs: NotRequired[bool]
+    # Tokens of a micro-batch whose logits are in memory at a time, read only with use_fused_linear_logprobs. 1 or more;
+    # recommended 1024, less where that memory is missing, too. Absent: 256.
+    fused_linear_logprobs_chunk_size: NotRequired[PositiveInt]
     # Fuse the permutation of tokens to experts; needs Transformer Engine, switched off on a CPU. Recommended: true.
     # Absent: what Megatron-Bridge sets for the model.
     moe_permute_fusion: NotRequired[bool]
@@ -222,5 +230,5 @@ class MegatronConfig(TypedDict):
     scheduler: MegatronSchedulerConfig
     # Data parallelism.
     distributed_data_parallel_config: MegatronDDPConfig
-    # How checkpoints are written. Absent: synchronously.
+    # How checkpoints are written. Absent: each is planned anew and written at once.
     checkpoint: NotRequired[MegatronCheckpointConfig]

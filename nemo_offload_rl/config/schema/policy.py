@@ -47,8 +47,9 @@ class SequencePackingConfig(TypedDict):
     # Most tokens of a packed row of a log-prob pass. Recommended: max_total_sequence_length x logprob_batch_size.
     # Absent: enabled is false, or the algorithm has no log-prob pass.
     logprob_mb_tokens: NotRequired[PositiveInt]
-    # How samples are dealt out to rows. Only modified_first_fit_decreasing. Absent: enabled is false.
-    algorithm: NotRequired[Literal["modified_first_fit_decreasing"]]
+    # How samples are dealt out to rows: modified_first_fit_decreasing; or modified_ffd, as recipes of NeMo-RL
+    # have it, where enabled is false. Absent: enabled is false.
+    algorithm: NotRequired[Literal["modified_first_fit_decreasing", "modified_ffd"]]
     # A packed row's length is rounded up to a multiple of this many tokens. 1 or more; recommended 64.
     # Absent: enabled is false.
     sequence_length_round: NotRequired[PositiveInt]
@@ -97,6 +98,10 @@ class PolicyConfig(TypedDict):
     refit_buffer_size_gb: NotRequired[PositiveFloat]
     # Compare a checksum of the weights on both sides after every refit. Recommended: true in tests. Absent: false.
     verify_refit: NotRequired[bool]
+    # Compute log-probs apart from training (GRPO, DPO) from the logits of this many tokens at a time, so that those of
+    # a micro-batch are never in memory at once; null: as training does (megatron_cfg.use_fused_linear_logprobs). 1 or
+    # more; recommended 1024 where logits take the memory that is missing. Absent: as null.
+    logprob_chunk_size: NotRequired[PositiveInt | None]
     # Move optimizer state to the host before weights are sent to generation, until the next training step needs it.
     # Recommended: true. Absent: true.
     offload_optimizer_for_refit: NotRequired[bool]

@@ -4,7 +4,14 @@ from typing import NotRequired, TypedDict
 
 from pydantic import with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, FiniteFloat, NonEmptyStr, NonNegativeInt, PositiveInt
+from nemo_offload_rl.config.schema.value_types import (
+    STRICT,
+    FiniteFloat,
+    NonEmptyStr,
+    NonNegativeInt,
+    Period,
+    PositiveInt,
+)
 
 
 @with_config(STRICT)
@@ -15,8 +22,8 @@ class SFTConfig(TypedDict):
     max_num_steps: PositiveInt
     # Passes over the training data after which the run ends, if max_num_steps does not end it before. 1 or more.
     max_num_epochs: PositiveInt
-    # Steps between validations; 0 for none. Recommended: 10.
-    val_period: NonNegativeInt
+    # Steps between validations; 0, or -1, for none. Recommended: 10.
+    val_period: Period
     # Validate before the first step. Recommended: true.
     val_at_start: bool
     # Validate after the last step. Recommended: true.

@@ -13,6 +13,7 @@ STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
+Period = Annotated[int, Field(ge=-1)]  # NeMo-RL's recipes write -1 as well as 0 for never
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # Of memory; more than any machine has would be no number of bytes.
 PositiveGib = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
@@ -34,3 +35,11 @@ def _numa_setting(value: Any) -> Any:
 
 
 NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]
+
+# Tags of a value that is one section, a list of sections, or null; they stand in pydantic's places of problems.
+ONE, SEVERAL, NONE = "(one)", "(several)", "(none)"
+
+
+def how_many(value: Any) -> str:
+    """Returns the tag of a value; what is neither is held against the section's schema."""
+    return NONE if value is None else SEVERAL if isinstance(value, list) else ONE

@@ -15,7 +15,7 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 
@@ -43,7 +43,13 @@ def make(*, micro=4, max_tokens=8) -> DPO:
 def run(dpo, schedule=SCHEDULE, checkpoints=None, state=None):
     outputs = Recorded()
     run = Run(
-        dpo, schedule, state or RunState("unused"), checkpoints or NoCheckpoints(), dpo.save, outputs, Interrupt()
+        dpo,
+        schedule,
+        state or RunState("unused"),
+        checkpoints or NoCheckpoints(),
+        WriteAtOnce(dpo.save),
+        outputs,
+        Interrupt(),
     )
     return run.train(), outputs
 

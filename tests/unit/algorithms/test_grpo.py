@@ -24,12 +24,12 @@ from nemo_offload_rl.algorithms.rollouts import RolloutMaker
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
-from nemo_offload_rl.environments import Reward, RewardError, make_reward
+from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation
 from nemo_offload_rl.generation.interface import SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.run.weight_sync import WeightSync
@@ -57,6 +57,7 @@ class Setting:
         loss=PLAIN,
         settings=SETTINGS,
         overlong_filtering=False,
+        prob_error_limit=None,
         train_micro=40,
         train_global=40,
         reward=EXACT_MATCH,
@@ -66,6 +67,7 @@ class Setting:
         transport=None,
         val_generations=1,
         val_temperature=0.0,
+        num_shown=0,
     ):
         self.policy = ToyPolicy()
         self.generation = ToyGeneration() if generation is None else generation
@@ -83,12 +85,14 @@ class Setting:
                 num_generations=val_generations,
                 batch_size=4,
                 sampling=replace(SAMPLING, temperature=val_temperature),
+                num_shown=num_shown,
             ),
             shape=shape,
             advantages=GroupAdvantages(leave_one_out=False, normalize=True, clip_low=None, clip_high=None),
             loss_fn=loss,
             batch_sizes=BatchSizes(train_global=train_global, train_micro=train_micro, logprob=16),
             overlong_filtering=overlong_filtering,
+            prob_error_limit=prob_error_limit,
             save_optimizer=True,
         )
 
@@ -99,7 +103,7 @@ class Setting:
             schedule,
             state if state is not None else RunState("unused"),
             checkpoints if checkpoints is not None else NoCheckpoints(),
-            self.grpo.save,
+            WriteAtOnce(self.grpo.save),
             outputs,
             interrupt if interrupt is not None else Interrupt(),
         )
@@ -265,6 +269,21 @@ def test_passes_that_the_loss_does_not_need_are_left_out():
     assert "get_logprobs" not in setting.policy.calls
     assert "get_reference_policy_logprobs" not in setting.policy.calls
     assert metrics["train/token_mult_prob_error"] == pytest.approx(1.0, abs=1e-5)
+
+
+@pytest.mark.parametrize(("error", "is_warned_of"), [(1.05, False), (1.06, True)])
+def test_a_sampler_with_other_probabilities_is_said(monkeypatch, caplog, error, is_warned_of):
+    setting = Setting(prob_error_limit=1.05)
+    train = setting.policy.train
+
+    def train_with_error(*args, **kwargs):
+        result = train(*args, **kwargs)
+        return result | {"metrics": result["metrics"] | {"token_mult_prob_error": error}}
+
+    monkeypatch.setattr(setting.policy, "train", train_with_error)
+    setting.grpo.step(3, Timer())
+    said = "Step 3: train/token_mult_prob_error is 1.060, above grpo.token_mult_prob_error_limit (1.05)"
+    assert (said in caplog.text) is is_warned_of
 
 
 def test_overlong_filtering_leaves_cut_off_answers_out():
@@ -443,3 +462,42 @@ def test_prompts_that_do_not_fit_are_left_out_of_the_loss():
     rollouts = rollout(PROBLEMS[:2], 2, SAMPLING, 1, Timer())
     assert rollouts.batch["sample_mask"].tolist() == [0, 0, 0, 0]
     assert torch.isfinite(rollouts.batch["generation_logprobs"]).all()
+
+
+class HalfJudge:
+    """Judges the first of two answers, and cannot judge the second."""
+
+    def judge_all(self, cases):
+        return Judgements([float(number % 2 == 0) for number in range(len(cases))], len(cases) // 2)
+
+    def shutdown(self):
+        self.is_shut_down = True
+
+
+def test_answers_that_cannot_be_judged_are_counted():
+    judge = HalfJudge()
+    setting = Setting(reward=judge)
+    metrics = setting.grpo.step(1, Timer())
+    num_answers = SETTINGS.num_prompts_per_step * SETTINGS.num_generations_per_prompt
+    assert metrics["train/num_unjudged_answers"] == num_answers / 2
+    assert metrics["train/reward"] == 0.5
+    validation = setting.grpo.validate(1)
+    assert validation["validation/num_unjudged_answers"] > 0
+    assert undocumented({"train/num_unjudged_answers", "validation/num_unjudged_answers"}) == []
+    setting.grpo.shutdown()
+    assert judge.is_shut_down
+
+
+def test_the_best_and_the_worst_answers_of_a_validation_are_shown():
+    setting = Setting(val_generations=4, val_temperature=1.0, num_shown=2)
+    assert setting.grpo.validation_answers == ()
+    metrics = setting.grpo.validate(0)
+    best, worst = setting.grpo.validation_answers
+    assert (best.reward, worst.reward) == (1.0, 0.0)
+    assert best.answer == best.known_answer
+    assert worst.answer != worst.known_answer
+    assert best.prompt in {problem.prompt for problem in PROBLEMS}
+    assert 0 < metrics["validation/accuracy"] < 1
+    off = Setting()
+    off.grpo.validate(0)
+    assert off.grpo.validation_answers == []

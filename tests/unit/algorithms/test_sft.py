@@ -10,7 +10,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 
@@ -34,7 +34,13 @@ def make(*, micro=4, max_tokens=8) -> SFT:
 def run(sft, schedule=SCHEDULE, checkpoints=None, state=None):
     outputs = Recorded()
     run = Run(
-        sft, schedule, state or RunState("unused"), checkpoints or NoCheckpoints(), sft.save, outputs, Interrupt()
+        sft,
+        schedule,
+        state or RunState("unused"),
+        checkpoints or NoCheckpoints(),
+        WriteAtOnce(sft.save),
+        outputs,
+        Interrupt(),
     )
     return run.train(), outputs
 

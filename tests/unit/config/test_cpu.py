@@ -33,6 +33,13 @@ def test_each_setting_that_needs_a_gpu_is_off_and_said_in_one_line():
     assert all("\n" not in line for line in lines)
 
 
+def test_gpus_that_are_not_there_are_not_watched():
+    config = load(CONFIGS / "sft_tiny_cpu.yaml", ["logger.monitor_gpus=true"]).config
+    adapted, lines = for_machine(config, has_gpus=False)
+    assert adapted["logger"]["monitor_gpus"] is False
+    assert lines == ["logger.monitor_gpus is off on this machine: it has no GPU"]
+
+
 def test_an_adapted_config_needs_no_more():
     config, _ = for_machine(load(CONFIGS / "grpo_math_1B_megatron.yaml").config, has_gpus=False)
     assert for_machine(config, has_gpus=False) == (config, [])

@@ -11,7 +11,7 @@ from nemo_offload_rl.config.problems import Origin, RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
 from nemo_offload_rl.config.schema_problems import schema_problems
-from nemo_offload_rl.config.upstream import split_upstream_keys
+from nemo_offload_rl.config.upstream_split import split_upstream_keys
 from tests.unit.config.conftest import CONFIGS
 
 BINARY = {
@@ -55,17 +55,17 @@ def test_keys_of_upstream_are_accepted_where_they_are_off():
 @pytest.mark.parametrize(
     ("train", "further", "path", "message"),
     [
-        ({"dataset_name": "HelpSteer3"}, {}, "data.train.dataset_name", "'HelpSteer3' is not supported here; give"),
+        ({"dataset_name": "MMPR"}, {}, "data.train.dataset_name", "'MMPR' is not supported here; give"),
         (BINARY | {"dataset_name": "HFDataset"}, {}, "data.train.dataset_name", "completions (PreferenceDataset)"),
-        ({"data_path": "x"}, {}, "data.train.dataset_name", "it is 'arithmetic', 'BinaryPreferenceDataset' or 'Pref"),
+        ({"data_path": "x"}, {}, "data.train.dataset_name", "it is 'arithmetic', 'BinaryPreferenceDataset', 'Pref"),
         (BINARY | {"choosen_key": "c"}, {}, "data.train.choosen_key", "nearest valid key: data.train.chosen_key"),
         (RANKED | {"prompt_key": "p"}, {}, "data.train.prompt_key", "is a key of dataset_name 'Binary"),
         (RANKED | {"data_path": 3}, {}, "data.train.data_path", "must be text; found 3"),
         (RANKED | {"subset": "x"}, {}, "data.train.subset", "not supported here (found 'x'); name its folder in"),
-        (RANKED | {"prompt_file": "x"}, {}, "data.train.prompt_file", "name it in data.default, for both"),
+        (RANKED, {"prompt_file": "x"}, "data.prompt_file", "write it into data.default, or into data.train and"),
         (RANKED, {"default": {"env_name": "math"}}, "data.default.env_name", "unknown key"),
         (RANKED, {"default": {"prompt_key": "p"}}, "data.default.prompt_key", "write it into data.train and"),
-        (RANKED, {"val_data_paths": {"a": "b"}}, "data.val_data_paths", "more than one validation set is not"),
+        (RANKED, {"val_data_paths": {"a": "b"}}, "data.val_data_paths", "list the sets in data.validation"),
         (RANKED, {"add_eos": None}, "data.add_eos", "must be true or false; found null"),
     ],
 )

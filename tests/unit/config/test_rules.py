@@ -12,6 +12,7 @@ import torch
 import nemo_offload_rl
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.durations import duration_s
 from nemo_offload_rl.config.keys import find_key
 from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import show_file
@@ -28,6 +29,7 @@ from nemo_offload_rl.config.rules import (
     vllm,
 )
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
+from nemo_offload_rl.config.schema_problems import value_at
 from tests.unit.config.conftest import CONFIGS
 
 MEGATRON = "policy.megatron_cfg"
@@ -48,9 +50,22 @@ TENSOR_PARALLEL = [
 ]
 
 BROKEN = {
+    "chunks_are_of_log_prob_passes": (
+        ["++policy.logprob_chunk_size=64"],
+        "policy.logprob_chunk_size: is 64, but sft computes log-probs in training alone; set it to null, and "
+        f"{MEGATRON}.use_fused_linear_logprobs to true",
+    ),
     "model_parallel_size_divides_world_size": (
         [f"{TP}=2"],
         f"{TP}: tensor 2 x pipeline 1 x context 1 = 2 ranks a replica do not divide the 1 ranks of the cluster",
+    ),
+    "segments_fill_the_nodes": (
+        ["cluster.num_nodes=4", "++cluster.segment_size=3"],
+        "cluster.segment_size: is 3, which does not divide cluster.num_nodes (4); make cluster.num_nodes a multiple",
+    ),
+    "restarts_need_checkpoints": (
+        ["++cluster.max_restarts=2", "checkpointing.enabled=false"],
+        "cluster.max_restarts: is 2, but checkpointing.enabled is false",
     ),
     "expert_parallel_size_divides_world_size": (
         [f"{EP}=3", "cluster.gpus_per_node=2"],
@@ -104,7 +119,8 @@ BROKEN = {
             f"{MEGATRON}.sequence_parallel=true",
             "policy.make_sequence_length_divisible_by=3",
         ],
-        f"sequence_parallel: needs policy.make_sequence_length_divisible_by (3) to be a multiple of {TP} (2)",
+        "sequence_parallel: needs policy.max_total_sequence_length (16) to be a multiple of "
+        "policy.make_sequence_length_divisible_by (6)",
     ),
     "port_range_has_both_ends": (
         ["+cluster.master_port_range_low=2000"],
@@ -154,8 +170,12 @@ BROKEN = {
         "lr_warmup_iters: is 9, but must be below",
     ),
     "overlapped_gather_needs_distributed_optimizer": (
-        [f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true"],
-        f"overlap_param_gather: is true, which needs {MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce",
+        [
+            f"{MEGATRON}.distributed_data_parallel_config.overlap_param_gather=true",
+            f"{MEGATRON}.distributed_data_parallel_config.overlap_grad_reduce=true",
+            f"{MEGATRON}.optimizer.use_distributed_optimizer=false",
+        ],
+        f"overlap_param_gather: is true, which needs {MEGATRON}.optimizer.use_distributed_optimizer to be true",
     ),
     "precision_aware_optimizer_is_distributed_adam": (
         [f"{MEGATRON}.optimizer.use_precision_aware_optimizer=true", f"{MEGATRON}.optimizer.optimizer=sgd"],
@@ -257,13 +277,17 @@ BROKEN = {
         [f"+{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable=true"],
         "restores wrong optimizer state from fully_reshardable checkpoints",
     ),
-    "checkpoints_are_written_synchronously": (
-        [f"+{MEGATRON}.checkpoint.async_save=true"],
-        "checkpoint.async_save: not supported here while checkpointing.enabled is true",
+    "packing_has_an_algorithm": (
+        [
+            *("policy.sequence_packing.enabled=true", "++policy.sequence_packing.algorithm=modified_ffd"),
+            *("++policy.sequence_packing.train_mb_tokens=64", "++policy.sequence_packing.logprob_mb_tokens=64"),
+        ],
+        "algorithm: is modified_ffd, which NeMo-RL's packer does not know, either; set it to modified_first_fit_decr",
     ),
-    "save_plans_are_made_anew": (
-        [f"+{MEGATRON}.checkpoint.ckpt_assume_constant_structure=true"],
-        "checkpoint.ckpt_assume_constant_structure: not supported here while checkpointing.enabled is true",
+    "time_limits_are_durations": (
+        ["checkpointing.checkpoint_must_save_by='03:45:00'"],
+        "checkpointing.checkpoint_must_save_by: is days:hours:minutes:seconds above 0, such as '00:03:45:00'; "
+        "found '03:45:00'",
     ),
     "global_batches_fill_step": (
         ["policy.train_global_batch_size=768"],
@@ -291,6 +315,10 @@ BROKEN = {
             " split_validation_size: 0.1}"
         ],
         "data.train.split_validation_size: is 0.1, which needs data.train.seed",
+    ),
+    "named_datasets_have_the_keys_that_they_read": (
+        ["data.train={_override_: true, dataset_name: gsm8k, split: validation}"],
+        "data.train.split: of gsm8k is 'train' or 'test'; found validation",
     ),
     "splits_are_shares_or_counts": (
         ["data.train.split_validation_size=8.0"],
@@ -341,18 +369,27 @@ BROKEN = {
         "loss_fn.force_on_policy_ratio: is true, which needs one optimizer step a GRPO step",
     ),
     "validation_has_data": (["data.validation=null"], "data.validation: is null, but grpo.val_period is 10"),
+    "answers_are_sampled_where_they_are_printed": (
+        ["++logger.num_val_samples_to_print=2"],
+        "logger.num_val_samples_to_print: is 2, but a validation of sft samples no answers; set it to 0 or delete it",
+    ),
     "stop_target_is_whole": (
         ["grpo.stop_at_validation_metric=val:acc"],
         "grpo.stop_at_validation_metric: must be 'val:accuracy',",
     ),
     "checkpoint_metric_is_measured": (
         ["checkpointing.metric_name=val:val_loss"],
-        "must be 'val:accuracy', 'val:reward', 'val:mean_gen_tokens_per_sample' or 'val:pass_k', train:NAME or",
+        "must be 'val:accuracy', 'val:reward', 'val:num_unjudged_answers', 'val:mean_gen_tokens_per_sample' or "
+        "'val:pass_k', train:NAME or",
     ),
     "wandb_has_its_names": (["logger.wandb_enabled=true"], "logger.wandb_enabled: is true, which needs logger.wandb"),
     "environment_is_defined": (
         ["data.default.env_name=x"],
         "data.default.env_name: names 'x', but env has 'arithmetic'",
+    ),
+    "environment_judges_in_one_way": (
+        ["+env.arithmetic.math_verify_impl=dapo_math_verify"],
+        "env.arithmetic.reward: is exact_match, but env.arithmetic.math_verify_impl judges answers, too; delete one of",
     ),
     "rewards_have_what_they_need": (
         ["env.arithmetic.reward=python", "+env.arithmetic.reward_function=rewards"],
@@ -360,6 +397,9 @@ BROKEN = {
     ),
 }
 
+
+# Rules that no GRPO recipe breaks, though they read nothing of another section: the recipe that does.
+OF_RECIPE = {"answers_are_sampled_where_they_are_printed": "sft", "chunks_are_of_log_prob_passes": "sft"}
 
 # Topics that have a test file of their own.
 ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model, vllm))
@@ -373,7 +413,8 @@ ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_o
 def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     overrides, message = BROKEN[rule.check.__name__]
     sections = {read.partition(".")[0] for read in rule.reads} & {"sft", "dpo"}
-    error = error_of(*overrides, recipe=CONFIGS / f"{next(iter(sections), 'grpo')}_tiny_cpu.yaml")
+    algorithm = OF_RECIPE.get(rule.check.__name__, next(iter(sections), "grpo"))
+    error = error_of(*overrides, recipe=CONFIGS / f"{algorithm}_tiny_cpu.yaml")
     assert message in error
 
 
@@ -669,6 +710,10 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
             ],
             "data.validation.seed has no effect, since ResponseDataset is read in its order",
         ),
+        (
+            ["checkpointing.enabled=false", "checkpointing.checkpoint_must_save_by='00:03:45:00'"],
+            "checkpoint_must_save_by 00:03:45:00 ends the run without saving anything, since checkpointing.enabled is",
+        ),
         (["checkpointing.save_period=7"], "checkpointing.save_period 7 is no multiple of val_period (10)"),
     ],
 )
@@ -681,3 +726,63 @@ def test_metrics_are_those_that_the_algorithms_measure():
     for name, spec in ALGORITHMS.items():
         logged = re.findall(r'"validation/(\w+)":', (algorithms / f"{name}.py").read_text())
         assert sorted(logged) == sorted(spec.validation_metrics)
+
+
+def test_a_warm_start_has_no_time_limit(error_of, tmp_path):
+    (tmp_path / "sft.yaml").write_text(
+        f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\nsft: {{export_hf: true}}\n"
+        "checkpointing: {checkpoint_must_save_by: 0:0:30:0}\n"
+    )
+    error = error_of(f"warm_start.recipe={tmp_path / 'sft.yaml'}")
+    assert "its checkpointing.checkpoint_must_save_by (0:0:30:0) must be null: it saves nothing" in error
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [("00:03:45:00", 13_500), ("1:0:0:1", 86_401), ("0:0:0:0", None), ("3:45:00", None), ("1:00:-1:0", None)],
+)
+def test_durations(text, seconds):
+    assert duration_s(text) == seconds
+
+
+DDP = f"{MEGATRON}.distributed_data_parallel_config"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "path", "value", "line"),
+    [
+        (
+            [f"{DDP}.overlap_param_gather=true", f"{DDP}.overlap_grad_reduce=false"],
+            f"{DDP}.overlap_param_gather",
+            False,
+            f"{DDP}.overlap_param_gather is off, since {DDP}.overlap_grad_reduce is false",
+        ),
+        (
+            [
+                *(f"{TP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.sequence_parallel=true"),
+                "policy.make_sequence_length_divisible_by=1",
+            ],
+            "policy.make_sequence_length_divisible_by",
+            2,
+            "policy.make_sequence_length_divisible_by is 2 in place of 1: policy.megatron_cfg.sequence_parallel splits",
+        ),
+        (
+            ["grpo.val_period=-1", "grpo.stop_at_validation_metric=null", "grpo.stop_at_validation_threshold=null"],
+            "grpo.val_period",
+            0,
+            None,
+        ),
+        (["policy.sequence_packing.algorithm=modified_ffd"], "policy.sequence_packing.algorithm", "modified_ffd", None),
+        (["data.train.split_validation_size=null"], "data.train.split_validation_size", None, None),
+    ],
+)
+def test_what_nemo_rl_runs_is_adapted_where_numbers_stay(overrides, path, value, line):
+    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+    assert value_at(validated.config, path) == value
+    said = [note for note in validated.notes if note.startswith(path)]
+    assert [note[: len(line)] for note in said] == [line] if line else said == []
+
+
+def test_an_adaptation_reads_a_key_only_where_it_has_no_problem(one_problem_of):
+    error = one_problem_of(f"{DDP}.overlap_param_gather=7", f"{DDP}.overlap_grad_reduce=false")
+    assert "overlap_param_gather: must be true or false; found 7" in error

@@ -10,20 +10,16 @@ from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, upstream_pat
 from tests.unit.config.conftest import CONFIGS, DATA
 
 MEGATRON_RECIPE = DATA / "nemo_rl_grpo_math_1B_megatron.yaml"
-# The sections that a NeMo-RL user has to change: generation backend, data, env.
-OUR_SECTIONS = [
-    "policy.generation.backend=transformers",
-    "~data.train",
-    "+data.train={dataset_name: ResponseDataset, data_path: train.jsonl, input_key: problem, output_key: answer}",
-    "data.validation={dataset_name: ResponseDataset, data_path: val.jsonl, input_key: problem, output_key: answer}",
-    "~env.math",
-    "+env.math.reward=numeric_match",
-]
+OUR_SECTIONS = ["policy.generation.backend=transformers"]
 
 
-def test_the_megatron_recipe_validates_with_generation_data_and_env_changed():
+def test_the_megatron_recipe_validates_with_transformers_as_generation():
     validated = load(MEGATRON_RECIPE, OUR_SECTIONS)
     assert validated.algorithm == "grpo"
+    math = {"num_workers": 8, "math_verify_impl": "hf_math_verify", "time_limit_s": 10.0}
+    assert validated.config["env"] == {"math": math}
+    assert validated.config["data"]["train"]["dataset_name"] == "OpenMathInstruct-2"
+    assert validated.config["data"]["train"]["split_validation_size"] == 0.05
     policy = validated.config["policy"]
     assert policy["train_global_batch_size"] == 512
     assert policy["megatron_cfg"]["optimizer"]["adam_eps"] == 1e-8
@@ -54,13 +50,10 @@ def test_every_key_of_upstreams_recipes_is_in_the_schema_or_in_a_table(name):
     config = load_recipe(DATA / name).config
     root = next(spec.schema for algorithm, spec in ALGORITHMS.items() if algorithm in config)
     in_tables = upstream_paths()
-    # The data set that NeMo-RL downloads is not here, and the keys of ours depend on dataset_name.
-    ours_differs = ("data.train.", "data.validation.")
     unknown = [
         path
         for path in leaves(config)
-        if not path.startswith(ours_differs)
-        and find_key(root, path) is None
+        if find_key(root, path) is None
         and path.rpartition(".")[2] not in megatron_fields_of(path)
         and not any(path.replace("env.math", "env.*") == row or path.startswith(f"{row}.") for row in in_tables)
     ]
@@ -72,39 +65,28 @@ def megatron_fields_of(path):
     return megatron_fields(section) if section in SECTIONS else {}
 
 
-def test_upstreams_sft_recipe_needs_megatron_and_data():
+def test_upstreams_sft_recipe_needs_megatron():
     overrides = [
         "policy.dtensor_cfg.enabled=false",
         "policy.megatron_cfg.enabled=true",
-        "logger.monitor_gpus=false",
-        "~data.train",
-        "+data.train={dataset_name: HFDataset, data_path: squad, split: train, input_key: q, output_key: a}",
-        "~data.validation",
         "policy.megatron_cfg.optimizer.min_lr=0.0",
-        "sft.val_period=0",
-        "sft.val_at_start=false",
     ]
     config = load(DATA / "nemo_rl_sft.yaml", overrides).config
     assert config["sft"]["max_num_steps"] == 60
+    assert config["data"]["validation"] == {"dataset_name": "squad", "split": "validation"}
     assert config["policy"]["tokenizer"]["chat_template"].startswith("{% for message in messages %}")
 
 
-def test_upstreams_dpo_recipe_needs_megatron_and_pairs():
+def test_upstreams_dpo_recipe_needs_megatron():
     overrides = [
         "policy.dtensor_cfg.enabled=false",
         "policy.megatron_cfg.enabled=true",
         "policy.megatron_cfg.tensor_model_parallel_size=1",
         "policy.megatron_cfg.sequence_parallel=false",
-        "logger.monitor_gpus=false",
-        "~data.train",
-        "+data.train={dataset_name: PreferenceDataset, data_path: pairs.jsonl}",
-        "~data.validation",
-        "dpo.val_period=0",
-        "dpo.val_at_start=false",
     ]
     config = load(DATA / "nemo_rl_dpo.yaml", overrides).config
     assert config["dpo"]["reference_policy_kl_penalty"] == 0.05
-    assert config["data"]["train"]["dataset_name"] == "PreferenceDataset"
+    assert config["data"]["train"]["dataset_name"] == "HelpSteer3"
     tokens = {"add_bos": True, "add_eos": True, "add_generation_prompt": False}  # as NeMo-RL has them
     assert tokens.items() <= config["data"].items()
 
@@ -155,3 +137,11 @@ def test_an_unknown_key_in_a_section_that_only_upstream_has(error_of):
 def test_two_names_of_one_setting_must_agree(error_of):
     error = error_of("grpo.adv_estimator.normalize_rewards=false")
     assert "is false, but grpo.normalize_rewards is true" in error
+
+
+@pytest.mark.parametrize("key", ["policy.megatron_cfg.defer_fp32_logits", "policy.sequence_packing.fuse_loss"])
+@pytest.mark.parametrize("value", ["true", "false", "null"])
+def test_what_always_happens_may_be_asked_for(key, value):
+    recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"++{key}={value}"])
+    assert not any(key in note for note in recipe.notes)
+    assert key.rpartition(".")[2] not in str(recipe.config)

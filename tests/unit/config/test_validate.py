@@ -72,7 +72,7 @@ MEGATRON = "policy.megatron_cfg"
         ("~loss_fn", "loss_fn: missing (its meaning: Its loss.)"),
         (
             "~data.train.dataset_name",
-            "data.train.dataset_name: missing; it is 'arithmetic', 'ResponseDataset' or 'HFDataset'",
+            "data.train.dataset_name: missing; it is 'arithmetic', 'ResponseDataset', 'HFDataset', 'Open",
         ),
         ("~data.train.num_digits", "data.train.num_digits: missing (its meaning: Digits of each summand."),
         ("data.train=3", "data.train: must be a section (a mapping); found 3"),
@@ -187,7 +187,8 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     assert ": 4 problems\n" in error
     assert (
         "data.train.num_digits: is a key of dataset_name 'arithmetic', but data.train.dataset_name is "
-        "'ResponseDataset', whose keys are data_path, input_key, output_key, split_validation_size, seed; delete it "
+        "'ResponseDataset', whose keys are data_path, input_key, output_key, split_validation_size, seed, prompt_file, "
+        "system_prompt_file; delete it "
         "(on the command line: ~data.train.num_digits)\n" in f"{error}\n"
     )
     assert "data.train.data_path: missing (its meaning: The file, relative to" in error
@@ -201,7 +202,7 @@ def test_a_dataset_is_checked_as_the_kind_that_it_names(error_of):
     wrong = "data.train={_override_: true, dataset_name: ResponseDataset, data_path: x, input_key: q, output_key: a"
     assert error_of(f"{wrong}, splt: x}}").endswith(
         "data.train.splt: unknown key; data.train with dataset_name 'ResponseDataset' has data_path, input_key, "
-        "output_key, split_validation_size, seed"
+        "output_key, split_validation_size, seed, prompt_file, system_prompt_file"
     )
     assert error_of(f"{wrong}, input_kye: x}}").endswith(
         "data.train.input_kye: unknown key; nearest valid key: data.train.input_key"
@@ -261,9 +262,9 @@ def test_a_model_from_scratch_has_sizes_that_can_be(error_of):
 def test_an_unknown_data_set_in_a_file_is_all_that_is_said(tmp_path, error_of):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(
-        f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\ndata: {{train: {{dataset_name: squad, split: train}}}}\n"
+        f"defaults: {CONFIGS / 'sft_tiny_cpu.yaml'}\ndata: {{train: {{dataset_name: oasst, split: train}}}}\n"
     )
-    assert error_of(recipe=recipe).endswith("built in is 'arithmetic'")
+    assert error_of(recipe=recipe).endswith("'squad' or 'tulu3_sft_mixture'")
 
 
 def test_a_recipe_without_an_algorithm(tmp_path, error_of):

@@ -4,6 +4,7 @@ import pytest
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.config.rules import RULES, vllm
+from nemo_offload_rl.generation.vllm_arguments import ENVIRONMENT
 from tests.unit.config.conftest import CONFIGS, each_of
 from tests.unit.config.test_upstream import MEGATRON_RECIPE, OUR_SECTIONS
 
@@ -55,8 +56,10 @@ BROKEN = {
     "vllm_has_a_least_temperature": [
         (["policy.generation.val_temperature=0.001"], "val_temperature: is 0.001, but vLLM samples at 0.01 or more"),
     ],
+    "vllms_own_variables_stay": [
+        ([f"+{VLLM}.env_vars.VLLM_HOST_IP=1.2.3.4"], "env_vars.VLLM_HOST_IP: cannot be set: the engine sets it itself"),
+    ],
     "vllm_arguments_are_not_the_recipes": [
-        ([f"+{KWARGS}.max_num_seqs=4"], "max_num_seqs: is what policy.generation_batch_size stands for; write it"),
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits bring the policy's weights as they are"),
     ],
 }  # fmt: skip
@@ -81,6 +84,16 @@ def test_what_means_off_loads(row):
 def test_arguments_of_vllms_own_are_passed_on():
     generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
     assert generation["vllm_kwargs"] == {"max_num_batched_tokens": 4096}
+
+
+def test_vllms_own_limit_of_rows_wins_and_is_said():
+    validated = load(TINY, [ON, f"+{KWARGS}.max_num_seqs=4"])
+    assert validated.config["policy"]["generation"]["vllm_kwargs"] == {"max_num_seqs": 4}
+    assert f"{KWARGS}.max_num_seqs 4 is what counts, and not policy.generation_batch_size" in validated.notes
+
+
+def test_variables_that_the_engine_sets_are_those_that_are_refused():
+    assert set(vllm.OWN_VARIABLES) == set(ENVIRONMENT)
 
 
 def test_nemo_rls_recipe_keeps_its_generation():

@@ -93,6 +93,17 @@ def test_while_everything_ends_nothing_is_stopped():
         assert not interrupt.requested
 
 
+def test_a_signal_that_comes_between_two_starts_stops_the_second():
+    with Interrupt() as interrupt:
+        interrupt.close()
+        interrupt.reopen()
+        interrupt.close()
+        send(signal.SIGTERM)
+        with pytest.raises(Stopped):
+            interrupt.reopen()
+    assert interrupt.exit_status == 143
+
+
 def test_a_ctrl_c_with_which_steps_are_lost_is_a_failure():
     interrupt = Interrupt()
     interrupt.progress = Progress(num_done=5, num_saved=4)

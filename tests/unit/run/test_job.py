@@ -367,3 +367,48 @@ def test_all_files_have_the_mode_of_the_users_umask(tmp_path, session):
     modes = {path.name: oct(path.stat().st_mode & 0o777) for path in tmp_path.rglob("*") if path.is_file()}
     assert {"metrics.jsonl", "run.log", "manifest.json", "tokenizer.json", "recipe.yaml", "sft.png"} <= modes.keys()
     assert set(modes.values()) == {"0o640"}, modes
+
+
+class WatchedGpus:
+    """Readings of a GPU that come between the steps."""
+
+    def __init__(self):
+        self.steps = []
+        self.is_closed = False
+
+    def of_step(self, step):
+        self.steps.append(step)
+        return {"performance/gpus/node0/gpu0/power_w": 100.0 + step}
+
+    def close(self):
+        self.is_closed = True
+
+
+def test_metrics_of_gpus_are_in_the_row_of_their_step(tmp_path, session, monkeypatch):
+    asked, watched = [], WatchedGpus()
+    monkeypatch.setattr(
+        "nemo_offload_rl.run.job.watch_gpus", lambda nodes, **intervals: asked.append((nodes, intervals)) or watched
+    )
+    cluster = SimpleNamespace(has_gpus=True, num_nodes=2, node_ids=["a", "b"])
+    overrides = ["logger.monitor_gpus=true", "logger.gpu_monitoring.flush_interval=3"]
+    make_job(tmp_path, *overrides).run(replace(session, cluster=cluster))
+    assert asked == [(["a", "b"], {"collection_interval_s": 10, "flush_interval_s": 3})]
+    lines = (tmp_path / "logs/exp_001/metrics.jsonl").read_text().splitlines()
+    powers = [json.loads(line)["performance/gpus/node0/gpu0/power_w"] for line in lines]
+    assert powers == [100.0, 101.0, 102.0, 103.0, 104.0]
+    assert watched.is_closed
+
+
+def test_checkpoints_that_are_written_beside_the_run_are_those_that_are_written_at_once(tmp_path, session):
+    aside = ["+policy.megatron_cfg.checkpoint.async_save=true"]
+    make_job(tmp_path / "at_once", "sft.max_num_steps=5").run(session)
+    make_job(tmp_path / "beside", "sft.max_num_steps=5", *aside).run(session)
+    for step in (2, 4, 5):
+        ours, theirs = (tmp_path / run / f"checkpoints/step_{step}" for run in ("beside", "at_once"))
+        names = {str(path.relative_to(ours)) for path in ours.rglob("*") if path.is_file()}
+        assert names == {str(path.relative_to(theirs)) for path in theirs.rglob("*") if path.is_file()}
+        assert (ours / "policy/state.pt").read_bytes() == (theirs / "policy/state.pt").read_bytes()
+    assert rows(tmp_path / "beside/logs/exp_001") == rows(tmp_path / "at_once/logs/exp_001")
+    make_job(tmp_path / "beside", "sft.max_num_steps=6", *aside).run(session)
+    make_job(tmp_path / "whole", "sft.max_num_steps=6").run(session)
+    assert rows(tmp_path / "beside/logs/exp_001")[-1] == rows(tmp_path / "whole/logs/exp_001")[-1]

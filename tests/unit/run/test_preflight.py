@@ -129,7 +129,7 @@ def test_of_a_cluster_that_is_joined_the_sizes_are_checked(monkeypatch, has_gpus
     monkeypatch.setattr(preflight, "check_sizes", lambda *job: checked.append(job))
     monkeypatch.setattr(preflight, "check_before_start", lambda *_: pytest.fail("Ray is not started here"))
     jobs = [SimpleNamespace(config=load(TINY, []).config, algorithm=name) for name in ("sft", "grpo")]
-    with runner._start_cluster(jobs):
+    with runner._start_cluster(jobs, is_restart=False):
         assert checked == [(for_machine(job.config, has_gpus=has_gpus)[0], job.algorithm) for job in jobs]
 
 
@@ -180,6 +180,7 @@ def test_a_model_that_is_larger_than_a_machine_without_gpus_is_refused(check, mo
 
 def test_ray_is_not_started_for_it(capsys, monkeypatch, tmp_path):
     monkeypatch.setattr("ray.init", lambda *args, **kwargs: pytest.fail("Ray was started"))
-    overrides = [f"{LIMIT}=0.0001", f"logger.log_dir={tmp_path}"]
+    monkeypatch.chdir(tmp_path)  # its checkpoint folder is locked; tests in other processes lock that of the recipe
+    overrides = [f"{LIMIT}=0.0001"]
     assert run(TINY, overrides, "grpo") == EXIT_WRONG_RECIPE
     assert "of host memory for what leaves its GPU, but policy.residency.host_memory" in capsys.readouterr().err

@@ -13,9 +13,10 @@ CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
 
 @pytest.fixture(autouse=True)
-def no_cluster_yet(monkeypatch):
-    """As in a process of its own: other tests of this one may have started a cluster, which a run would join."""
+def as_in_a_process_and_folder_of_its_own(monkeypatch, tmp_path):
+    """Other tests may have started a cluster, which a run would join, or hold the lock of the recipe's own folder."""
     monkeypatch.setattr("nemo_offload_rl.placement.cluster.starts_ray_here", lambda: True)
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -90,6 +91,19 @@ def test_a_wrong_recipe_is_answered_before_torch_is_imported(overrides):
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.split() == ["2", "False", "False"]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        (["logger.log_dir=/tmp/logs"], "checkpointing.checkpoint_dir is results/"),
+        (["checkpointing.enabled=false"], "logger.log_dir is logs,"),
+    ],
+)
+def test_folders_of_a_run_on_a_cluster_are_absolute(overrides, key, monkeypatch, capsys):
+    monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
+    assert run(CONFIGS / "grpo_tiny_cpu.yaml", ["~warm_start", *overrides], "grpo") == EXIT_WRONG_RECIPE
+    assert key in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("folder", ["checkpoints", "logs/warm_start"])

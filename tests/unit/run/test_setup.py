@@ -5,9 +5,12 @@ import datasets
 import pytest
 
 from nemo_offload_rl import config
+from nemo_offload_rl.config.named_files import PROMPT_FILES
+from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message, Problem
+from nemo_offload_rl.named_datasets import NAMED_DATASETS
 from nemo_offload_rl.run.job import Job
 from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_pairs, read_tokenizer
 from nemo_offload_rl.run.train_loop import StopTarget
@@ -58,26 +61,64 @@ def test_pairs_by_the_names_of_their_datasets(tmp_path):
         read_pairs({"train": binary | {"split": "train"}, "shuffle": False}, seed=0)
 
 
+@pytest.mark.parametrize(("name", "num_validation"), [("OpenMathInstruct-2", 2), ("gsm8k", 0)])
+def test_named_datasets_of_a_folder_are_split_where_nemo_rl_does(name, num_validation, tmp_path):
+    rows = [{"problem": f"{n}", "question": f"{n}", "expected_answer": "1", "answer": "#### 1"} for n in range(4)]
+    (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    named = {"dataset_name": name, "split_validation_size": 0.5, "seed": 1} | NAMED_DATASETS[name].if_absent
+    data = {"train": named, "validation": None, "shuffle": False, "dataset_root": str(tmp_path)}
+    train, validation = read_data(data, seed=0)
+    assert len(validation) == num_validation
+    assert {problem.prompt for problem in [*train.problems, *validation]} == {"0", "1", "2", "3"}
+    assert all(problem.answer == "1" for problem in train.problems)
+
+
+def test_named_pairs_of_a_folder(tmp_path):
+    context = [{"role": "user", "content": "1+1="}]
+    row = {"context": context, "response1": "2", "response2": "3", "overall_preference": -1}
+    (tmp_path / "HelpSteer3").mkdir()
+    for split in ("train", "validation"):
+        (tmp_path / "HelpSteer3" / f"{split}.jsonl").write_text(json.dumps(row))
+    train, validation = ({"dataset_name": "HelpSteer3", "split": split} for split in ("train", "validation"))
+    data = {"train": train, "validation": validation, "shuffle": False, "dataset_root": str(tmp_path)}
+    loader, read = read_pairs(data, seed=0)
+    assert [*loader.problems] == read == [PreferencePair((Message("user", "1+1="),), "2", "3")]
+
+
 def test_an_explicit_null_leaves_no_chat_template():
     assert read_tokenizer({"name": "arithmetic", "chat_template": "{{ messages }}"}).chat_template == "{{ messages }}"
     assert read_tokenizer({"name": "arithmetic", "chat_template": None}).chat_template is None
 
 
-def test_prompt_files_of_the_recipe_are_used(tmp_path):
-    (tmp_path / "prompt.txt").write_text("1+{}=")
-    (tmp_path / "system.txt").write_text("9")
-    data = {
-        "max_input_seq_length": 20,
-        "default": {
-            "prompt_file": str(tmp_path / "prompt.txt"),
-            "system_prompt_file": str(tmp_path / "system.txt"),
-        },
+def test_a_dataset_has_its_own_prompt_files_or_the_default_ones(tmp_path):
+    for name, content in (("prompt", "1+{}="), ("system", "9"), ("own", "2+{}=")):
+        (tmp_path / f"{name}.txt").write_text(content)
+    arithmetic = {"dataset_name": "arithmetic", "num_digits": 1, "num_problems": 1, "seed": 0}
+    default = {
+        name: str(tmp_path / f"{name.removesuffix('_file').removesuffix('_prompt')}.txt") for name in PROMPT_FILES
     }
+    own = {"prompt_file": str(tmp_path / "own.txt"), "system_prompt_file": None}
+    validation = [arithmetic | own, arithmetic | {"prompt_file": None}, arithmetic]
+    data = {"train": arithmetic | {"num_problems": 3}, "validation": validation, "shuffle": False, "default": default}
+    train, read = read_data(data, seed=0)
+    asked = make_arithmetic("validation", 1, 1, seed=0)[0].prompt
+    whole = [Message("system", "9"), Message("user", f"1+{asked}=")]
+    assert [list(problem.context) for problem in read] == [
+        [Message("user", f"2+{asked}=")],
+        [Message("system", "9"), Message("user", asked)],
+        whole,
+    ]
+    problems = make_arithmetic("train", 1, 3, seed=0)
+    assert [problem.context[1].content for problem in train.next_batch(3)] == [f"1+{p.prompt}=" for p in problems]
+    [plain] = read_data(data | {"validation": validation[2:], "default": {}}, seed=0)[1]
+    assert plain.prompt == asked
     tokenizer_config = {"name": "arithmetic", "chat_template_kwargs": {"opened": "3"}}
     tokenizer = read_tokenizer(tokenizer_config)
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}+{% endfor %}{{ opened }}"
-    prompts = make_prompt_format(data, tokenizer, tokenizer_config)
-    assert tokenizer.decode(prompts.prompts([Problem("2", "3")])[0].prompt_ids) == "9+1+2=+3"
+    prompts = make_prompt_format({"max_input_seq_length": 20}, tokenizer, tokenizer_config)
+    assert tokenizer.decode(prompts.prompts(read[2:])[0].prompt_ids) == f"9+1+{asked}=+3"
+    with pytest.raises(DataError, match=r"^data\.validation\.0\.prompt_file: .*absent\.txt cannot be read"):
+        read_data(data | {"validation": [arithmetic | {"prompt_file": str(tmp_path / "absent.txt")}]}, seed=0)
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,6 @@
 import os
 import signal
+import time
 from dataclasses import replace
 
 import pytest
@@ -7,7 +8,8 @@ from support.toy_policy import Recorded
 
 from nemo_offload_rl.data.loader import DataPosition
 from nemo_offload_rl.metrics.names import logged_name
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState
+from nemo_offload_rl.metrics.samples import JudgedAnswer
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
 from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
 from nemo_offload_rl.storage.disk import DiskFullError
@@ -19,6 +21,8 @@ SCHEDULE = Schedule(
 
 class Countdown:
     """An algorithm whose accuracy is its step over ten, with four steps an epoch."""
+
+    validation_answers = ()
 
     def __init__(self, interrupt=None, interrupt_at=None):
         self.position = DataPosition(0, 0)
@@ -57,7 +61,17 @@ class FullAt(Countdown):
         return super().save(folder)
 
 
-def run(tmp_path, *, algorithm=None, interrupt=None, checkpoints=None, state=None, **changes):
+def run(
+    tmp_path,
+    *,
+    algorithm=None,
+    interrupt=None,
+    checkpoints=None,
+    state=None,
+    clock=time.monotonic,
+    writer=None,
+    **changes,
+):
     algorithm = algorithm or Countdown()
     outputs = Recorded()
     run = Run(
@@ -65,9 +79,10 @@ def run(tmp_path, *, algorithm=None, interrupt=None, checkpoints=None, state=Non
         replace(SCHEDULE, **changes),
         state or RunState("run"),
         checkpoints or CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None),
-        algorithm.save,
+        writer or WriteAtOnce(algorithm.save),
         outputs,
         interrupt or Interrupt(),
+        clock,
     )
     reason = run.train()
     assert run.is_saved or isinstance(algorithm, FullAt)
@@ -104,6 +119,17 @@ def test_validation_at_start_and_end(tmp_path):
     assert outputs.rows[0]["validation/accuracy"] == 0.0
     _, algorithm, _ = run(tmp_path / "again", val_period=5, val_at_end=True)
     assert algorithm.validated == [5, 10]
+
+
+def test_answers_of_a_validation_are_shown_once(tmp_path):
+    class Answering(Countdown):
+        def validate(self, step):
+            self.validation_answers = [JudgedAnswer("1+1=", str(step), "2", float(step == 2))]
+            return super().validate(step)
+
+    _, _, outputs = run(tmp_path, algorithm=Answering(), val_at_start=True, max_num_steps=5)
+    assert [(step, answers[0].answer) for step, answers in outputs.answers] == [(0, "0"), (4, "4")]
+    assert run(tmp_path / "none", val_at_start=True)[2].answers == []
 
 
 def test_epochs_end_a_run(tmp_path):
@@ -154,14 +180,16 @@ def test_an_interrupt_before_the_first_step_saves_nothing(tmp_path):
 
 def test_a_checkpoint_has_its_steps_in_the_log_already(tmp_path):
     class Dies(CheckpointFolder):
-        def save(self, state, metrics, write):
+        def start(self, state, metrics, writer):
             raise OSError("killed while saving")
 
     outputs = Recorded()
     algorithm = Countdown()
     checkpoints = Dies(tmp_path, None, higher_is_better=True, keep_top_k=None)
     with pytest.raises(OSError, match="killed"):
-        Run(algorithm, SCHEDULE, RunState("run"), checkpoints, algorithm.save, outputs, Interrupt()).train()
+        Run(
+            algorithm, SCHEDULE, RunState("run"), checkpoints, WriteAtOnce(algorithm.save), outputs, Interrupt()
+        ).train()
     assert outputs.rows[3]["train/loss"] == pytest.approx(1 / 3)
 
 
@@ -190,7 +218,7 @@ def test_training_goes_on_where_the_disk_is_full_and_the_next_save_tries_again(t
 def test_a_last_state_that_is_not_on_disk_is_told(tmp_path, caplog):
     algorithm = FullAt(4, 5)
     last = Run(
-        algorithm, SCHEDULE, RunState("run"), CheckpointFolder(tmp_path, None, True, None), algorithm.save,
+        algorithm, SCHEDULE, RunState("run"), CheckpointFolder(tmp_path, None, True, None), WriteAtOnce(algorithm.save),
         Recorded(), Interrupt(),
     )  # fmt: skip
     assert last.train() is StopReason.STEPS
@@ -251,3 +279,162 @@ def test_a_signal_is_noted_in_a_step_and_stops_before_the_first(tmp_path):
     with Interrupt() as interrupt, pytest.raises(Stopped):
         run(tmp_path / "again", algorithm=Signalled(), interrupt=interrupt, val_at_start=True)
     assert interrupt.progress.num_lost == 0
+
+
+class Timed(Countdown):
+    """Steps take 10 s each, the third 20 s, validations 5 s, checkpoints 7 s, by a clock of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.now = 1000.0
+
+    def clock(self):
+        return self.now
+
+    def step(self, step, timer):
+        self.now += 20 if step == 3 else 10
+        return super().step(step, timer)
+
+    def validate(self, step):
+        self.now += 5
+        return super().validate(step)
+
+    def save(self, folder):
+        self.now += 7
+        return super().save(folder)
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "last", "at_end_s"),
+    [
+        (1000, 10, None),  # never reached
+        (1, 1, 17),  # a step is made in any case
+        (20, 1, 17),  # a second step would end at 20, and no time be left to save
+        (21, 2, 27),  # how long a checkpoint takes is not known before the first one
+        (60, 3, 47),  # after 47 s: a step may take 20, with its checkpoint 27
+        (75, 4, 69),  # after 62 s, the fourth one's validation included: no further step of 20 with a checkpoint of 7
+        (96, 5, 79),
+    ],
+)
+def test_a_run_has_saved_and_ended_by_its_time_limit(tmp_path, limit_s, last, at_end_s):
+    algorithm = Timed()
+    reason, _, outputs = run(tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=limit_s)
+    assert max(outputs.rows) == last == max(saved(tmp_path))
+    assert reason is (StopReason.STEPS if at_end_s is None else StopReason.TIME)
+    if at_end_s is not None:
+        assert algorithm.now - 1000 == at_end_s
+        assert at_end_s <= limit_s or last <= 2
+
+
+def test_the_next_start_goes_on_and_has_its_own_time(tmp_path):
+    algorithm = Timed()
+    run(tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=60)
+    state = RunState.read(tmp_path / "step_3")
+    algorithm = Timed()
+    reason, _, outputs = run(
+        tmp_path, algorithm=algorithm, clock=algorithm.clock, must_save_by_s=25, state=state, val_period=0
+    )
+    assert reason is StopReason.TIME
+    assert list(outputs.rows) == [4, 5]
+    assert not reason.is_done and StopReason.STEPS.is_done
+
+
+class Background:
+    """Writes for some steps beside the run, what the weights were when it started."""
+
+    def __init__(self, algorithm, num_steps, full_at=()):
+        self.algorithm = algorithm
+        self.num_steps = num_steps
+        self.full_at = full_at
+        self.under_way = None
+        self.events = []
+
+    def start(self, folder):
+        assert self.under_way is None, "the last one is waited for"
+        self.under_way = self.algorithm.position, self.algorithm.num_done
+        self.events.append(f"start {folder.name}")
+
+    def is_written(self):
+        return self.algorithm.num_done - self.under_way[1] >= self.num_steps
+
+    def finish(self, folder):
+        (position, num_done), self.under_way = self.under_way, None
+        self.events.append(f"finish {folder.name} after {self.algorithm.num_done - num_done} steps")
+        if folder.name in self.full_at:
+            raise DiskFullError(str(folder), "No space left on device", 18_200_000_000, 3_100_000)
+        (folder / "weights").write_text(f"{num_done} {position}")
+        return {}
+
+
+class Counted(Countdown):
+    num_done = 0
+
+    def step(self, step, timer):
+        self.num_done = step
+        return super().step(step, timer)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1, 2, 3, 5])
+def test_checkpoints_are_written_beside_the_run_each_with_its_own_state(tmp_path, num_steps):
+    algorithm = Counted()
+    writer = Background(algorithm, num_steps)
+    reason, _, outputs = run(tmp_path, algorithm=algorithm, writer=writer)
+    assert reason is StopReason.STEPS
+    assert saved(tmp_path) == [3, 6, 9, 10]
+    for step in (3, 6, 9, 10):
+        folder = tmp_path / f"step_{step}"
+        position = DataPosition(step // 4, step % 4)
+        assert (folder / "weights").read_text() == f"{step} {position}"
+        state = RunState.read(folder)
+        assert (state.step, state.position) == (step, position)
+        assert [validation.step for validation in state.validations] == [at for at in (4, 8) if at <= step]
+    taken = min(num_steps, 3)  # the next save waits for the last
+    assert writer.events[:4] == [
+        "start tmp_step_3",
+        f"finish tmp_step_3 after {taken} steps",
+        "start tmp_step_6",
+        f"finish tmp_step_6 after {taken} steps",
+    ]
+    assert writer.events[-1] == "finish tmp_step_10 after 0 steps"  # the end of the run waits, too
+    assert "timing/train/checkpointing" in outputs.rows[3]
+
+
+def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
+    class Crash(Counted):
+        def step(self, step, timer):
+            if step == 8:
+                raise RuntimeError("a worker died")
+            return super().step(step, timer)
+
+    interrupt, algorithm = Interrupt(), Crash()
+    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=1)
+    with pytest.raises(RuntimeError, match="a worker died"):
+        run(
+            tmp_path,
+            algorithm=algorithm,
+            writer=Background(algorithm, 3),
+            interrupt=interrupt,
+            checkpoints=checkpoints,
+        )
+    assert checkpoints.newest_first() == [tmp_path / "step_3"]
+    assert (tmp_path / "tmp_step_6").is_dir()
+    assert str(interrupt.progress) == (
+        f"Steps 4 to 8 since {tmp_path}/step_3 (8 unfinished) are lost. "
+        f"The same command goes on from {tmp_path}/step_3."
+    )
+    checkpoints.remove_unfinished()
+    assert saved(tmp_path) == [3]
+
+
+def test_a_full_disk_is_met_later_and_the_next_save_tries_again(tmp_path, caplog):
+    algorithm = Counted()
+    writer = Background(algorithm, 2, full_at=("tmp_step_6", "tmp_step_10"))
+    outputs = Recorded()
+    checkpoints = CheckpointFolder(tmp_path, None, higher_is_better=True, keep_top_k=None)
+    last = Run(algorithm, SCHEDULE, RunState("run"), checkpoints, writer, outputs, Interrupt())
+    assert last.train() is StopReason.STEPS
+    assert saved(tmp_path) == [3, 9]
+    assert not last.is_saved
+    said = [record.getMessage().split(":")[0] for record in caplog.records]
+    assert said == ["Step 6 is not saved", "Step 10 is not saved", "Step 10 is not saved", said[-1]]
+    assert "its last state, of step 10, is not on disk" in said[-1]

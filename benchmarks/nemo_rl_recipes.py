@@ -1,0 +1,245 @@
+"""How many of NeMo-RL's recipes load unchanged, and which keys keep the others from it.
+
+    python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--output docs/results/nemo_rl_recipes.json]
+
+The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. Every YAML file below is read as
+`nemo-offload-rl validate` reads it, without overrides. Beside the JSON it writes the tables as Markdown.
+"""
+
+import argparse
+import json
+import re
+import textwrap
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from result_file import TableValue, write_result
+
+from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.config.problems import Problem
+from nemo_offload_rl.config.recipe import read_recipe
+from nemo_offload_rl.config.schema_problems import ABSENT, value_at
+from nemo_offload_rl.config.unsupported_models import FOLLOWED_FAMILIES
+
+Row = dict[str, TableValue]
+
+# Families by the names of the models in the recipes; the first that fits. Models that see or hear are of none here.
+FAMILY_OF_NAME: tuple[tuple[str, str], ...] = (
+    (r"(-VL|-Omni)", "vision"),
+    (r"^Qwen/Qwen2\.5-|^deepseek-ai/DeepSeek-R1-Distill-Qwen-", "qwen2"),
+    (r"^Qwen/Qwen3-.*-A\d+B", "qwen3_moe"),
+    (r"^Qwen/Qwen3-", "qwen3"),
+    (r"^Qwen/Qwen3\.5-", "qwen3_5"),
+    (r"^meta-llama/Llama-3", "llama"),
+    (r"^moonshotai/Moonlight-", "deepseek_v3"),
+    (r"^openai/gpt-oss-", "gpt_oss"),
+    (r"^nvidia/.*Nemotron", "nemotron_h"),
+    (r"^zai-org/GLM-", "glm"),
+)
+# What no recipe can ask for here: a key, and the values that do not ask for it. `*` asks wherever the key is.
+NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
+    "another algorithm": {"ppo": (), "distillation": (), "rm": ()},
+    "another generation backend": {"policy.generation.backend": ("vllm", "transformers")},
+    "asynchronous GRPO": {"grpo.async_grpo.enabled": (False, None), "async_rl": ()},
+    "context parallelism": {"policy.megatron_cfg.context_parallel_size": (1,)},
+    "delta or NIXL refit": {"policy.generation.refit_transport": (None,)},
+    "draft models": {
+        "policy.draft.enabled": (False, None),
+        "policy.generation.vllm_kwargs.speculative_config": (None,),
+    },
+    "dynamic batching": {"policy.dynamic_batching.enabled": (False, None)},
+    "fp8 or fp4": {
+        "policy.megatron_cfg.fp8_cfg.enabled": (False, None),
+        "policy.generation.vllm_cfg.precision": ("auto", "bfloat16", "float32"),
+        "policy.quant_cfg": (None,),
+        "policy.generation.quant_cfg": (None,),
+    },
+    "LoRA": {"policy.megatron_cfg.peft.enabled": (False, None)},
+    "multi-token prediction": {"policy.megatron_cfg.mtp_num_layers": (0, None)},
+    "router replay": {"policy.router_replay.enabled": (False, None)},
+    "the data plane": {"data_plane.enabled": (False, None)},
+    "vision or audio": {"env.clevr-cogent": (), "env.vlm": ()},
+}
+_SHOWN_FROM = 3
+"""A key that refuses fewer recipes has no line of its own on the page."""
+
+
+def main() -> None:
+    """Reads every recipe, prints the tally, writes the result."""
+    arguments = parse_arguments()
+    paths = sorted(arguments.folder.rglob("*.yaml"))
+    if not paths:
+        raise SystemExit(f"{arguments.folder} has no YAML file; give a copy of NeMo-RL's examples/configs.")
+    load(Path(__file__).parents[1] / "examples" / "configs" / "grpo_tiny_cpu.yaml")  # builds the schema, once
+    rows = [row_of(path, arguments.folder) for path in paths]
+    write_result(arguments.output, rows)
+    page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
+    arguments.output.with_suffix(".md").write_text(page)
+    print(page)
+
+
+def row_of(path: Path, folder: Path) -> Row:
+    """Loads one recipe.
+
+    Args:
+        path: of the recipe.
+        folder: its name is relative to it.
+    """
+    start = time.perf_counter()
+    problems: tuple[Problem, ...] = ()
+    try:
+        load(path)
+    except RecipeError as error:
+        problems = error.problems
+    seconds = time.perf_counter() - start
+    keys = list(dict.fromkeys(problem.path or "(the file)" for problem in problems))
+    row: Row = {"recipe": str(path.relative_to(folder)), "loads": not problems}
+    try:
+        config = read_recipe(path).config
+    except RecipeError:
+        facts: Row = {"megatron_policy": None, "algorithm": "-", "architecture_supported": None, "asks_for": ""}
+    else:
+        facts = facts_of(config)
+    return row | facts | {"refused_keys": ", ".join(keys), "seconds": round(seconds, 3)}
+
+
+def facts_of(config: Mapping[str, Any]) -> Row:
+    """What a recipe is about: its algorithm, its model, and what it asks for that is not built here."""
+    name = value_at(config, "policy.model_name")
+    family = next((family for pattern, family in FAMILY_OF_NAME if re.search(pattern, str(name))), None)
+    algorithms = ("grpo", "sft", "dpo", "ppo", "distillation", "rm")
+    asks_for = [feature for feature, keys in NOT_BUILT.items() if asks(config, keys)]
+    if family == "vision" and "vision or audio" not in asks_for:
+        asks_for.append("vision or audio")
+    return {
+        "megatron_policy": value_at(config, "policy.megatron_cfg.enabled") is True,
+        "algorithm": next((algorithm for algorithm in algorithms if algorithm in config), "-"),
+        "model": "" if name is ABSENT or " " in str(name) else str(name),
+        "architecture_supported": family in FOLLOWED_FAMILIES,
+        "asks_for": ", ".join(asks_for),
+    }
+
+
+def asks(config: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]]) -> bool:
+    """Whether one of the keys is there with a value that turns its feature on."""
+    values = ((value_at(config, key), off) for key, off in keys.items())
+    return any(value is not ABSENT and value not in off for value, off in values)
+
+
+def page_of(result: Mapping[str, Any], data: str) -> str:
+    """The result as a Markdown page.
+
+    Args:
+        result: as in the JSON file.
+        data: name of that file.
+    """
+    rows = [row for row in result["rows"] if row["megatron_policy"]]
+    others = len(result["rows"]) - len(rows)
+    built = [row for row in rows if not row["asks_for"]]
+    loaded = [row for row in rows if row["loads"]]
+    refused = [row for row in rows if not row["loads"]]
+    lines = [
+        "# NeMo-RL's recipes",
+        "",
+        f"How many of NeMo-RL's recipes with a Megatron policy load here unchanged? Of {len(rows)}, {len(loaded)}. "
+        f"{len(built)} of them ask for nothing but what is built here; of these, "
+        f"{sum(row['loads'] for row in built)} load. {sum(row['architecture_supported'] for row in loaded)} of those "
+        "that load name a model of a family whose flags this package follows ([Models](../models.md)).",
+        "",
+        table_line(["algorithm", "recipes", "load unchanged", "ask for what is built", "of these, load"]),
+        table_line(["---"] * 5),
+        *(table_line(algorithm_cells(name, rows)) for name in dict.fromkeys(row["algorithm"] for row in rows)),
+        "",
+        "## Which keys refuse recipes",
+        "",
+        "Each refused recipe is listed under all of its keys; under `first` by the first in the order of the files; "
+        "under `alone` where no other key refuses it. Under `built`: of recipes that ask for nothing else than what is "
+        "built here.",
+        "",
+        table_line(["key", "recipes", "first", "alone", "built"]),
+        table_line(["---"] * 5),
+        *key_lines(refused),
+        "",
+        "## What recipes ask for that is not built here",
+        "",
+        table_line(["feature", "recipes"]),
+        table_line(["---"] * 2),
+        *(table_line([feature, str(count)]) for feature, count in features_of(rows).most_common()),
+        "",
+        "## How it was measured",
+        "",
+        "Every file is read as `nemo-offload-rl validate` reads it, without overrides. The slowest takes "
+        f"{max(row['seconds'] for row in result['rows']):.2f} s. {others} more files of the folder have no Megatron "
+        "policy, or inherit from a recipe that is not in it.",
+        "",
+        f"- machine: {result['machine']}",
+        f"- commit: {result['commit']}, {result['date']}",
+        f"- command: `{result['command']}`",
+        f"- [{data}]({data}) has each recipe: whether it loads, what it asks for, and the keys that refuse it.",
+        "",
+        "## What it does not say",
+        "",
+        "A recipe that loads may still name a model or data that cannot be reached; `validate --deep` looks for them.",
+    ]
+    return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
+
+
+def is_prose(line: str) -> bool:
+    """Whether lines may be broken in it."""
+    return not line.startswith(("#", "|", "- "))
+
+
+def algorithm_cells(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
+    """An algorithm's line of the first table."""
+    own = [row for row in rows if row["algorithm"] == name]
+    built = [row for row in own if not row["asks_for"]]
+    counts = [len(own), sum(row["loads"] for row in own), len(built), sum(row["loads"] for row in built)]
+    return [name, *map(str, counts)]
+
+
+def key_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """A line a key that refuses recipes, and one for those that refuse few."""
+    of_recipe = [list(dict.fromkeys(general(key) for key in row["refused_keys"].split(", "))) for row in refused]
+    total = Counter(key for keys in of_recipe for key in keys)
+    first = Counter(keys[0] for keys in of_recipe)
+    alone = Counter(keys[0] for keys in of_recipe if len(keys) == 1)
+    built = Counter(
+        key for keys, row in zip(of_recipe, refused, strict=True) if not row["asks_for"] for key in keys
+    )  # fmt: skip
+    few = [key for key, count in total.items() if count < _SHOWN_FROM]
+    for key, count in sorted(total.items(), key=lambda item: (-item[1], item[0])):
+        if key not in few:
+            yield table_line([f"`{key}`", *map(str, (count, first[key], alone[key], built[key]))])
+    if few:
+        counts = [sum(counter[key] for key in few) for counter in (total, first, alone, built)]
+        yield table_line([f"{len(few)} more keys, of fewer than {_SHOWN_FROM} recipes each", *map(str, counts)])
+
+
+def general(key: str) -> str:
+    """The key with NAME for what a recipe calls its environment."""
+    return re.sub(r"^env\.[^.]+\.", "env.NAME.", key)
+
+
+def features_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
+    """How many recipes ask for each feature."""
+    return Counter(feature for row in rows for feature in row["asks_for"].split(", ") if feature)
+
+
+def table_line(cells: Sequence[str]) -> str:
+    """One line of a Markdown table."""
+    return f"| {' | '.join(cells)} |"
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
+    parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_recipes.json"), help="the JSON file")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()
