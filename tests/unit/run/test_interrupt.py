@@ -20,6 +20,14 @@ class Clock:
         return self.now
 
 
+@pytest.fixture(autouse=True)
+def sighup_ends_a_process():
+    """As in a terminal: under nohup, SIGHUP is ignored, and `Interrupt` leaves it so."""
+    previous = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, previous)
+
+
 def send(number: signal.Signals) -> None:
     os.kill(os.getpid(), number)
 
