@@ -31,7 +31,7 @@ from result_file import TableValue, print_rows, write_result
 from worker_train import compared
 
 from nemo_offload_rl.config import for_machine, load
-from nemo_offload_rl.mcore import checkpoint
+from nemo_offload_rl.mcore.checkpoint import checkpoint
 from nemo_offload_rl.storage.disk import sync
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker

@@ -19,10 +19,10 @@ from typing import Any
 from result_file import TableValue, write_result
 
 from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
+from nemo_offload_rl.config.model.unsupported_models import FOLLOWED_FAMILIES
 from nemo_offload_rl.config.problems import Problem
 from nemo_offload_rl.config.recipe import read_recipe
-from nemo_offload_rl.config.schema_problems import ABSENT, value_at
-from nemo_offload_rl.config.unsupported_models import FOLLOWED_FAMILIES
 
 Row = dict[str, TableValue]
 

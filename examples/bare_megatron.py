@@ -13,7 +13,7 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 
-from nemo_offload_rl.mcore.local_spec import local_block_spec
+from nemo_offload_rl.mcore.model.local_spec import local_block_spec
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, STREAMED_TABLE, Phase

@@ -99,14 +99,14 @@ def _parser() -> argparse.ArgumentParser:
 
 def _validate(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config import check_named_files, load
-    from nemo_offload_rl.config.yaml_source import as_yaml
+    from nemo_offload_rl.config.source.yaml_source import as_yaml
 
     validated = load(options.recipe, options.overrides)
     notes = [f"note: {note}" for note in validated.notes]
     if validated.warm_start is not None:
         notes += [f"note: warm start: {note}" for note in validated.warm_start.notes]
     if options.deep:
-        from nemo_offload_rl.config.model_folder import check_model_folder
+        from nemo_offload_rl.config.model.model_folder import check_model_folder
 
         for one in (validated.warm_start, validated):
             if one is not None:
@@ -148,7 +148,7 @@ def _check_deeply(config: "MasterConfig") -> list[str]:
 
 
 def _build_megatron_configs(config: "MasterConfig") -> list[str]:
-    from nemo_offload_rl.mcore.model_config import build_configs
+    from nemo_offload_rl.mcore.model.model_config import build_configs
 
     try:
         return build_configs(config["policy"])
@@ -181,7 +181,7 @@ def _plan(options: argparse.Namespace) -> None:
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
-    from nemo_offload_rl.config.model_folder import check_model_folder
+    from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.activations import limit_where_unknown

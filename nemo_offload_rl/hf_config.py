@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_offload_rl.config.transformers_source import with_floats
+from nemo_offload_rl.config.installed.transformers_source import with_floats
 from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings

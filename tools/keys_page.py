@@ -13,11 +13,17 @@ from typing import Annotated, Any, Literal, NotRequired, Union, get_args, get_or
 import annotated_types
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.keys import Key, key_comments, schema_keys
-from nemo_offload_rl.config.megatron_fields import SECTIONS
-from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS
+from nemo_offload_rl.config.keys.tree import Key, key_comments, schema_keys
+from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.problems import show, show_choices
-from nemo_offload_rl.config.upstream import OFF_ONLY, OTHER_DATASETS, OTHER_VALUES, SWITCHED_OFF, WITHOUT_EFFECT
+from nemo_offload_rl.config.upstream.features import (
+    OFF_ONLY,
+    OTHER_DATASETS,
+    OTHER_VALUES,
+    SWITCHED_OFF,
+    WITHOUT_EFFECT,
+)
 
 PAGE = Path(__file__).parent.parent / "docs" / "recipe-keys.md"
 

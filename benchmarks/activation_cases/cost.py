@@ -30,7 +30,7 @@ from activation_cases.measuring import forward_seconds, in_turn, peaks_of
 from activation_cases.table import Row, Setting, as_list
 from activation_cases.trial import num_replays
 from activation_cases.worker import MIB, STATE_STAYS, Feed, Moved, moved_by, offloader, policy, running, suspended
-from nemo_offload_rl.mcore.cuda_graphs import NoCudaGraphs
+from nemo_offload_rl.mcore.graphs.cuda_graphs import NoCudaGraphs
 from nemo_offload_rl.memory.link import measure_link
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 

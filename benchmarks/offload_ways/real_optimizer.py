@@ -52,7 +52,8 @@ def model_and_optimizer(
     """
     from nemo_offload_rl.config import load
     from nemo_offload_rl.config.cpu import for_machine
-    from nemo_offload_rl.mcore import model_config, parallel
+    from nemo_offload_rl.mcore.distributed import parallel
+    from nemo_offload_rl.mcore.model import model_config
 
     config = load(RECIPE, list(overrides)).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
@@ -76,8 +77,8 @@ def model_and_optimizer(
 def _build(policy: Mapping[str, Any]) -> tuple[list[torch.nn.Module], Any]:
     from megatron.core.optimizer import get_megatron_optimizer
 
-    from nemo_offload_rl.mcore import model_config
-    from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
+    from nemo_offload_rl.mcore.model import model_config
+    from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
     from nemo_offload_rl.residency.optimizer_state import state_tensors
 
     provider = model_config.make_provider(policy, model_config.make_bridge(policy, model_config.hf_config(policy)))

@@ -4,9 +4,9 @@ import os
 from collections.abc import Iterator
 from pathlib import Path
 
-from nemo_offload_rl.config.absent_keys import datasets_of
+from nemo_offload_rl.config.keys.absent_keys import datasets_of
+from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.problems import Problem, RecipeError, nearest, show_file
-from nemo_offload_rl.config.schema_problems import value_at
 from nemo_offload_rl.config.validate import ValidatedRecipe
 
 _READS = "ResponseDataset reads one JSONL file, HFDataset a folder"

@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from nemo_offload_rl.config.interpolation import InterpolationError, Resolver, leaves, written_interpolations
 from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_PROBLEMS, MAX_VALUES, MIN_INTEGER
-from nemo_offload_rl.config.overrides import apply_overrides, merge
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_file
-from nemo_offload_rl.config.yaml_source import Node, read_yaml
+from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, leaves, written_interpolations
+from nemo_offload_rl.config.source.overrides import apply_overrides, merge
+from nemo_offload_rl.config.source.yaml_source import Node, read_yaml
 from nemo_offload_rl.storage.regular_file import UnreadableFileError
 
 _REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")  # ${section.key} and ${.sibling}
@@ -91,7 +91,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str |
 
 def _is_known_key(path: str) -> bool:
     # Needed only to explain a mistake; loading the schema costs 0.1 s.
-    from nemo_offload_rl.config.keys import is_valid_key
+    from nemo_offload_rl.config.keys.tree import is_valid_key
 
     return is_valid_key(path)
 

@@ -6,11 +6,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, cast
 
-from nemo_offload_rl.config.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
-from nemo_offload_rl.config.hf_check import hf_config_problems
-from nemo_offload_rl.config.ignored import ignored_overrides
+from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
+from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.limits import MAX_PROBLEMS
+from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     Origin,
     Problem,
@@ -23,10 +23,10 @@ from nemo_offload_rl.config.problems import (
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
+from nemo_offload_rl.config.rules.ignored import ignored_overrides
 from nemo_offload_rl.config.schema import MasterConfig
-from nemo_offload_rl.config.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
-from nemo_offload_rl.config.upstream import OTHER_ALGORITHMS
-from nemo_offload_rl.config.upstream_split import split_upstream_keys
+from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS
+from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
 
 

@@ -15,19 +15,19 @@ from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
 from megatron.core.utils import get_model_config
 from torch.utils.hooks import RemovableHandle
 
-from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
-from nemo_offload_rl.mcore.model_config import (
+from nemo_offload_rl.mcore.model.model_config import (
     has_pretrained_weights,
     make_bridge,
     make_ddp_config,
     make_optimizer_config,
     make_provider,
 )
-from nemo_offload_rl.mcore.parameter_watch import ParameterWatch
+from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
+from nemo_offload_rl.mcore.optimizer.parameter_watch import ParameterWatch
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer
 from nemo_offload_rl.mcore.patches.gradient_nodes import add_gradients_on_this_stream
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
-from nemo_offload_rl.mcore.weight_names import check_weights
+from nemo_offload_rl.mcore.weights.weight_names import check_weights
 
 
 @dataclass

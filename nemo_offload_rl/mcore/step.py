@@ -16,12 +16,12 @@ from torch import Tensor
 
 from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.mcore.batches.microbatches import MicroBatch
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.forward import LogprobOptions, microbatch_logprobs, to_device
-from nemo_offload_rl.mcore.microbatches import MicroBatch
+from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, microbatch_logprobs, to_device
+from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
 from nemo_offload_rl.mcore.patches.saved_state import clear_saved_state_on_failure
 from nemo_offload_rl.mcore.router_updates import router_updates
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL
 
 
 @dataclass

@@ -57,7 +57,7 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
         twin: the twin's Hugging Face config.
 
     Returns:
-        A section that `mcore.model_config` makes a model of, in float32.
+        A section that `mcore.model.model_config` makes a model of, in float32.
     """
     run: Mapping[str, Any] = policy["megatron_cfg"]
     megatron = {key: value for key, value in run.items() if key not in _ALONE}

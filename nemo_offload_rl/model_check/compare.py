@@ -14,12 +14,12 @@ from megatron.core.transformer.enums import AttnBackend
 from torch import Tensor
 
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import parallel
-from nemo_offload_rl.mcore.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.batches.microbatches import MicroBatch, packed_microbatches, padded_microbatches
 from nemo_offload_rl.mcore.build import load_weights
-from nemo_offload_rl.mcore.forward import model_logprobs
-from nemo_offload_rl.mcore.microbatches import MicroBatch, packed_microbatches, padded_microbatches
-from nemo_offload_rl.mcore.model_config import bridge_of_config, make_provider
+from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore.logprob.forward import model_logprobs
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.model.model_config import bridge_of_config, make_provider
 from nemo_offload_rl.model_check.alone import alone
 from nemo_offload_rl.model_check.reference import Reference, loss_of, reference_of, rows
 from nemo_offload_rl.model_check.result import CheckResult, Difference

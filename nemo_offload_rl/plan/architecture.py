@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import expert_layers
+from nemo_offload_rl.config.model.model_kind import expert_layers
 from nemo_offload_rl.config.problems import show, show_choices
 
 MEGATRON = "policy.megatron_cfg"

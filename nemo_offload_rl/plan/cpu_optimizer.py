@@ -1,4 +1,4 @@
-"""What the CPU optimizer takes of host and GPU memory; `mcore/cpu_optimizer.py` allocates it."""
+"""What the CPU optimizer takes of host and GPU memory; `mcore/optimizer/cpu_optimizer.py` allocates it."""
 
 from collections.abc import Mapping
 from typing import Any

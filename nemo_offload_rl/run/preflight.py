@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.config.graph_modules import check_graph_environment
-from nemo_offload_rl.config.unsupported_models import check_model
+from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
+from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import host_facts

@@ -10,8 +10,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from nemo_offload_rl.config.absent_keys import datasets_of, splits_validation_data
-from nemo_offload_rl.config.durations import duration_s
+from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.schema.checkpointing import CheckpointingConfig
 from nemo_offload_rl.config.schema.data import (
     DataConfig,
@@ -26,6 +25,7 @@ from nemo_offload_rl.config.schema.data import (
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.config.schema.policy import TokenizerConfig
 from nemo_offload_rl.config.schema.sft import SFTConfig
+from nemo_offload_rl.config.upstream.durations import duration_s
 from nemo_offload_rl.data.arithmetic import Role, make_arithmetic, make_arithmetic_pairs
 from nemo_offload_rl.data.datasets import ProblemForm, load_hf_folder, load_jsonl
 from nemo_offload_rl.data.errors import DataError

@@ -10,7 +10,7 @@ import torch
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.report import StepReport, gpu_waited, stays_alive, table, why_no_effect
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.parallel import mpu
+from nemo_offload_rl.mcore.distributed.parallel import mpu
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.streams import Waits

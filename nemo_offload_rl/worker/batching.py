@@ -6,8 +6,7 @@ import torch
 
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
-from nemo_offload_rl.mcore import parallel
-from nemo_offload_rl.mcore.microbatches import (
+from nemo_offload_rl.mcore.batches.microbatches import (
     MicroBatch,
     pack_bins,
     packed_microbatches,
@@ -15,7 +14,8 @@ from nemo_offload_rl.mcore.microbatches import (
     padded_microbatches,
     with_length,
 )
-from nemo_offload_rl.mcore.model_config import packs
+from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import round_up
 
 

@@ -3,12 +3,12 @@
 from pathlib import Path
 
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.mcore import checkpoint
-from nemo_offload_rl.mcore.background_save import BackgroundSave, start_save
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.host_snapshot import HostSnapshot
-from nemo_offload_rl.mcore.model_config import parallel_sizes
-from nemo_offload_rl.mcore.save_plans import PlanEverySave, ReusePlans, SavePlanning
+from nemo_offload_rl.mcore.checkpoint import checkpoint
+from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, start_save
+from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
+from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, ReusePlans, SavePlanning
+from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.residency.attach import Engine
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.storage.checksum import FileSum

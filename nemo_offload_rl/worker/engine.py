@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.cpu_optimizer import cpu_optimizers, take_host_memory
-from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
-from nemo_offload_rl.mcore.graph_capture import CaptureObserver
+from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepGraphs
+from nemo_offload_rl.mcore.graphs.graph_capture import CaptureObserver
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers, take_host_memory
 from nemo_offload_rl.memory.numa import Binding, bind_process
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id

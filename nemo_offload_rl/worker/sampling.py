@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
+from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
 
 # The generation backends whose log-probs are those of the distribution after top_k and top_p.
 FILTERED_LOGPROBS = ("vllm",)

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.config.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
+from nemo_offload_rl.config.megatron.parallel_sizes import EXPERT_REPLICA_SIZES, REPLICA_SIZES, data_parallel_size
 from nemo_offload_rl.data.batch import BatchedData
 
 

@@ -11,15 +11,17 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.hf_config import hf_config as read_hf_config
-from nemo_offload_rl.mcore import export, parallel, step
+from nemo_offload_rl.mcore import step
 from nemo_offload_rl.mcore.build import build
 from nemo_offload_rl.mcore.compute_stream import ComputeStream
-from nemo_offload_rl.mcore.cpu_optimizer import metrics
-from nemo_offload_rl.mcore.forward import LogprobOptions
-from nemo_offload_rl.mcore.hf_weights import HfWeights
-from nemo_offload_rl.mcore.model_config import parallel_sizes
-from nemo_offload_rl.mcore.param_gather import ParamGather
+from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore.distributed.param_gather import ParamGather
+from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
+from nemo_offload_rl.mcore.model.model_config import parallel_sizes
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
+from nemo_offload_rl.mcore.weights import export
+from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak

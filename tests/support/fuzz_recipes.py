@@ -17,12 +17,12 @@ from support.fuzz_values import EXTREMES, any_value, misspelt, value_like
 from nemo_offload_rl import cli
 from nemo_offload_rl.config import RecipeError, load, resolve_absent_keys
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.keys import is_valid_key, schema_keys
-from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.keys.tree import is_valid_key, schema_keys
 from nemo_offload_rl.config.recipe import load_recipe
-from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, WITHOUT_EFFECT, upstream_paths
+from nemo_offload_rl.config.source.yaml_source import as_yaml
+from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, WITHOUT_EFFECT, upstream_paths
 from nemo_offload_rl.config.validate import ValidatedRecipe
-from nemo_offload_rl.config.yaml_source import as_yaml
 
 CONFIGS = Path(__file__).parents[2] / "examples" / "configs"
 BASES = ("grpo_tiny_cpu.yaml", "sft_tiny_cpu.yaml", "grpo_math_1B_megatron.yaml")

@@ -11,9 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache  # no
 
 import nemo_offload_rl.algorithms.losses
 import nemo_offload_rl.config
-import nemo_offload_rl.mcore.local_spec
+import nemo_offload_rl.mcore.model.local_spec
 import nemo_offload_rl.worker.worker  # noqa: F401
-from nemo_offload_rl.mcore.bridge_import import auto_bridge
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 
 auto_bridge()
 gc.collect()

@@ -16,7 +16,7 @@ from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.module import Float16Module
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from nemo_offload_rl.mcore.local_spec import local_block_spec
+from nemo_offload_rl.mcore.model.local_spec import local_block_spec
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 
 VOCAB_SIZE, LENGTH = 64, 16

@@ -21,6 +21,8 @@ PACKAGE = "nemo_offload_rl"
 ROOT = Path(nemo_offload_rl.__file__).parent
 LEAVES = frozenset({"metrics", "memory.numa", "memory.units", "placement.signals", "residency.table", "storage"})
 
+NO_LIBRARY = "torch ray megatron transformer_engine transformers"
+
 
 @dataclass(frozen=True)
 class Layer:
@@ -37,10 +39,10 @@ def layer(*may_import: str, never: str = "") -> Layer:
 # A module belongs to the longest name here that it starts with. An entry allows what starts with it, too.
 LAYERS = {
     "": layer(never="torch ray megatron transformers"),  # the package's own __init__
-    "named_datasets": layer(never="torch ray megatron transformer_engine transformers"),
-    "hub": layer(never="torch ray megatron transformer_engine transformers"),
-    "hf_config": layer("hub", "config.transformers_source", never="torch ray megatron transformer_engine"),
-    "storage": layer(never="torch ray megatron transformer_engine transformers"),
+    "named_datasets": layer(never=NO_LIBRARY),
+    "hub": layer(never=NO_LIBRARY),
+    "hf_config": layer("hub", "config.installed", never="torch ray megatron transformer_engine"),
+    "storage": layer(never=NO_LIBRARY),
     "metrics": layer("storage", "memory.units", never="ray megatron transformer_engine transformers"),
     "memory": layer(never="ray megatron transformer_engine transformers"),
     "memory.numa": layer(never="torch ray megatron"),
@@ -49,27 +51,61 @@ LAYERS = {
     "residency": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload": layer("memory", *LEAVES, never="ray transformers"),
     "activation_offload.schedule": layer(never="torch ray megatron"),
-    "config": layer(
-        "named_datasets", "storage", "residency.table", "metrics.names",
-        never="torch ray megatron transformer_engine transformers"
+    "config.limits": layer(never=NO_LIBRARY),
+    "config.problems": layer("config.limits", never=NO_LIBRARY),
+    "config.source": layer("config.limits", "config.problems", "storage", never=NO_LIBRARY),
+    "config.installed": layer("config.problems", never=NO_LIBRARY),
+    "config.megatron": layer("config.problems", never=NO_LIBRARY),
+    "config.model": layer("config.problems", "config.installed", never=NO_LIBRARY),
+    "config.upstream": layer("config.problems", "config.megatron", never=NO_LIBRARY),
+    "config.schema": layer(never=NO_LIBRARY),
+    "config.algorithms": layer("config.schema", "residency.table", never=NO_LIBRARY),
+    "config.keys": layer(
+        "config.problems", "config.source", "config.installed", "config.megatron", "config.upstream", "config.schema",
+        "config.algorithms", "named_datasets", never=NO_LIBRARY
     ),
+    "config.recipe": layer(
+        "config.limits", "config.problems", "config.source", "config.keys", "storage", never=NO_LIBRARY
+    ),
+    "config.rules": layer(
+        "config.problems", "config.installed", "config.megatron", "config.model", "config.upstream",
+        "config.algorithms", "config.keys", "config.recipe", "named_datasets", "metrics.names", never=NO_LIBRARY
+    ),
+    "config": layer("named_datasets", "storage", "residency.table", "metrics.names", never=NO_LIBRARY),
     "placement.signals": layer(never="torch ray megatron"),
     "placement": layer(*LEAVES, never="megatron transformers"),
     "placement.link": layer("memory", *LEAVES, never="ray megatron transformers"),
     "plan": layer(
         "config", "residency.targets", "activation_offload.schedule", *LEAVES,
-        never="torch ray megatron transformer_engine transformers",
+        never=NO_LIBRARY,
     ),
     "adapters": layer("memory", "residency", "placement.gpus", *LEAVES),
     "data": layer("hub", "named_datasets", *LEAVES, never="ray megatron transformer_engine"),
     "environments": layer("data", *LEAVES, never="megatron transformer_engine"),
-    "mcore": layer(
-        "memory", "residency", "activation_offload", "data.batch", "data.loss_contract",
-        "config.activation_modules", "config.graph_modules", "config.parallel_sizes",
-        "config.model_kind", "config.unsupported_models", "config.libraries", "hf_config", *LEAVES, never="ray",
+    "mcore.compute_stream": layer(never="ray"),
+    "mcore.log_filters": layer(never="ray"),
+    "mcore.optimizer": layer("memory", "residency", never="ray"),
+    "mcore.patches": layer(
+        "activation_offload", "residency.streamed", "config.installed", "mcore.optimizer", never="ray"
     ),
+    "mcore.architectures": layer("mcore.patches", "config.model", never="ray"),
+    "mcore.distributed": layer("mcore.patches", "memory.errors", "config.megatron", "storage", never="ray"),
+    "mcore.weights": layer("mcore.patches", "mcore.distributed", "storage", never="ray"),
+    "mcore.batches": layer("memory.units", "data.batch", never="ray"),
+    "mcore.model": layer(
+        "mcore.log_filters", "mcore.patches", "mcore.architectures", "mcore.distributed", "mcore.weights",
+        "config.megatron", "config.model", "hf_config", never="ray"
+    ),
+    "mcore.logprob": layer("mcore.patches", "mcore.batches", "mcore.model", "memory.units", never="ray"),
+    "mcore.graphs": layer("mcore.patches", "mcore.batches", "memory", "config.megatron", never="ray"),
+    "mcore.build": layer("mcore.patches", "mcore.optimizer", "mcore.weights", "mcore.model", never="ray"),
+    "mcore.checkpoint": layer(
+        "mcore.patches", "mcore.optimizer", "mcore.distributed", "mcore.weights", "mcore.build", "memory", "storage",
+        never="ray"
+    ),
+    "mcore": layer("memory", "data.batch", "data.loss_contract", never="ray"),
     "model_check": layer("config", "mcore", "hf_config", "data.batch", *LEAVES, never="ray"),
-    "model_check.twin": layer(never="torch ray megatron transformer_engine transformers"),
+    "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
         "data.batch", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",

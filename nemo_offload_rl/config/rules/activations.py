@@ -4,15 +4,15 @@ from collections import Counter
 from collections.abc import Sequence
 from typing import Any
 
-from nemo_offload_rl.config.activation_modules import (
+from nemo_offload_rl.config.installed.libraries import TRANSFORMER_ENGINE_2_14, too_old, untested_megatron_core
+from nemo_offload_rl.config.megatron.activation_modules import (
     ACTIVATION_MODULES,
     OFFLOAD_MODULES_KEY,
     dense_refusal,
     modules_without_layer,
 )
-from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY
-from nemo_offload_rl.config.libraries import TRANSFORMER_ENGINE_2_14, too_old, untested_megatron_core
-from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY
+from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import ETP, MEGATRON, MODEL, Verdict, rule
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules, recomputes_layers

@@ -3,9 +3,9 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import model_fields
+from nemo_offload_rl.config.model.model_kind import model_fields
+from nemo_offload_rl.config.model.unsupported_models import why_unsupported
 from nemo_offload_rl.config.rules.base import MODEL_FIELDS, Verdict, rule
-from nemo_offload_rl.config.unsupported_models import why_unsupported
 
 
 @rule(*MODEL_FIELDS)

@@ -3,8 +3,8 @@
 import math
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
-from nemo_offload_rl.config.graph_modules import GRAPH_IMPL_KEY as GRAPHS
-from nemo_offload_rl.config.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
+from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.rules.base import (
     CP,
     DIVISOR,

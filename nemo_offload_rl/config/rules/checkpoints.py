@@ -1,8 +1,8 @@
 """When and how checkpoints are written."""
 
-from nemo_offload_rl.config.durations import duration_s
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, note, rule
+from nemo_offload_rl.config.upstream.durations import duration_s
 
 MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import NUM_LAYERS_KEYS, count_of, model_fields, model_kind
+from nemo_offload_rl.config.model.model_kind import NUM_LAYERS_KEYS, count_of, model_fields, model_kind
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.activations import GRAPHS, OFFLOADING
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, MODEL_FIELDS, TP, Verdict, rule

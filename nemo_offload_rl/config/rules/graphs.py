@@ -3,15 +3,15 @@
 import math
 from typing import Any
 
-from nemo_offload_rl.config.graph_modules import (
+from nemo_offload_rl.config.installed.libraries import TORCH_2_9, TRANSFORMER_ENGINE_2_14, too_old
+from nemo_offload_rl.config.megatron.graph_modules import (
     GRAPH_MODULES,
     GRAPH_MODULES_KEY,
     REFUSED_GRAPH_MODULES,
     allocator_that_unmaps,
     graph_refusal,
 )
-from nemo_offload_rl.config.libraries import TORCH_2_9, TRANSFORMER_ENGINE_2_14, too_old
-from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.problems import show, show_choices, unknown_names
 from nemo_offload_rl.config.rules.activations import (
     GRAPHS,

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.problems import show_choices, unknown_names
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, Verdict, rule
 

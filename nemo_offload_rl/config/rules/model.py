@@ -3,12 +3,12 @@
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.bridges import bridged_architectures
-from nemo_offload_rl.config.hf_check import size_problems
-from nemo_offload_rl.config.model_kind import model_fields
+from nemo_offload_rl.config.installed.bridges import bridged_architectures
+from nemo_offload_rl.config.installed.transformers_source import HfFamily, causal_models, known_family
+from nemo_offload_rl.config.model.hf_check import size_problems
+from nemo_offload_rl.config.model.model_kind import model_fields
 from nemo_offload_rl.config.problems import nearest, show, show_choices
 from nemo_offload_rl.config.rules.base import MODEL_FIELDS, Verdict, rule
-from nemo_offload_rl.config.transformers_source import HfFamily, causal_models, known_family
 
 _HF_CONFIG, _OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")

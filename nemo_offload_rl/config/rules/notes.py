@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
-from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.rules.base import MEGATRON, MODEL, OPTIMIZER, PACKING, PP, SPEC, Verdict, note
 from nemo_offload_rl.config.rules.memory import RECOMPUTATION, recomputed_modules
 

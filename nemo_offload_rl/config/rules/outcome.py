@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.absent_keys import splits_validation_data
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
+from nemo_offload_rl.config.keys.absent_keys import splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import SECTION, SPEC, Verdict, rule
 from nemo_offload_rl.metrics.names import without_default_set

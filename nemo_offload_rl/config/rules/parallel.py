@@ -2,7 +2,8 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import (
+from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.config.model.model_kind import (
     NUM_EXPERTS_KEYS,
     NUM_HEADS_KEYS,
     NUM_LAYERS_KEYS,
@@ -10,7 +11,6 @@ from nemo_offload_rl.config.model_kind import (
     model_fields,
     model_kind,
 )
-from nemo_offload_rl.config.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.rules.base import (
     CP,
     DIVISOR,

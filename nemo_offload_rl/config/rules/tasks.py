@@ -3,7 +3,7 @@
 import re
 from typing import Any
 
-from nemo_offload_rl.config.absent_keys import datasets_of, splits_validation_data
+from nemo_offload_rl.config.keys.absent_keys import datasets_of, splits_validation_data
 from nemo_offload_rl.config.problems import show, show_choices
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
 from nemo_offload_rl.named_datasets import CONVERSATIONS, NAMED_DATASETS

@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import count_of, model_fields
-from nemo_offload_rl.config.owned_fields import same
+from nemo_offload_rl.config.megatron.owned_fields import same
+from nemo_offload_rl.config.model.model_kind import count_of, model_fields
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import GPUS, LENGTH, MODEL_FIELDS, Verdict, note, rule
 

@@ -6,7 +6,7 @@ megatron-core's fused kernels, which know SiLU, and for GELU only its approximat
 
 from typing import Any
 
-from nemo_offload_rl.config.unsupported_models import FUSED_ACTIVATIONS
+from nemo_offload_rl.config.model.unsupported_models import FUSED_ACTIVATIONS
 
 
 def set_activation(bridge: Any, config: Any, provider: Any) -> None:

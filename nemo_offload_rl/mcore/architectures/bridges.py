@@ -9,7 +9,7 @@ import importlib.metadata
 from types import SimpleNamespace
 from typing import Any
 
-from nemo_offload_rl.config.unsupported_models import FOLLOWED_FAMILIES
+from nemo_offload_rl.config.model.unsupported_models import FOLLOWED_FAMILIES
 from nemo_offload_rl.mcore.architectures import activations, biases, dense_layers, rotary, windows
 
 WRITTEN_FOR = {"megatron-core": "0.19.2", "megatron-bridge": "0.6.2"}

@@ -6,7 +6,7 @@ Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no nam
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.model_kind import expert_layers
+from nemo_offload_rl.config.model.model_kind import expert_layers
 
 
 def set_expert_layers(config: Any, provider: Any) -> None:

@@ -4,7 +4,7 @@ A module for each thing that is changed, and one table of the versions whose sou
 it is a public interface, so tests/unit/mcore/test_patches.py holds every symbol and signature that a patch relies on.
 """
 
-from nemo_offload_rl.config.libraries import TESTED_MEGATRON_CORE
+from nemo_offload_rl.config.installed.libraries import TESTED_MEGATRON_CORE
 
 WRITTEN_FOR = {
     "activation_offload": {"megatron-core": TESTED_MEGATRON_CORE},

@@ -18,7 +18,7 @@ from megatron.core.transformer.transformer_layer import TransformerLayer
 from nemo_offload_rl.activation_offload.copies import CudaCopies
 from nemo_offload_rl.activation_offload.manager import ActivationOffloader
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.libraries import untested_megatron_core
+from nemo_offload_rl.config.installed.libraries import untested_megatron_core
 
 
 def options_of_rank(options: ActivationOptions, config: Any) -> ActivationOptions:

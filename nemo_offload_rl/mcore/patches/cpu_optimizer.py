@@ -14,7 +14,7 @@ import torch
 from megatron.core import optimizer as core
 from megatron.core.optimizer import MegatronOptimizer, OptimizerConfig, distrib_optimizer, get_megatron_optimizer
 
-from nemo_offload_rl.mcore.cpu_optimizer import CpuOptimizer
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from activation_cases.processes import run_processes
 from activation_cases.trial import Step, Trial, first_difference, run_trial
 from activation_cases.worker import Moved
 
-from nemo_offload_rl.mcore.microbatches import pack_bins
+from nemo_offload_rl.mcore.batches.microbatches import pack_bins
 
 SMALL = (
     "policy.hf_config.num_hidden_layers=1",

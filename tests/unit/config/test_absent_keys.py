@@ -3,10 +3,10 @@
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.absent_keys import IF_ABSENT, resolve_absent_keys
-from nemo_offload_rl.config.keys import schema_keys
+from nemo_offload_rl.config.keys.absent_keys import IF_ABSENT, resolve_absent_keys
+from nemo_offload_rl.config.keys.tree import schema_keys
 from nemo_offload_rl.config.schema import GRPOMasterConfig
-from nemo_offload_rl.config.yaml_source import as_yaml
+from nemo_offload_rl.config.source.yaml_source import as_yaml
 from tests.unit.config.conftest import CONFIGS
 
 

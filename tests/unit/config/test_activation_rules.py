@@ -6,8 +6,8 @@ import pytest
 from megatron.core.transformer import TransformerConfig
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.activation_modules import ACTIVATION_MODULES, check_modules_fit_model
-from nemo_offload_rl.config.model_kind import model_kind
+from nemo_offload_rl.config.megatron.activation_modules import ACTIVATION_MODULES, check_modules_fit_model
+from nemo_offload_rl.config.model.model_kind import model_kind
 from nemo_offload_rl.config.rules import RULES, activations
 from tests.unit.config.conftest import CONFIGS, each_of
 

@@ -6,8 +6,8 @@ import torch
 
 from nemo_offload_rl.config import for_machine, load
 from nemo_offload_rl.config.cpu import OFF_ON_CPU
-from nemo_offload_rl.config.keys import is_valid_key
-from nemo_offload_rl.mcore.model_config import make_optimizer_config
+from nemo_offload_rl.config.keys.tree import is_valid_key
+from nemo_offload_rl.mcore.model.model_config import make_optimizer_config
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.config.test_activation_rules import EXPERTS
 from tests.unit.config.test_graph_rules import BF16

@@ -7,7 +7,7 @@ import yaml
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.recipe import load_recipe
-from nemo_offload_rl.config.yaml_source import read_yaml
+from nemo_offload_rl.config.source.yaml_source import read_yaml
 from tests.unit.config.conftest import CONFIGS
 
 EXAMPLES = CONFIGS.parent

@@ -4,7 +4,7 @@ import pytest
 from megatron.core.transformer.enums import CudaGraphModule
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.graph_modules import GRAPH_MODULES, REFUSED_GRAPH_MODULES, check_graphs_fit_model
+from nemo_offload_rl.config.megatron.graph_modules import GRAPH_MODULES, REFUSED_GRAPH_MODULES, check_graphs_fit_model
 from nemo_offload_rl.config.rules import RULES, graphs
 from tests.unit.config.conftest import CONFIGS, each_of
 from tests.unit.config.test_activation_rules import EXPERTS, SELECTIVE, offload

@@ -9,8 +9,7 @@ from transformers.configuration_utils import ALLOWED_LAYER_TYPES
 from transformers.modeling_rope_utils import RotaryEmbeddingConfigMixin
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.hf_check import hf_config_problems
-from nemo_offload_rl.config.transformers_source import (
+from nemo_offload_rl.config.installed.transformers_source import (
     activations,
     causal_models,
     family,
@@ -18,6 +17,7 @@ from nemo_offload_rl.config.transformers_source import (
     model_types,
     rope_validators,
 )
+from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from tests.support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE
 from tests.unit.config.conftest import CONFIGS
 

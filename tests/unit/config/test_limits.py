@@ -7,7 +7,7 @@ import pytest
 
 from nemo_offload_rl.config import RecipeError, limits, load
 from nemo_offload_rl.config.recipe import load_recipe
-from nemo_offload_rl.config.yaml_source import as_yaml
+from nemo_offload_rl.config.source.yaml_source import as_yaml
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.bridges import bridged_architectures
+from nemo_offload_rl.config.installed.bridges import bridged_architectures
+from nemo_offload_rl.config.installed.transformers_source import causal_models
 from nemo_offload_rl.config.rules import RULES, model
-from nemo_offload_rl.config.transformers_source import causal_models
 from tests.unit.config.conftest import CONFIGS, each_of
 
 HF = "policy.hf_config"
@@ -127,7 +127,7 @@ def test_a_folders_sizes_are_checked_and_its_other_fields_are_not(field, found, 
 
 def test_bridges_are_those_of_the_imported_library():
     """Of the architectures that transformers has; the library has some under two names."""
-    from nemo_offload_rl.mcore.bridge_import import auto_bridge
+    from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 
     of_transformers = set(causal_models().values())
     assert bridged_architectures() & of_transformers == set(auto_bridge().list_supported_models()) & of_transformers

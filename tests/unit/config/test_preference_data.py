@@ -7,11 +7,11 @@ import pytest
 from pydantic import with_config
 
 from nemo_offload_rl.config import check_named_files, load
+from nemo_offload_rl.config.keys.schema_problems import schema_problems
 from nemo_offload_rl.config.problems import Origin, RecipeError
 from nemo_offload_rl.config.schema.data import PreferenceDataConfig
 from nemo_offload_rl.config.schema.value_types import STRICT
-from nemo_offload_rl.config.schema_problems import schema_problems
-from nemo_offload_rl.config.upstream_split import split_upstream_keys
+from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from tests.unit.config.conftest import CONFIGS
 
 BINARY = {

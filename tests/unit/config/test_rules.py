@@ -12,9 +12,9 @@ import torch
 import nemo_offload_rl
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.durations import duration_s
-from nemo_offload_rl.config.keys import find_key
-from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.keys.schema_problems import value_at
+from nemo_offload_rl.config.keys.tree import find_key
 from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.rules import (
     NOTES,
@@ -29,7 +29,7 @@ from nemo_offload_rl.config.rules import (
     vllm,
 )
 from nemo_offload_rl.config.rules.base import SECTION, SPEC
-from nemo_offload_rl.config.schema_problems import value_at
+from nemo_offload_rl.config.upstream.durations import duration_s
 from tests.unit.config.conftest import CONFIGS
 
 MEGATRON = "policy.megatron_cfg"

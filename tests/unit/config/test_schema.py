@@ -6,9 +6,9 @@ import sys
 import pytest
 
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.keys import key_comments, schema_keys
-from nemo_offload_rl.config.megatron_fields import megatron_fields
-from nemo_offload_rl.config.owned_fields import OWNED_FIELDS
+from nemo_offload_rl.config.installed.megatron_fields import megatron_fields
+from nemo_offload_rl.config.keys.tree import key_comments, schema_keys
+from nemo_offload_rl.config.megatron.owned_fields import OWNED_FIELDS
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig, MegatronDDPConfig, MegatronOptimizerConfig

@@ -4,9 +4,9 @@ import pytest
 
 from nemo_offload_rl.config import load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.config.keys import find_key
-from nemo_offload_rl.config.megatron_fields import SECTIONS, megatron_fields
-from nemo_offload_rl.config.upstream import OFF_ONLY, SWITCHED_OFF, upstream_paths
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.keys.tree import find_key
+from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, upstream_paths
 from tests.unit.config.conftest import CONFIGS, DATA
 
 MEGATRON_RECIPE = DATA / "nemo_rl_grpo_math_1B_megatron.yaml"

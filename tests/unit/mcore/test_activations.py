@@ -15,7 +15,7 @@ from support.phases import checksums
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config import libraries
+from nemo_offload_rl.config.installed import libraries
 from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.pinned import PinnedArena

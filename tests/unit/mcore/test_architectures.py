@@ -9,10 +9,10 @@ from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.hf_config import hf_config
-from nemo_offload_rl.mcore import parallel
 from nemo_offload_rl.mcore.architectures import bridges
 from nemo_offload_rl.mcore.build import as_in_files, load_weights
-from nemo_offload_rl.mcore.model_config import make_bridge, make_provider
+from nemo_offload_rl.mcore.distributed import parallel
+from nemo_offload_rl.mcore.model.model_config import make_bridge, make_provider
 from nemo_offload_rl.mcore.patches import cpu_device, rotary_frequencies
 from nemo_offload_rl.model_check.compare import compare, one_rank
 

@@ -11,7 +11,7 @@ from support.ranks import run_ranks, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.checkpoint_writer import HashingSaveStrategy
+from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.storage.disk import DiskFullError

@@ -9,7 +9,7 @@ from support.ranks import free_port, worker_of_rank
 from support.tiny import random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore import parallel
+from nemo_offload_rl.mcore.distributed import parallel
 
 
 def test_a_worker_that_has_ended_leaves_no_model_behind():

@@ -10,8 +10,8 @@ from support.phases import run_steps
 from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.mcore.cpu_optimizer import CpuOptimizer, cpu_optimizers, take_host_memory
-from nemo_offload_rl.mcore.cpu_optimizer_state import largest_within
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import CpuOptimizer, cpu_optimizers, take_host_memory
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer_state import largest_within
 from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer, reload_masters
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
@@ -94,8 +94,8 @@ def test_numbers_are_those_of_the_resident_optimizer_but_for_the_last_bits(make_
 
 def test_parts_and_the_whole_are_equal(make_worker, monkeypatch):
     whole = steps(make_worker(policy_of(1.0, overlap_cpu_optimizer_d2h_h2d=False)))
-    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PART", 10_000)
-    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer_state.PIECE", 1000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.optimizer.cpu_optimizer._PART", 10_000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.optimizer.cpu_optimizer_state.PIECE", 1000)
     worker = make_worker(policy_of(1.0))
     (optimizer,) = cpu_optimizers(worker.state.optimizer)
     assert len(optimizer.cpu_optimizers) > 3

@@ -21,11 +21,11 @@ from support.events import At
 from support.tiny import TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.config.graph_modules import check_graph_environment
+from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
 from nemo_offload_rl.mcore import step
-from nemo_offload_rl.mcore.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
-from nemo_offload_rl.mcore.graph_capture import FrozenShapes, NoObserver
-from nemo_offload_rl.mcore.graph_speed_check import slower_than_eager
+from nemo_offload_rl.mcore.graphs.cuda_graphs import CudaGraphs, NoCudaGraphs, StepShape, step_shape
+from nemo_offload_rl.mcore.graphs.graph_capture import FrozenShapes, NoObserver
+from nemo_offload_rl.mcore.graphs.graph_speed_check import slower_than_eager
 
 LAYERS = 4
 WARMUP_STEPS = 2

@@ -4,7 +4,7 @@ from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 from support.toy_policy import LocalTransport
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore import export
+from nemo_offload_rl.mcore.weights import export
 from nemo_offload_rl.refit.plan import TensorSpec
 
 

@@ -77,7 +77,7 @@ def generated(worker: Any) -> Any:
 def saved(worker: Any) -> Any:
     from support.phases import checksums
 
-    from nemo_offload_rl.mcore import checkpoint
+    from nemo_offload_rl.mcore.checkpoint import checkpoint
 
     out: list[Any] = []
     with pytest.MonkeyPatch.context() as patch:  # it starts a process to write, which processes of tests may not do

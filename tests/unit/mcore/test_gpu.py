@@ -7,7 +7,7 @@ import torch
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
 pytestmark = [
     pytest.mark.gpu,

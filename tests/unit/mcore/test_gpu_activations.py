@@ -19,7 +19,7 @@ from support.tiny import (
 )
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.worker.skipped_steps import TooManySkippedStepsError
 
 pytestmark = [

@@ -8,10 +8,10 @@ from support.phases import checksums, delay_moves, run_steps
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.mcore.cpu_optimizer import cpu_optimizers
+from nemo_offload_rl.mcore.checkpoint.saved_masters import join_masters
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
 from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
-from nemo_offload_rl.mcore.saved_masters import join_masters
 from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.residency.table import Target
 
@@ -71,8 +71,8 @@ def test_late_copies_and_phases_change_no_number(make_worker, monkeypatch, way, 
     """Late gradients would be of the step before; late parameters would show in the next step."""
     plain = run_steps(make_worker(policy_of(way, kind)), 6, visit_phases=False)
     assert run_steps(make_worker(policy_of(way, kind, overlap=False)), 6, visit_phases=False) == plain
-    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer._PART", 100_000)
-    monkeypatch.setattr("nemo_offload_rl.mcore.cpu_optimizer_state.PIECE", 300_000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.optimizer.cpu_optimizer._PART", 100_000)
+    monkeypatch.setattr("nemo_offload_rl.mcore.optimizer.cpu_optimizer_state.PIECE", 300_000)
     worker = make_worker(offloading(policy_of(way, kind)))
     assert all(len(one.cpu_optimizers) > 3 for one in cpu_optimizers(worker.state.optimizer))
     delay_moves(monkeypatch)

@@ -8,7 +8,7 @@ import torch
 from support.ranks import off_and_on, run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
 pytestmark = [
     pytest.mark.gpu,

@@ -9,7 +9,7 @@ import torch
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.bridge_import import auto_bridge
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.patches import weight_export
 
 QWEN2 = TINY_QWEN3 | {"model_type": "qwen2"}

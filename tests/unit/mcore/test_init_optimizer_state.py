@@ -4,7 +4,7 @@ from types import SimpleNamespace
 
 import torch
 
-from nemo_offload_rl.mcore.init_optimizer_state import init_optimizer_state
+from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state
 
 
 def test_each_optimizer_inside_of_another_gets_its_state():

@@ -11,14 +11,14 @@ from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, DPOLoss, NLLLoss
-from nemo_offload_rl.mcore import linear_logprob
-from nemo_offload_rl.mcore.forward import LogprobOptions, _process_output
-from nemo_offload_rl.mcore.linear_logprob import LinearLogprobs
-from nemo_offload_rl.mcore.logprob import token_logprobs
-from nemo_offload_rl.mcore.microbatches import packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.batches.microbatches import packed_microbatches, padded_microbatches
+from nemo_offload_rl.mcore.logprob import linear_logprob
+from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, _process_output
+from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
+from nemo_offload_rl.mcore.logprob.logprob import token_logprobs
+from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL, SamplingFilter
 from nemo_offload_rl.mcore.patches import cpu_device
 from nemo_offload_rl.mcore.patches.output_layer import call_with, check_is_plain
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL, SamplingFilter
 
 VOCABULARY, PADDED, HIDDEN = 301, 304, 16
 FILTERED = (SamplingFilter(top_k=40, top_p=0.9), KEEP_ALL)
@@ -122,8 +122,9 @@ def test_a_frozen_weight_has_no_gradient():
 
 IN_TRITONS_INTERPRETER = """
 import torch
-from nemo_offload_rl.mcore import linear_logprob, logprob_kernels
-from nemo_offload_rl.mcore.sampling_filter import KEEP_ALL
+from nemo_offload_rl.mcore.logprob import linear_logprob
+from nemo_offload_rl.mcore.logprob import logprob_kernels
+from nemo_offload_rl.mcore.logprob.sampling_filter import KEEP_ALL
 
 linear_logprob._COLUMNS = 8
 logprob_kernels._STATISTICS_BLOCK = logprob_kernels._GRADIENT_BLOCK = 32

@@ -3,10 +3,10 @@ import torch
 from support.ranks import run_ranks
 
 from nemo_offload_rl.generation.sampling import choose_tokens
-from nemo_offload_rl.mcore import logprob
-from nemo_offload_rl.mcore.bridge_import import have_transformer_engine
-from nemo_offload_rl.mcore.logprob import next_token_logprobs, token_logprobs
-from nemo_offload_rl.mcore.sampling_filter import SamplingFilter
+from nemo_offload_rl.mcore.logprob import logprob
+from nemo_offload_rl.mcore.logprob.logprob import next_token_logprobs, token_logprobs
+from nemo_offload_rl.mcore.logprob.sampling_filter import SamplingFilter
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 
 
 def expected(logits: torch.Tensor, targets: torch.Tensor, vocab_size: int, temperature: float) -> torch.Tensor:

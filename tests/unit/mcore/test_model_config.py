@@ -4,7 +4,7 @@ import json
 import pytest
 from support.tiny import TINY_QWEN3, tiny_policy
 
-from nemo_offload_rl.mcore import model_config
+from nemo_offload_rl.mcore.model import model_config
 
 
 def overrides_of(*, packed=False, **megatron):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from support.tiny import TINY_DEEPSEEK_V3, TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, tiny_policy
 
-from nemo_offload_rl.mcore import model_config
+from nemo_offload_rl.mcore.model import model_config
 
 MEGATRON = r"policy\.megatron_cfg"
 DENSE, EXPERTS = TINY_QWEN3, TINY_QWEN3_MOE

@@ -2,7 +2,7 @@ import random
 
 import pytest
 
-from nemo_offload_rl.mcore.packing import modified_first_fit_decreasing
+from nemo_offload_rl.mcore.batches.packing import modified_first_fit_decreasing
 
 
 def first_fit_decreasing(sizes, capacity):

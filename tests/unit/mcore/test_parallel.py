@@ -10,7 +10,7 @@ def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
     import psutil
     import torch
 
-    from nemo_offload_rl.mcore import parallel
+    from nemo_offload_rl.mcore.distributed import parallel
 
     seen = []
     for port in ports:

@@ -2,8 +2,8 @@
 
 import torch
 
-from nemo_offload_rl.mcore import saved_masters
-from nemo_offload_rl.mcore.saved_masters import join_masters, split_masters
+from nemo_offload_rl.mcore.checkpoint import saved_masters
+from nemo_offload_rl.mcore.checkpoint.saved_masters import join_masters, split_masters
 
 
 def every_upper_half():

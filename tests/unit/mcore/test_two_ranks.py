@@ -35,7 +35,7 @@ def hf_config_of(layout: str) -> dict[str, Any] | None:
 def run(layout: str, overrides: dict[str, Any], rank: int, world_size: int, port: int) -> dict[str, Any]:
     """Three steps, the last on pairs, then log-probs; each rank has all rows but those that go to another DP rank."""
     from nemo_offload_rl.algorithms.losses import DPOLoss, NLLLoss
-    from nemo_offload_rl.mcore import linear_logprob
+    from nemo_offload_rl.mcore.logprob import linear_logprob
 
     worker = worker_of_rank(
         tiny_policy(hf_config_of(layout), **overrides), rank, world_size, port, init_reference_model=True

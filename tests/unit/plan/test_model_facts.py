@@ -6,7 +6,7 @@ import pytest
 from support.ranks import run_ranks
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
-from nemo_offload_rl.config.megatron_fields import megatron_fields
+from nemo_offload_rl.config.installed.megatron_fields import megatron_fields
 from nemo_offload_rl.plan.architecture import FAMILIES, FOLLOWED_ONLY_AT, UnknownArchitectureError
 from nemo_offload_rl.plan.model_facts import optimizer_size, shard_facts
 from tools.public_models import LLAMA_3_70B, QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_30B_A3B
@@ -84,8 +84,8 @@ def optimizer_bytes(optimizer: Any, model: list[Any]) -> int:
 
 
 def join(policy: dict[str, Any], rank: int, world_size: int, port: int) -> None:
-    from nemo_offload_rl.mcore import parallel
-    from nemo_offload_rl.mcore.model_config import parallel_sizes
+    from nemo_offload_rl.mcore.distributed import parallel
+    from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 
     parallel.initialize(
         parallel_sizes(policy["megatron_cfg"]),
@@ -104,8 +104,8 @@ def build_and_count(layout: str, rank: int, world_size: int, port: int) -> dict[
     from megatron.core import parallel_state
 
     from nemo_offload_rl.hf_config import hf_config
-    from nemo_offload_rl.mcore import parallel
     from nemo_offload_rl.mcore.build import build
+    from nemo_offload_rl.mcore.distributed import parallel
 
     policy: Any = policy_of(layout)
     join(policy, rank, world_size, port)

@@ -4,7 +4,7 @@ import pytest
 from support.tiny import policy_without_model
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.keys import schema_keys
+from nemo_offload_rl.config.keys.tree import schema_keys
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.memory.units import GIB

@@ -1,0 +1,1 @@
+"""Reads what the installed libraries declare, their versions, fields and models, without importing any of them."""

@@ -1,0 +1,182 @@
+"""Names and types of Megatron's own config fields, read from the installed source without importing it.
+
+Importing megatron.core takes seconds and needs torch; its dataclasses parse in 0.05 s.
+"""
+
+import ast
+import importlib.util
+import math
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from nemo_offload_rl.config.installed.annotations import Annotations, declared_choices
+from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
+
+
+@dataclass(frozen=True)
+class _Source:
+    """The place where a section's fields are declared: files below the `megatron` folder, and dataclasses in them."""
+
+    title: str
+    classes: tuple[tuple[str, str], ...]
+
+
+# Later classes win, as they do in Python's inheritance.
+SECTIONS: dict[str, _Source] = {
+    "policy.megatron_cfg": _Source(
+        "megatron-core's TransformerConfig",
+        (
+            ("core/model_parallel_config.py", "ModelParallelConfig"),
+            ("core/transformer/transformer_config.py", "TransformerConfig"),
+            ("core/transformer/transformer_config.py", "MLATransformerConfig"),
+            ("bridge/models/gpt_provider.py", "GPTModelProvider"),
+        ),
+    ),
+    "policy.megatron_cfg.optimizer": _Source(
+        "megatron-core's OptimizerConfig", (("core/optimizer/optimizer_config.py", "OptimizerConfig"),)
+    ),
+    "policy.megatron_cfg.distributed_data_parallel_config": _Source(
+        "megatron-core's DistributedDataParallelConfig",
+        (("core/distributed/distributed_data_parallel_config.py", "DistributedDataParallelConfig"),),
+    ),
+}
+_ENUMS = "core/transformer/enums.py"
+
+# What megatron-core annotates as text and reads as one of a few words; any other word counts, in silence, as none.
+CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
+    "policy.megatron_cfg": {
+        "moe_router_load_balancing_type": (
+            *("aux_loss", "seq_aux_loss", "global_aux_loss"),
+            *("sinkhorn", "quantile_balancing", "none"),
+        ),
+        "rope_type": ("rope", "yarn"),
+    },
+    "policy.megatron_cfg.optimizer": {},
+    "policy.megatron_cfg.distributed_data_parallel_config": {
+        "data_parallel_sharding_strategy": ("no_shard", "optim", "optim_grads", "optim_grads_params"),
+    },
+}
+
+
+@dataclass(frozen=True)
+class MegatronField:
+    """A field of a Megatron config.
+
+    Attributes:
+        name: its name.
+        annotation: its type.
+        nullable: whether its default is None, whatever the annotation says.
+        may_be_infinite: whether its default is, and so means "no bound".
+        choices: the words that a text, or each of a list of texts, may be; None for any.
+    """
+
+    name: str
+    annotation: ast.expr
+    nullable: bool
+    may_be_infinite: bool = False
+    choices: tuple[str, ...] | None = None
+
+    def accepts(self, value: Any) -> bool:
+        """Whether a YAML value is of the field's type."""
+        if value is None and self.nullable:
+            return True
+        if self.may_be_infinite and value == math.inf:
+            return True
+        if self.choices is not None and value is not None:
+            words = value if isinstance(value, list) else [value]
+            if not words or any(word not in self.choices for word in words):
+                return False
+        return _ANNOTATIONS.accepts(self.annotation, value)
+
+    def expected(self) -> str:
+        """The field's type in words; empty where no YAML value has it."""
+        words = _ANNOTATIONS.words(self.annotation)
+        if self.choices is not None:
+            listed = "a list of them" if any(word.startswith("a list") for word in words) else None
+            words = [show_choices(self.choices), *([listed] if listed else [])]
+        if self.nullable and words:
+            words.append("null")
+        return " or ".join(dict.fromkeys(words))
+
+
+@cache
+def megatron_fields(section: str) -> dict[str, MegatronField]:
+    """The fields of the Megatron config that a section of `policy` stands for (a key of `SECTIONS`), by name."""
+    fields: dict[str, MegatronField] = {}
+    for file, class_name in SECTIONS[section].classes:
+        for statement in _class_body(file, class_name):
+            if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+                name = statement.target.id
+                if not name.startswith("_"):
+                    fields[name] = _field(section, name, statement, fields[name] if name in fields else None)
+    return fields
+
+
+def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
+    choices = CHOICES[section][name] if name in CHOICES[section] else None
+    if choices is None and inherited is not None and ast.unparse(declared.annotation) == "str":
+        # A subclass that has another default says text where its base lists the words.
+        choices = declared_choices(inherited.annotation) or inherited.choices
+    return MegatronField(
+        name,
+        declared.annotation,
+        nullable=isinstance(declared.value, ast.Constant) and declared.value.value is None,
+        may_be_infinite=declared.value is not None and ast.unparse(declared.value) == "float('inf')",
+        choices=choices,
+    )
+
+
+def check_field(section: str, name: str, value: Any) -> str | None:
+    """Returns what is wrong with the value of a known field; None where nothing is."""
+    field = megatron_fields(section)[name]
+    if field.accepts(value):
+        return None
+    expected = field.expected()
+    if not expected:
+        return f"cannot be set in a recipe: in {SECTIONS[section].title} it is no plain value"
+    hint = "; write it without quotes" if isinstance(value, str) and is_number(value) else ""
+    if field.choices is not None and isinstance(value, str) and (close := nearest(value, field.choices)):
+        hint = f"; did you mean {close}?"
+    return f"must be {expected}, as {SECTIONS[section].title} says; found {show(value)}{hint}"
+
+
+@cache
+def megatron_root() -> Path:
+    """The folder of the installed Megatron: megatron-core and Megatron-Bridge.
+
+    Raises:
+        ValueError: megatron-core is not installed.
+    """
+    spec = importlib.util.find_spec("megatron")  # a namespace package: finding it imports nothing
+    for folder in (spec.submodule_search_locations or []) if spec else []:
+        if (Path(folder) / _ENUMS).is_file():
+            return Path(folder)
+    raise ValueError(
+        "megatron-core is not installed in this environment, so Megatron's keys cannot be checked; run make setup"
+    )
+
+
+@cache
+def _module(file: str) -> ast.Module:
+    return ast.parse((megatron_root() / file).read_text(encoding="utf-8"))
+
+
+def _class_body(file: str, class_name: str) -> list[ast.stmt]:
+    for statement in _module(file).body:
+        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
+            return statement.body
+    raise AssertionError(f"{file} of the installed Megatron has no class {class_name}")
+
+
+@cache
+def _enum_members(class_name: str) -> tuple[str, ...] | None:
+    for statement in _module(_ENUMS).body:
+        if isinstance(statement, ast.ClassDef) and statement.name == class_name:
+            targets = [item.targets[0] for item in statement.body if isinstance(item, ast.Assign)]
+            return tuple(target.id for target in targets if isinstance(target, ast.Name))
+    return None
+
+
+_ANNOTATIONS = Annotations(_enum_members, finite=True)

@@ -1,0 +1,194 @@
+"""Holds a recipe against the schema and Megatron's fields: each wrong key with what is wrong and what to do."""
+
+from collections.abc import Callable, Iterator, Mapping
+from functools import cache
+from typing import Any
+
+from pydantic import TypeAdapter, ValidationError
+
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, check_field, megatron_fields
+from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind, unknown_in_kind
+from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
+from nemo_offload_rl.config.megatron.owned_fields import refuse
+from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
+from nemo_offload_rl.config.schema.value_types import NONE, ONE, SEVERAL
+from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
+from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS, OTHER_DATASETS, OTHER_VALUES, upstream_paths
+
+WrittenAt = Callable[[str], Origin]
+
+ABSENT: Any = object()
+"""What `value_at` finds where there is no such key."""
+
+
+@cache
+def _adapter(schema: type) -> TypeAdapter[Any]:
+    return TypeAdapter(schema)
+
+
+def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
+    """Returns what is wrong with a recipe by its schema: paths of keys, each with a message."""
+    try:
+        _adapter(schema).validate_python(config)
+    except ValidationError as errors:
+        for error in errors.errors(include_url=False):
+            path, value = _locate(config, error["loc"])
+            if error["type"] == "extra_forbidden":
+                yield from _unknown_keys(schema, config, path, value, written_at)
+            else:
+                is_tag = error["type"].startswith("union_tag")
+                if is_tag:
+                    path = f"{path}.dataset_name"
+                message = _describe(schema, config, path, value, dict(error))
+                hint = hint_at_section if error["type"] in _SECTION_EXPECTED else hint_at_value
+                no_hint = is_tag or error["type"] == "missing"
+                yield path, message + ("" if no_hint else hint(path, value, written_at(path)))
+
+
+def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
+    """Returns the place of pydantic's finding as a path of the recipe, and the value there (None if it is missing)."""
+    node: Any = config
+    parts = []
+    for index, item in enumerate(loc):
+        if item in (ONE, SEVERAL, NONE):
+            continue
+        if isinstance(node, dict) and item not in node and index < len(loc) - 1:
+            continue  # the tag of a union, such as data.train.arithmetic.num_digits
+        if isinstance(node, dict) and item not in node and item == node.get("dataset_name"):
+            continue
+        parts.append(str(item))
+        node = node[item] if (isinstance(node, dict) and item in node) or isinstance(node, list) else None
+    return ".".join(parts), node
+
+
+def _unknown_keys(
+    schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
+) -> Iterator[tuple[str, str]]:
+    """An unknown key; or, of a section that only upstream has, its unknown keys."""
+    upstream = upstream_paths()
+    if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in upstream):
+        for name, item in value.items():
+            yield from _unknown_keys(schema, config, f"{path}.{name}", item, written_at)
+        return
+    if path in OTHER_ALGORITHMS:
+        yield path, f"{OTHER_ALGORITHMS[path]} is not supported here; delete the section"
+        return
+    section, _, name = path.rpartition(".")
+    message = unknown_in_kind(schema, section, value_at(config, section), name)
+    yield path, message or _unknown_key(schema, path, written_at(path))
+
+
+def _unknown_key(schema: type, path: str, origin: Origin) -> str:
+    """Returns the message; of a short section, with all of its keys, unless one of them is spelt nearly so."""
+    section = path.rpartition(".")[0]
+    suggestion = nearest_key(schema, path, upstream_paths())
+    message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
+    if hint := hint_at_level(path, suggestion, origin):
+        return message + hint
+    names = short_section(schema, section)
+    is_sibling = suggestion is not None and suggestion.rpartition(".")[0] == section
+    return message if is_sibling or not names else f"{message}; {section} has {', '.join(names)}"
+
+
+_SECTION_EXPECTED = ("dict_type", "model_attributes_type")
+_EXPECTED = {
+    "int_type": "an integer",
+    "int_from_float": "an integer",
+    "float_type": "a number",
+    "bool_type": "true or false",
+    "string_type": "text",
+    "list_type": "a list",
+    "dict_type": "a section (a mapping)",
+    "model_attributes_type": "a section (a mapping)",
+    "string_too_short": "text that is not empty",
+    "finite_number": "a finite number",
+}
+_BOUNDS = {
+    "greater_than": ("gt", "above"),
+    "greater_than_equal": ("ge", "at least"),
+    "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}
+
+
+def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error: dict[str, Any]) -> str:
+    kind, context = error["type"], error.get("ctx", {})
+    if kind == "missing":
+        section, _, name = path.rpartition(".")
+        key = find_key(schema, path)
+        meaning = meaning_in_kind(schema, section, value_at(config, section), name) or (key.comment if key else "")
+        return f"missing (its meaning: {meaning})" if meaning else "missing"
+    if kind == "union_tag_not_found":
+        return f"missing; it is {show_choices(kinds_of(schema, path.rpartition('.')[0]))}"
+    if kind == "union_tag_invalid":
+        kinds = kinds_of(schema, path.rpartition(".")[0])
+        remedies = [OTHER_DATASETS[mark] for mark in kinds if mark in OTHER_DATASETS]
+        built_in = [mark for mark, own in kinds.items() if "data_path" not in own.__annotations__]
+        by_name = f"by name there are {show_choices(built_in)}"
+        return f"{show(context['tag'])} is not supported here; {'; '.join(remedies)}; {by_name}"
+    if kind == "literal_error":
+        return _wrong_choice(path, value, str(context["expected"]))
+    found = f"found {show(value)}"
+    if kind in _BOUNDS:
+        name, words = _BOUNDS[kind]
+        return f"must be {words} {context[name]}; {found}"
+    if kind not in _EXPECTED:
+        return f"{error['msg'][0].lower()}{error['msg'][1:]}; {found}"
+    hint = "; write it without quotes" if _is_quoted(kind, value) else ""
+    if kind == "list_type" and (value is None or isinstance(value, str)):
+        hint = f"; write [{value or ''}]"
+    return f"must be {_EXPECTED[kind]}; {found}{hint}"
+
+
+def _is_quoted(kind: str, value: Any) -> bool:
+    """Whether text is what was asked for, in quotes."""
+    if not isinstance(value, str):
+        return False
+    return (
+        value in ("true", "false") if kind == "bool_type" else kind in ("int_type", "float_type") and is_number(value)
+    )
+
+
+def _wrong_choice(path: str, value: Any, choices: str) -> str:
+    remedy = OTHER_VALUES.get(path)
+    if remedy is not None:
+        return f"{show(value)} is not supported here; {remedy}"
+    names = [choice.strip("'") for choice in choices.replace(" or ", ", ").split(", ")]
+    close = nearest(value, names) if isinstance(value, str) else None
+    return f"must be {choices.lower() if choices in ('True', 'False') else choices}; found {show(value)}" + (
+        f"; did you mean {close}?" if close else ""
+    )
+
+
+def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
+    """Fields of Megatron's configs: unknown names, wrong types, and those that a recipe may not set."""
+    for section in SECTIONS:
+        values = value_at(config, section)
+        if not isinstance(values, dict):
+            continue
+        fields = megatron_fields(section)
+        for name, value in values.items():
+            path = f"{section}.{name}"
+            key = find_key(schema, path)
+            if key is None and name not in fields:
+                yield path, _unknown_key(schema, path, written_at(path))
+                continue
+            refusal = refuse(section, name, value)
+            wrong_type = check_field(section, name, value) if key is None else None
+            if wrong_type and not (refusal and value not in (None, False)):
+                yield path, wrong_type
+            elif refusal:
+                yield path, f"{refusal}; found {show(value)}"
+
+
+def value_at(config: Mapping[str, Any], path: str) -> Any:
+    """The value of a key by its full path; `ABSENT` where there is none."""
+    node: Any = config
+    for name in path.split("."):
+        if isinstance(node, list) and name.isdecimal() and int(name) < len(node):
+            node = node[int(name)]
+        elif isinstance(node, dict) and name in node:
+            node = node[name]
+        else:
+            return ABSENT
+    return node

@@ -1,0 +1,75 @@
+"""Sections of several kinds, told apart by one of their keys: `data.train` is what its `dataset_name` says."""
+
+from collections.abc import Mapping
+from typing import Any, get_args, get_type_hints, is_typeddict
+
+from nemo_offload_rl.config.keys.tree import alternatives, find_key, key_comments
+from nemo_offload_rl.config.problems import nearest, show, show_choices
+
+MARK = "dataset_name"
+
+
+def kind_of(root: type, section: str, value: Any) -> type | None:
+    """The TypedDict that a section's mark chooses.
+
+    Args:
+        root: the algorithm's schema.
+        section: its path.
+        value: what the recipe has there.
+
+    Returns:
+        None for a section of one kind, and where the mark is missing or wrong.
+    """
+    mark = value[MARK] if isinstance(value, Mapping) and MARK in value else None
+    return kinds_of(root, section).get(mark) if isinstance(mark, str) else None
+
+
+def kinds_of(root: type, section: str) -> dict[str, type]:
+    """The TypedDicts of a section by the mark that chooses each; empty for a section of one kind.
+
+    Args:
+        root: the algorithm's schema.
+        section: its path, or that of one in a list of such sections.
+    """
+    before, _, last = section.rpartition(".")
+    key = find_key(root, before if last.isdecimal() else section)
+    if key is None:
+        return {}
+    kinds = [kind for kind in alternatives(key.annotation) if is_typeddict(kind) and MARK in kind.__annotations__]
+    return {mark: kind for kind in kinds for mark in get_args(get_type_hints(kind)[MARK])}
+
+
+def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
+    """The comment of a key in the schema of the section's kind; None where the section has none, or no such key."""
+    kind = kind_of(root, section, value)
+    return None if kind is None else key_comments(kind).get(name)
+
+
+def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
+    """Returns the message about a key that the section's kind lacks; None for a section without kinds.
+
+    Args:
+        root: the algorithm's schema.
+        section: its path.
+        value: what the recipe has there.
+        name: of the unknown key.
+    """
+    kind = kind_of(root, section, value)
+    if kind is None:
+        return None
+    names = [key for key in _names(kind) if key != MARK]
+    others = [mark for mark, other in kinds_of(root, section).items() if name in _names(other)]
+    if others:
+        return (
+            f"is a key of {MARK} {show_choices(others)}, but {section}.{MARK} is {show(value[MARK])}, whose keys are "
+            f"{', '.join(names)}; delete it (on the command line: ~{section}.{name})"
+        )
+    close = nearest(name, names)
+    if close is not None:
+        return f"unknown key; nearest valid key: {section}.{close}"
+    return f"unknown key; {section} with {MARK} {show(value[MARK])} has {', '.join(names)}"
+
+
+def _names(kind: type) -> list[str]:
+    """The keys of a kind, its own before those that every kind has."""
+    return list(dict.fromkeys([*key_comments(kind), *get_type_hints(kind)]))

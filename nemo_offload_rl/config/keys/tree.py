@@ -1,0 +1,168 @@
+"""Which keys a recipe may have: the schema's TypedDicts as a tree of paths, with their comments."""
+
+import ast
+import inspect
+import types
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
+
+from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.problems import nearest
+
+ANY_NAME = "*"  # stands for the names that a user chooses, as in `env.*.reward`
+
+
+@dataclass(frozen=True)
+class Key:
+    """A key of the schema.
+
+    Attributes:
+        path: its full path, with `*` for a name that the user chooses.
+        owner: the TypedDict that declares it, or None below `*`.
+        annotation: its type, without Required and NotRequired.
+        required: whether a recipe must have it wherever it has the section.
+    """
+
+    path: str
+    owner: type | None
+    annotation: Any
+    required: bool
+
+    @property
+    def name(self) -> str:
+        """The last part of the path."""
+        return self.path.rpartition(".")[2]
+
+    @property
+    def comment(self) -> str:
+        """The comment above the key in the schema's source, as one line."""
+        return key_comments(self.owner)[self.name] if self.owner is not None else ""
+
+
+def schema_keys(root: type) -> dict[str, Key]:
+    """Returns all keys of an algorithm's schema, by path, sections before their keys."""
+    return dict(_keys_of(root))
+
+
+@cache
+def _keys_of(root: type) -> tuple[tuple[str, Key], ...]:
+    return tuple((key.path, key) for key in _walk(root, ""))
+
+
+def _walk(annotation: Any, path: str) -> Iterator[Key]:
+    for alternative in alternatives(annotation):
+        if is_typeddict(alternative):
+            for name, hint in get_type_hints(alternative, include_extras=True).items():
+                child = f"{path}.{name}" if path else name
+                required = name in alternative.__required_keys__
+                yield Key(child, _declaring_class(alternative, name), _without_markers(hint), required)
+                yield from _walk(hint, child)
+        elif get_origin(alternative) is dict and is_typeddict(get_args(alternative)[1]):
+            child = f"{path}.{ANY_NAME}"
+            yield Key(child, None, get_args(alternative)[1], False)
+            yield from _walk(get_args(alternative)[1], child)
+
+
+def _without_markers(annotation: Any) -> Any:
+    while get_origin(annotation) in (Required, NotRequired):
+        annotation = get_args(annotation)[0]
+    return annotation
+
+
+def alternatives(annotation: Any) -> Iterator[Any]:
+    """The types that a value may have: the members of a union, without Annotated."""
+    annotation = _without_markers(annotation)
+    if get_origin(annotation) is Annotated:
+        yield from alternatives(get_args(annotation)[0])
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for member in get_args(annotation):
+            yield from alternatives(member)
+    else:
+        yield annotation
+
+
+def _declaring_class(typed_dict: type, name: str) -> type:
+    for base in types.get_original_bases(typed_dict):
+        if is_typeddict(base) and name in get_type_hints(base):
+            return _declaring_class(base, name)
+    return typed_dict
+
+
+@cache
+def key_comments(typed_dict: type) -> dict[str, str]:
+    """The comment above each key that a TypedDict declares, as one line; empty where there is none."""
+    lines = inspect.getsource(typed_dict).splitlines()
+    [definition] = ast.parse("\n".join(lines)).body
+    assert isinstance(definition, ast.ClassDef)
+    comments = {}
+    for statement in definition.body:
+        if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
+            block: list[str] = []
+            for line in reversed(lines[: statement.lineno - 1]):
+                if not line.strip().startswith("#"):
+                    break
+                block.insert(0, line.strip().removeprefix("#").strip())
+            comments[statement.target.id] = " ".join(block)
+    return comments
+
+
+def find_key(root: type, path: str) -> Key | None:
+    """The schema's key for a path of a recipe; names that the user chooses match `*`."""
+    return schema_keys(root).get(_with_any_name(root, path))
+
+
+def _with_any_name(root: type, path: str) -> str:
+    keys = schema_keys(root)
+    parts = path.split(".")
+    for index in range(1, len(parts)):
+        if f"{'.'.join(parts[:index])}.{ANY_NAME}" in keys:
+            parts[index] = ANY_NAME
+    return ".".join(parts)
+
+
+def is_valid_key(path: str) -> bool:
+    """Whether a path names a key of some algorithm's schema or a field of Megatron's."""
+    section, _, name = path.rpartition(".")
+    if section in SECTIONS and name in megatron_fields(section):
+        return True
+    return any(find_key(spec.schema, path) for spec in ALGORITHMS.values())
+
+
+def short_section(root: type, path: str, longest: int = 4) -> list[str]:
+    """The keys of a section that has no others; empty for one with many keys, and where the user chooses names.
+
+    Args:
+        root: the algorithm's schema.
+        path: the section.
+        longest: most keys that it may have.
+    """
+    pattern = _with_any_name(root, path)
+    names = [key.name for key in schema_keys(root).values() if key.path.rpartition(".")[0] == pattern]
+    return names if path not in SECTIONS and ANY_NAME not in names and len(names) <= longest else []
+
+
+def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
+    """The valid key that an unknown one most likely means, as a full path.
+
+    Args:
+        root: the algorithm's schema.
+        path: the unknown key.
+        also: further valid paths.
+    """
+    section, _, name = path.rpartition(".")
+    pattern = _with_any_name(root, path).rpartition(".")[0]
+    paths = [*schema_keys(root), *also]
+    paths += [f"{prefix}.{field}" for prefix in SECTIONS for field in megatron_fields(prefix)]
+    siblings = [key.rpartition(".")[2] for key in paths if key.rpartition(".")[0] in (section, pattern)]
+    prefix = f"{section}." if section else ""
+    close = nearest(name, siblings, cutoff=0.75)
+    if close:
+        return prefix + close
+    elsewhere = [key for key in paths if key.rpartition(".")[2] == name and ANY_NAME not in key]
+    if elsewhere:
+        return elsewhere[0]
+    close = nearest(name, siblings)
+    return prefix + close if close else None

@@ -1,0 +1,140 @@
+"""Models that Megatron would compute otherwise than transformers does, told by their Hugging Face config alone."""
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of
+from nemo_offload_rl.config.problems import show, show_choices
+
+# Families whose flags are followed one by one (mcore/architectures). Of others the check by a small twin tells.
+FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
+FUSED_ACTIVATIONS = ("silu", "swish")
+# Megatron-Bridge has these compute GELU's approximation by tanh, whatever their config says.
+_TANH_GELU_FAMILIES = ("gemma", "gemma3_text", "gemma4_text")
+ROPE_TYPES = ("default", "linear", "llama3", "yarn")
+
+
+def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
+    """Refuse a model, or a setting for it, with which something else would be computed than by transformers.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        policy: the recipe's section.
+
+    Raises:
+        ValueError: what, why and the remedy.
+    """
+    if (found := why_unsupported(fields)) is not None:
+        raise ValueError(f"The model {found}.")
+    if (found := why_unfused(fields, policy["megatron_cfg"])) is not None:
+        raise ValueError(f"policy.megatron_cfg.bias_activation_fusion {found}.")
+    if (found := why_unchunked(fields, policy)) is not None:
+        raise ValueError(f"{found}.")
+
+
+def why_unsupported(fields: Mapping[str, Any]) -> str | None:
+    """Returns why a model cannot be computed right, the rule and the remedy; None where nothing is known.
+
+    Args:
+        fields: of its Hugging Face config, as far as they are known.
+    """
+    family = fields["model_type"] if "model_type" in fields else None
+    if family == "gemma2":
+        return (
+            "is of the family gemma2, whose capped scores, norms behind layers and alternating windows Megatron-Bridge "
+            "0.6.2 does not compute as transformers does; choose a model of another family, such as qwen3 or llama"
+        )
+    if family not in FOLLOWED_FAMILIES:
+        return None
+    return next((found for rope in _ropes(fields) if (found := _rope(rope))), None) or _experts(family, fields)
+
+
+def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
+
+    megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4), which it takes for
+    exact GELU alone: it refuses an activation function that is the approximation itself.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        megatron_cfg: the recipe's section.
+    """
+    fused = "bias_activation_fusion" in megatron_cfg and megatron_cfg["bias_activation_fusion"]
+    family = fields["model_type"] if "model_type" in fields else None
+    if fused and family in _TANH_GELU_FAMILIES:
+        return (
+            f"is true, but models of the family {family} compute GELU approximated by tanh, for which megatron-core "
+            "has no fused kernel; set it to false"
+        )
+    if not fused or family not in FOLLOWED_FAMILIES:
+        return None
+    activation = fields["hidden_act"] if "hidden_act" in fields else "silu"
+    if activation in FUSED_ACTIVATIONS:
+        return None
+    return (
+        f"is true, but the model's hidden_act is {show(activation)}, which megatron-core's fused kernel does not "
+        "compute exactly; set it to false"
+    )
+
+
+def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
+    """Returns why a model's logits cannot be computed in chunks of tokens; None where they can, or are not.
+
+    Args:
+        fields: of the model's Hugging Face config.
+        policy: the recipe's section.
+    """
+    capped = fields["final_logit_softcapping"] if "final_logit_softcapping" in fields else None
+    on = [
+        f"policy.{key} {value}"
+        for key, value in (
+            ("megatron_cfg.use_fused_linear_logprobs", policy["megatron_cfg"]["use_fused_linear_logprobs"] and "true"),
+            ("logprob_chunk_size", policy["logprob_chunk_size"]),
+        )
+        if value
+    ]
+    if capped is None or not on:
+        return None
+    return (
+        f"{' and '.join(on)} would compute logits in chunks, but the model caps its logits (final_logit_softcapping "
+        f"{show(capped)}), which chunks do not; set policy.megatron_cfg.use_fused_linear_logprobs to false and "
+        "policy.logprob_chunk_size to null"
+    )
+
+
+def _ropes(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
+    """The settings of rotary embeddings, by transformers' present name and its former one."""
+    for key in ("rope_parameters", "rope_scaling"):
+        if key in fields and isinstance(fields[key], Mapping):
+            yield fields[key]
+
+
+def _rope(rope: Mapping[str, Any]) -> str | None:
+    kind = next((rope[key] for key in ("rope_type", "type") if key in rope), "default")
+    if kind not in ROPE_TYPES:
+        return (
+            f"has rotary embeddings of rope_type {show(kind)}, which Megatron cannot follow; it can with "
+            f"{show_choices(ROPE_TYPES)}: give one of these as rope_parameters in policy.hf_config_overrides"
+        )
+    part = rope["partial_rotary_factor"] if "partial_rotary_factor" in rope else None
+    if kind != "default" and part not in (None, 1, 1.0):
+        return (
+            f"has rope_parameters with rope_type {kind} and partial_rotary_factor {show(part)}, but its attention "
+            "turns whole heads; take partial_rotary_factor out"
+        )
+    return None
+
+
+def _experts(family: str, fields: Mapping[str, Any]) -> str | None:
+    if family != "qwen3_moe":
+        return None
+    if count_of(fields, NUM_EXPERTS_KEYS) == 0:
+        return "is of the family qwen3_moe and has num_experts 0; give experts, or a dense model of the family qwen3"
+    top_k = count_of(fields, ("num_experts_per_tok",))
+    if top_k == 1 and "norm_topk_prob" in fields and fields["norm_topk_prob"] is True:
+        return (
+            "has num_experts_per_tok 1 with norm_topk_prob true, with which a router has no gradient and megatron-core "
+            "refuses to train; set norm_topk_prob to false in policy.hf_config_overrides, or num_experts_per_tok to 2 "
+            "or more"
+        )
+    return None

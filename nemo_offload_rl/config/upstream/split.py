@@ -1,0 +1,106 @@
+"""Take the keys of NeMo-RL's other features out of a recipe, and refuse those that turn something on."""
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.megatron.owned_fields import same
+from nemo_offload_rl.config.problems import nearest, show
+from nemo_offload_rl.config.upstream.features import (
+    OFF_ONLY,
+    SWITCHED_OFF,
+    UPSTREAM_SECTIONS,
+    WITHOUT_EFFECT,
+    SwitchedOff,
+)
+
+
+@dataclass(frozen=True)
+class SplitKeys:
+    """A recipe without the keys of upstream's other features.
+
+    Attributes:
+        config: what the schema is asked about.
+        problems: (path, message) of keys that turn something on.
+        notes: what was accepted without effect and is worth saying.
+    """
+
+    config: dict[str, Any]
+    problems: list[tuple[str, str]]
+    notes: list[str]
+
+
+def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
+    """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
+    screened = SplitKeys(copy.deepcopy(config), [], [])
+    for row in OFF_ONLY:
+        for path, value in _matches(screened.config, row.path):
+            if not any(same(value, off) for off in row.off):
+                screened.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
+            _remove(screened.config, path)
+    for feature in SWITCHED_OFF:
+        _screen_feature(screened, feature)
+    for plain in WITHOUT_EFFECT:
+        if plain.unless is not None and _matches(screened.config, plain.unless[0]) == [plain.unless]:
+            continue
+        for path, value in _matches(screened.config, plain.path):
+            if not plain.silent and value not in (None, {}, []):
+                screened.notes.append(f"{path} has no effect: {plain.reason}")
+            _remove(screened.config, path)
+    for path in UPSTREAM_SECTIONS:
+        if _matches(screened.config, path) == [(path, {})]:
+            _remove(screened.config, path)
+    return screened
+
+
+def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
+    return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
+
+
+def _screen_feature(screened: SplitKeys, feature: SwitchedOff) -> None:
+    for path, section in _matches(screened.config, feature.section):
+        _remove(screened.config, path)
+        if section is None:
+            continue
+        if not isinstance(section, dict):
+            screened.problems.append((path, f"must be a section (a mapping), found {show(section)}"))
+            continue
+        for name in _names_below(section):
+            if name == feature.switch:
+                if not any(same(section[name], off) for off in feature.off):
+                    message = _refusal(feature.feature, section[name], feature.off, feature.remedy)
+                    screened.problems.append((f"{path}.{name}", message))
+            elif not any(name == key or name.startswith(f"{key}.") for key in feature.keys):
+                close = nearest(name, (feature.switch, *feature.keys))
+                suggestion = f"; nearest valid key: {path}.{close}" if close else ""
+                screened.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
+
+
+def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        if isinstance(value, dict) and value:
+            yield from _names_below(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}"
+
+
+def _matches(config: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
+    """The paths of the config that a pattern with `*` names, and their values."""
+    found: list[tuple[str, Any]] = [("", config)]
+    for part in pattern.split("."):
+        found = [
+            (f"{path}.{name}" if path else name, section[name])
+            for path, section in found
+            if isinstance(section, dict)
+            for name in (list(section) if part == "*" else [part])
+            if name in section
+        ]
+    return found
+
+
+def _remove(config: dict[str, Any], path: str) -> None:
+    *sections, name = path.split(".")
+    for section in sections:
+        config = config[section]
+    del config[name]

@@ -1,0 +1,1 @@
+"""Cuts a rank's batch into micro-batches and packs sequences into rows."""

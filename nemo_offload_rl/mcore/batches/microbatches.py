@@ -1,0 +1,151 @@
+"""Cuts a rank's batch into micro-batches: padded rows, or sequences packed into one row (thd)."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.mcore.batches.packing import modified_first_fit_decreasing
+from nemo_offload_rl.memory.units import round_up
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward pass.
+
+    Attributes:
+        data: the samples, each field as in the batch, sequences right padded to a common length S.
+        tokens: int64 [n, S] padded, or [1, T] packed: the model's input.
+        positions: int64, the shape of `tokens`.
+        cu_seqlens: int32 [n + 1], where each packed sequence starts in `tokens`; None if padded.
+        max_seqlen: the longest sequence in tokens.
+    """
+
+    data: BatchedData
+    tokens: Tensor
+    positions: Tensor
+    cu_seqlens: Tensor | None
+    max_seqlen: int
+
+
+def padded_length(longest: int, divisible_by: int, limit: int) -> int:
+    """The length S that a batch is padded to: the longest sequence, rounded up.
+
+    Raises:
+        ValueError: if a sequence is longer than `limit` (policy.max_total_sequence_length).
+    """
+    if longest > limit:
+        raise ValueError(
+            f"A sequence has {longest} tokens, more than policy.max_total_sequence_length {limit}; raise it or drop "
+            "the sample."
+        )
+    return round_up(longest, divisible_by)
+
+
+def with_length(data: BatchedData, length: int) -> BatchedData:
+    """The batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
+    width = data["input_ids"].shape[1]
+    out = BatchedData()
+    out.group_size = data.group_size
+    for name, column in data.items():
+        if isinstance(column, Tensor) and column.dim() == 2 and column.shape[1] == width:
+            column = torch.nn.functional.pad(column[:, :length], (0, max(0, length - width)))
+        out[name] = column
+    return out
+
+
+def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
+    """Rows cut into micro-batches of `size`; the last is filled up with copies that count for nothing.
+
+    Every micro-batch has the same shape, which pipeline stages and captured graphs need.
+
+    Raises:
+        ValueError: `size` would split groups of rows that belong together.
+    """
+    out = []
+    width = data["input_ids"].shape[1]
+    positions = torch.arange(width, device=data["input_ids"].device).expand(size, width)
+    for chunk in data.chunks(size):
+        missing = size - chunk.size
+        if missing:
+            filler = chunk.select([*range(data.group_size)] * (missing // data.group_size))
+            if "sample_mask" in filler:
+                filler["sample_mask"] = torch.zeros_like(filler["sample_mask"])
+            chunk = BatchedData.concat([chunk, filler])
+        out.append(MicroBatch(chunk, chunk["input_ids"], positions, None, width))
+    return out
+
+
+def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group_size: int = 1) -> list[list[int]]:
+    """Say which samples share a packed row, by `packing.modified_first_fit_decreasing`.
+
+    Args:
+        lengths: tokens of each sample.
+        capacity: tokens a bin may hold; a longer sample, or group of samples, gets a bin of its own.
+        min_bins: data-parallel ranks run the same number of micro-batches: bins are split until there are this many.
+        group_size: consecutive samples that share a bin, since they belong together.
+
+    Returns:
+        Indices of samples, bin by bin; each bin keeps the order of the batch.
+
+    Raises:
+        ValueError: if there are fewer samples, or groups of samples, than `min_bins`.
+    """
+    tokens = [sum(lengths[first : first + group_size]) for first in range(0, len(lengths), group_size)]
+    if min_bins > len(tokens):
+        items = "samples" if group_size == 1 else f"groups of {group_size} samples"
+        raise ValueError(
+            f"{len(tokens)} {items} cannot fill {min_bins} packed micro-batches; lower the number of ranks."
+        )
+    bins = modified_first_fit_decreasing(tokens, capacity)
+    while len(bins) < min_bins:
+        fullest = max(range(len(bins)), key=lambda b: len(bins[b]))
+        groups = bins[fullest]
+        bins[fullest] = groups[: len(groups) // 2]
+        bins.append(groups[len(groups) // 2 :])
+    return [[g * group_size + row for g in sorted(groups) for row in range(group_size)] for groups in bins]
+
+
+def packed_microbatches(
+    data: BatchedData, bins: Sequence[Sequence[int]], *, divisible_by: int, row_divisible_by: int
+) -> list[MicroBatch]:
+    """Makes one packed row of each bin.
+
+    Args:
+        data: the samples.
+        bins: from `pack_bins`.
+        divisible_by: each sequence is padded to a multiple of this many tokens.
+        row_divisible_by: the last sequence is padded until the row is a multiple of this many tokens.
+    """
+    out = []
+    for items in bins:
+        chunk = data.select(list(items))
+        lengths = [round_up(n, divisible_by) for n in chunk["input_lengths"].tolist()]
+        lengths[-1] += round_up(sum(lengths), row_divisible_by) - sum(lengths)
+        width = max([*lengths, chunk["input_ids"].shape[1]])
+        chunk = with_length(chunk, width)
+        tokens = torch.cat([row[:n] for row, n in zip(chunk["input_ids"], lengths, strict=True)])[None]
+        positions = torch.cat([torch.arange(n) for n in lengths])[None]
+        starts = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        out.append(MicroBatch(chunk, tokens, positions, starts, max(lengths)))
+    return out
+
+
+def unpack(values: Tensor, cu_seqlens: Tensor, lengths: Tensor, width: int) -> Tensor:
+    """Per-token values of packed sequences, back in padded rows.
+
+    Args:
+        values: float [T], entry i belongs to packed token i.
+        cu_seqlens: int32 [n + 1].
+        lengths: int64 [n], real tokens of each sequence (without its padding).
+        width: S.
+
+    Returns:
+        float [n, S], 0 beyond each sequence; gradients flow back to `values`.
+    """
+    columns = torch.arange(width, device=values.device)[None]
+    real = columns < lengths[:, None]
+    index = torch.where(real, cu_seqlens[:-1, None].long() + columns, 0)
+    return torch.where(real, values[index], 0.0)

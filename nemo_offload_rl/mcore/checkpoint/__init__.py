@@ -1,0 +1,1 @@
+"""Saves and loads a rank's training state, in the foreground or while training goes on."""

@@ -1,0 +1,291 @@
+"""Saves and loads a rank's training state through megatron-core's dist_checkpointing.
+
+The optimizer is written as `dp_reshardable`: `fully_reshardable` comes back silently wrong in megatron-core 0.19.2
+when DDP has several buckets. The caller gives a folder of its own and renames it when every rank is done.
+"""
+
+import dataclasses
+import json
+import pickle
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import megatron.core
+import torch
+from megatron.core import dist_checkpointing, tensor_parallel
+from megatron.core import parallel_state as mpu
+from megatron.core.dist_checkpointing.core import CONFIG_FNAME, CheckpointingException
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedObject, ShardedTensor, ShardedTensorFactory
+from megatron.core.dist_checkpointing.validation import StrictHandling
+from megatron.core.utils import unwrap_model
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_offload_rl.mcore.build import TrainingState
+from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
+from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, SavePlanning
+from nemo_offload_rl.mcore.checkpoint.saved_masters import converting, read_as_saved
+from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
+from nemo_offload_rl.mcore.optimizer.cpu_optimizer import cpu_optimizers
+from nemo_offload_rl.mcore.optimizer.init_optimizer_state import init_optimizer_state, torch_adams
+from nemo_offload_rl.mcore.patches.cpu_optimizer import reload_masters
+from nemo_offload_rl.mcore.weights.export import HF_CONFIG_DIR, hf_config_of
+from nemo_offload_rl.storage.checksum import FileSum
+from nemo_offload_rl.storage.disk import write_whole
+from nemo_offload_rl.storage.manifest import DamagedCheckpointError
+
+LAYOUT_FILE = "layout.json"
+PLAN_EVERY_SAVE = PlanEverySave()
+METADATA = {"distrib_optim_sharding_type": "dp_reshardable", "chained_optim_avoid_prefix": True}
+
+
+def _rng_state() -> dict[str, Any]:
+    return {
+        "cpu": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state(),
+        "tracker": tensor_parallel.get_cuda_rng_tracker().get_states(),
+    }
+
+
+def _sharded_rng(rng: dict[str, Any] | None) -> ShardedObject:
+    shape = (
+        mpu.get_pipeline_model_parallel_world_size(),
+        mpu.get_tensor_model_parallel_world_size(),
+        mpu.get_data_parallel_world_size(with_context_parallel=True),
+    )
+    offset = (
+        mpu.get_pipeline_model_parallel_rank(),
+        mpu.get_tensor_model_parallel_rank(),
+        mpu.get_data_parallel_rank(with_context_parallel=True),
+    )
+    return ShardedObject("rng_state", rng, shape, offset, replica_id=0)
+
+
+def _restore_torch_steps(state: TrainingState) -> None:
+    """Give every parameter its own step count again.
+
+    The distributed optimizer of megatron-core 0.19.2 keeps the count in the param groups, loads one tensor shared by
+    all parameters (each would advance it) and then copies the count from before the load over it.
+    """
+    assert state.optimizer is not None
+    for adam in torch_adams(state.optimizer):
+        for group in adam.param_groups:
+            if "step" in group:  # written by the distributed optimizer only; the others restore the counts themselves
+                for parameter in group["params"]:
+                    adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
+
+
+def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bool) -> dict[str, Any]:
+    chunks = unwrap_model(state.model)
+    keys = ["model"] if len(chunks) == 1 else [f"model{index}" for index in range(len(chunks))]
+    sharded: dict[str, Any] = {
+        key: chunk.sharded_state_dict(metadata=METADATA) for key, chunk in zip(keys, chunks, strict=True)
+    }
+    if with_optimizer:
+        assert state.optimizer is not None and state.scheduler is not None
+        init_optimizer_state(state.optimizer)  # megatron-core asserts that torch's Adam has its state
+        model_only = sharded["model"] if len(chunks) == 1 else dict(sharded)
+        sharded["optimizer"] = state.optimizer.sharded_state_dict(model_only, is_loading=is_loading, metadata=METADATA)
+        sharded["scheduler"] = state.scheduler.state_dict()
+        sharded["rng_state"] = _sharded_rng(_rng_state())
+    return sharded
+
+
+def readable_state(
+    state: TrainingState, *, with_optimizer: bool, read: Callable[[torch.Tensor], torch.Tensor]
+) -> dict[str, Any]:
+    """Returns what `save` gives to megatron-core, for the same arguments."""
+    sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
+    for entry in nested_values(sharded):
+        # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
+        # the hooks of DistributedDataParallel.
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
+            entry.data = read(entry.data)
+    return sharded
+
+
+def save(
+    state: TrainingState,
+    folder: Path,
+    sizes: ParallelSizes,
+    *,
+    with_optimizer: bool,
+    read: Callable[[torch.Tensor], torch.Tensor],
+    plans: SavePlanning = PLAN_EVERY_SAVE,
+) -> dict[str, FileSum]:
+    """Write the training state; collective over all ranks.
+
+    Files are hashed while they are written. An error of the disk is raised on every rank, all of which can go on.
+
+    Args:
+        state: what to write.
+        folder: made if missing; must hold nothing yet.
+        sizes: written beside the state, so that `load` can refuse another layout.
+        with_optimizer: also write optimizer, scheduler and random states, which resuming needs.
+        read: gives a tensor that holds what one of the state's does and can be read, wherever it is.
+        plans: whether the plan of the last save is reused.
+
+    Returns:
+        What all files of the folder are, by name, relative to it.
+
+    Raises:
+        ValueError: if the optimizer is wanted and this state has none.
+        DiskFullError: there is no space, which is found out before anything is written where the disk says so.
+        OSError: the disk has failed.
+    """
+    require_optimizer(state, folder, with_optimizer=with_optimizer)
+    strategy = HashingSaveStrategy(folder, plans)
+    strategy.make_folder()
+    sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
+    failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=METADATA))
+    return finish_files(state, strategy, folder, sizes, failure, with_optimizer=with_optimizer)
+
+
+def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: bool) -> None:
+    """Refuse to save an optimizer that is not there.
+
+    Raises:
+        ValueError: this state has none, and it is wanted.
+    """
+    if with_optimizer and state.optimizer is None:
+        raise ValueError(
+            f"Cannot save an optimizer to {folder}: this policy was built without one (init_optimizer=False)."
+        )
+
+
+def finish_files(
+    state: TrainingState,
+    strategy: HashingSaveStrategy,
+    folder: Path,
+    sizes: ParallelSizes,
+    failure: CheckpointException | None,
+    *,
+    with_optimizer: bool,
+) -> dict[str, FileSum]:
+    """Write the small files once all ranks have written theirs, and settle; collective.
+
+    Args:
+        state: that was saved.
+        strategy: that has saved it.
+        folder: where to.
+        sizes: see `save`.
+        failure: what `strategy.run` has returned.
+        with_optimizer: see `save`.
+
+    Returns:
+        What all files of the folder are, by name, relative to it.
+
+    Raises:
+        DiskFullError, OSError: see `save`.
+    """
+    if torch.distributed.get_rank() > 0:
+        return strategy.settle([], failure)
+    layout = {
+        "parallel": dataclasses.asdict(sizes),
+        "world_size": torch.distributed.get_world_size(),
+        "with_optimizer": with_optimizer,
+        "megatron_core": megatron.core.__version__,
+    }
+    strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
+    strategy.keeping_errors(lambda: write_whole(folder / LAYOUT_FILE, json.dumps(layout, indent=2)))
+    written_by_ranks = {path for path in folder.rglob("*") if path.suffix == ".distcp"}
+    return strategy.settle(
+        [path for path in folder.rglob("*") if path.is_file() and path not in written_by_ranks], failure
+    )
+
+
+def _damaged(folder: Path, what: str, error: BaseException) -> DamagedCheckpointError:
+    reason = (str(error).strip().splitlines() or ["no more is known"])[0]
+    return DamagedCheckpointError(f"Checkpoint {folder} is damaged: {what} ({type(error).__name__}: {reason}).")
+
+
+def _require_json(folder: Path, name: str) -> None:
+    try:
+        content = json.loads((folder / name).read_text())
+    except (OSError, ValueError) as error:
+        raise _damaged(folder, f"{name} cannot be read", error) from error
+    if not isinstance(content, dict):
+        raise DamagedCheckpointError(
+            f"Checkpoint {folder} is damaged: {name} is not what was written (no JSON object)."
+        )
+
+
+def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
+    """Refuse a checkpoint that this layout cannot read.
+
+    Raises:
+        DamagedCheckpointError: its layout cannot be read.
+        ValueError: if it is no checkpoint; or, where the optimizer is wanted, if it has none or another TP, PP or EP
+        size.
+    """
+    path = folder / LAYOUT_FILE
+    if not path.is_file():
+        raise ValueError(
+            f"{folder} is no complete policy checkpoint: it has no {LAYOUT_FILE}; give a step folder's policy/."
+        )
+    wanted = dataclasses.asdict(sizes)
+    for name in (LAYOUT_FILE, CONFIG_FNAME):
+        _require_json(folder, name)
+    layout = json.loads(path.read_text())
+    try:
+        found = {key: layout["parallel"][key] for key in wanted}
+        has_optimizer = layout["with_optimizer"]
+    except (KeyError, TypeError) as error:
+        raise _damaged(folder, f"{LAYOUT_FILE} is not what was written", error) from error
+    if not with_optimizer:  # weights alone can be read in any layout
+        return
+    wrong = {key: (found[key], value) for key, value in wanted.items() if found[key] != value}
+    if wrong:
+        listed = ", ".join(f"{key} parallel size {was} there and {now} here" for key, (was, now) in wrong.items())
+        raise ValueError(
+            f"Checkpoint {folder} cannot be resumed: {listed}; its optimizer is sharded by that layout. Resume with "
+            "the sizes it was written with, or start a new run from an export (nemo-offload-rl export)."
+        )
+    if not has_optimizer:
+        raise ValueError(
+            f"Checkpoint {folder} has no optimizer state (checkpointing.save_optimizer was false), so training cannot "
+            "resume from it; start a new run from an export (nemo-offload-rl export)."
+        )
+
+
+def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
+    """Read a training state in place; collective over all ranks.
+
+    Args:
+        state: built with the same model and parallel sizes.
+        folder: what `save` wrote.
+        sizes: the parallel sizes of this run.
+        with_optimizer: also read optimizer, scheduler and random states.
+
+    Raises:
+        DamagedCheckpointError: a file cannot be read; other damage is found by the manifest's checksums alone.
+        ValueError: see `check_layout`.
+    """
+    check_layout(folder, sizes, with_optimizer=with_optimizer)
+    sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=True)
+    try:
+        has_other_masters = with_optimizer and read_as_saved(sharded["optimizer"], folder)
+        loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
+    except CheckpointException as error:  # of torch's reader, with what each rank has met
+        met = next((found[0] for found in error.failures.values()), error)
+        raise _damaged(folder, "it cannot be read, or is of another model", met) from error
+    except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
+        raise _damaged(folder, "it cannot be read, or is of another model", error) from error
+    chunks = unwrap_model(state.model)
+    for index, chunk in enumerate(chunks):
+        chunk.load_state_dict(loaded["model" if len(chunks) == 1 else f"model{index}"])
+    if with_optimizer:
+        assert state.optimizer is not None and state.scheduler is not None
+        with torch.no_grad(), converting(state.optimizer, has_other_masters):  # it copies into parameters
+            state.optimizer.load_state_dict(loaded["optimizer"])
+        for optimizer in cpu_optimizers(state.optimizer):
+            optimizer.finish_load()
+        _restore_torch_steps(state)
+        state.scheduler.load_state_dict(loaded["scheduler"])
+        rng = loaded["rng_state"]
+        torch.set_rng_state(rng["cpu"])
+        torch.cuda.set_rng_state(rng["cuda"])
+        tensor_parallel.get_cuda_rng_tracker().set_states(rng["tracker"])
+    elif state.optimizer is not None:
+        reload_masters(state.optimizer)

@@ -1,0 +1,209 @@
+"""Writes a rank's part of a checkpoint: hashed while it is written, and given up on all ranks together.
+
+megatron-core's strategy writes through torch's `FileSystemWriter`, whose hook (`transforms`) sees each byte.
+"""
+
+import gc
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from io import BufferedWriter
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShardedStrategy
+from torch.distributed.checkpoint.api import CheckpointException
+
+from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
+from nemo_offload_rl.mcore.distributed.together import gather, raise_together
+from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process, wrap_finish
+from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
+from nemo_offload_rl.storage.disk import free_bytes, require_free
+
+# Beside its bytes an entry has a header of its own, and a rank's folder the metadata and configurations.
+_BYTES_BESIDE_AN_ENTRY = 4096
+_BYTES_OF_SMALL_FILES = 1 << 20
+
+
+@dataclass
+class _Bucket:
+    """A file that this rank writes: entry after entry."""
+
+    num_entries: int
+    num_bytes: int
+    file: HashingFile | None = None
+
+
+class _Entry:
+    """The stream that torch writes one entry into; closing it leaves the file open."""
+
+    def __init__(self, file: HashingFile, *, is_last: bool) -> None:
+        self.write = file.write
+        self.flush = file.flush
+        self._file = file
+        self._is_last = is_last
+
+    def close(self) -> None:
+        if self._is_last:
+            self._file.sync()
+
+
+class HashingSaveStrategy(TorchDistSaveShardedStrategy):
+    """megatron-core's strategy, which knows the checksum of each file that it has written, and its first error.
+
+    Errors of the disk are kept, not raised: `settle` raises them on every rank.
+
+    Args:
+        folder: where to.
+        plans: whether plans are reused.
+    """
+
+    def __init__(self, folder: Path, plans: SavePlanning) -> None:
+        super().__init__()
+        self._folder = folder
+        self._plans = plans
+        self._buckets: dict[str, _Bucket] = {}
+        self._error: OSError | None = None
+        self._has_saved = False
+
+    # ---- called by megatron-core and torch
+
+    def save(self, sharded_state_dict: Any, checkpoint_dir: Path) -> None:
+        """Write this rank's part; collective."""
+        super().save(sharded_state_dict, checkpoint_dir)
+        self._has_saved = True
+
+    def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
+        """Plan this rank's part, of which nothing is written yet; collective."""
+        pass_results_in_process()
+        self._plans.prepare(self, sharded_state_dict)
+        request = super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
+        self._plans.keep(self)
+        return request
+
+    def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
+        """Called when it is known what is to be written where, and nothing has been written."""
+        for path, _, (raw, tensors) in writer.write_buckets:
+            num_bytes = sum(data.getbuffer().nbytes for _, data in raw) + sum(data.nbytes for _, data in tensors)
+            self._buckets[str(path)] = _Bucket(len(raw) + len(tensors), num_bytes)
+        self._require_space()
+        writer.transforms = self
+        wrap_finish(writer, self.keeping_errors)
+        return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
+
+    def _require_space(self) -> None:
+        needed = sum(
+            bucket.num_bytes + bucket.num_entries * _BYTES_BESIDE_AN_ENTRY for bucket in self._buckets.values()
+        )
+        every_rank = gather((needed, free_bytes(self._folder)))
+        known = [free for _, free in every_rank if free is not None]
+        total = sum(needed for needed, _ in every_rank) + _BYTES_OF_SMALL_FILES
+        require_free(self._folder, total, min(known, default=None))
+
+    def transform_save_stream(self, write_item: Any, stream: BufferedWriter) -> tuple[_Entry, list[str]]:
+        """The stream that an entry is written into, and what is to be undone when it is read: nothing."""
+        bucket = self._buckets[str(stream.name)]
+        if bucket.file is None:
+            bucket.file = HashingFile(cast(RawFile, stream.raw))
+        bucket.num_entries -= 1
+        return _Entry(bucket.file, is_last=bucket.num_entries == 0), []
+
+    # ---- called by us
+
+    def finalize(self, request: Any) -> None:
+        """Complete a save of this rank's part that was written by its request's function; collective."""
+        gather_results, *others = request.finalize_fns
+        gather_results()
+        self._has_saved = True
+        for finalize in others:
+            finalize()
+
+    def keeping_errors(self, write: Callable[[], None]) -> None:
+        """Run what writes files on this rank alone; an error of the disk is kept for `settle`."""
+        try:
+            write()
+        except OSError as error:
+            self._error = self._error or error
+
+    def make_folder(self) -> None:
+        """Make the folder on rank 0; collective.
+
+        Raises:
+            OSError, DiskFullError: see `settle`.
+        """
+        if torch.distributed.get_rank() == 0:
+            self.keeping_errors(lambda: self._folder.mkdir(parents=True, exist_ok=True))
+        self.settle([], None)
+
+    def run(self, save: Callable[[], None]) -> CheckpointException | None:
+        """Run megatron-core's save with this strategy.
+
+        Returns:
+            What torch has raised on every rank after an error on some; None where there was no error that it saw.
+        """
+        try:
+            save()
+        except CheckpointException as error:
+            return error
+        except OSError as error:
+            if not self._has_saved:
+                raise
+            # Rank 0 alone has one more file to write, metadata.json, and then waits for the others.
+            self._error = self._error or error
+            torch.distributed.barrier()
+        return None
+
+    def settle(self, small_files: Sequence[Path], failure: CheckpointException | None) -> dict[str, FileSum]:
+        """Look at all ranks' errors and checksums; collective.
+
+        Args:
+            small_files: others that this rank has written, which are read to hash them.
+            failure: what `run` has returned.
+
+        Returns:
+            All files of the folder, by name, relative to it.
+
+        Raises:
+            DiskFullError: on every rank, where one had no space.
+            OSError: on every rank, where one had another error of the disk.
+        """
+        rank = torch.distributed.get_rank()
+        files = {path: bucket.file for path, bucket in self._buckets.items() if bucket.file is not None}
+        errors = [self._error, *(file.error for file in files.values())]
+        error = next((error for error in errors if error is not None), None)
+        if error is not None or failure is not None:
+            _forget_tensors(errors)
+        sums: dict[str, FileSum] = {}
+        if error is None and failure is None:
+            sums = {_name(Path(path), self._folder): file.sum(rank) for path, file in files.items()}
+            sums |= {_name(path, self._folder): file_sum(path, rank) for path in small_files}
+        needed = sum(bucket.num_bytes for bucket in self._buckets.values())
+        every_rank = gather(_Outcome(sums, error, needed))
+        raise_together(
+            [outcome.error for outcome in every_rank], self._folder, sum(outcome.needed for outcome in every_rank)
+        )
+        if failure is not None:
+            raise failure
+        return {name: found for outcome in every_rank for name, found in outcome.sums.items()}
+
+
+@dataclass(frozen=True)
+class _Outcome:
+    """A rank's result, as the other ranks receive it."""
+
+    sums: Mapping[str, FileSum]
+    error: OSError | None
+    needed: int
+
+
+def _forget_tensors(errors: Sequence[BaseException | None]) -> None:
+    """Frees what was being written: errors, megatron-core's own too, hold it by their tracebacks, in cycles."""
+    for error in errors:
+        if error is not None:
+            error.__traceback__ = None
+    gc.collect()
+
+
+def _name(path: Path, folder: Path) -> str:
+    return Path(os.path.relpath(path, folder)).as_posix()

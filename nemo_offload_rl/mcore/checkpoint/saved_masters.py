@@ -1,0 +1,111 @@
+"""Reads masters that a checkpoint holds in another form than this run's optimizer keeps them in.
+
+Transformer Engine's precision-aware Adam keeps of a bf16 parameter's float32 master the 16 bits that the parameter
+lacks, and megatron-core saves those; every other optimizer keeps and saves whole masters.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import ShardedTensor
+from megatron.core.optimizer import MegatronOptimizer
+from torch import Tensor
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+
+from nemo_offload_rl.mcore.distributed.together import gather
+from nemo_offload_rl.memory.units import MIB
+
+_REMAINDERS = torch.int16
+_PIECE = 16 * MIB  # elements; what is converted at a time takes a few times that memory
+
+
+def join_masters(params: Tensor, remainders: Tensor) -> Tensor:
+    """Returns float32 [n] masters of bfloat16 [n] parameters and int16 [n] remainders, on the remainders' device."""
+    masters = torch.empty(remainders.shape, dtype=torch.float32, device=remainders.device)
+    for out, param, low in zip(*(one.split(_PIECE) for one in (masters, params, remainders)), strict=True):
+        # A master was rounded to the nearest parameter: up, where the upper half of its remainder begins.
+        high = param.to(low.device).view(torch.int16).int() - (low < 0).int()
+        out.view(torch.int32).copy_((high << 16) | (low.int() & 0xFFFF))
+    return masters
+
+
+def split_masters(masters: Tensor, params: Tensor) -> Tensor:
+    """Returns int16 [n] remainders of float32 [n] masters, and rounds the masters to bfloat16 [n] `params`.
+
+    Transformer Engine rounds halves up, where others round them to even; the remainders count from what it has.
+    """
+    remainders = torch.empty(masters.shape, dtype=_REMAINDERS, device=params.device)
+    for out, param, master in zip(*(one.split(_PIECE) for one in (remainders, params, masters)), strict=True):
+        bits = master.to(out.device).view(torch.int32)
+        out.copy_((bits << 16) >> 16)
+        param.copy_(((bits >> 16) + (out < 0).int()).to(torch.int16).view(torch.bfloat16))
+    return remainders
+
+
+def read_as_saved(sharded: Any, folder: Path) -> bool:
+    """Have masters of another form than this run's read as they were saved, into memory of the CPU.
+
+    Args:
+        sharded: the optimizer's sharded state, to be loaded into.
+        folder: of the checkpoint.
+
+    Returns:
+        Whether there are any, on this rank.
+    """
+    saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
+    has_other = False
+    for entry in nested_values(sharded):
+        if isinstance(entry, ShardedTensor) and entry.key.endswith(".param") and entry.data is not None:
+            found = saved.get(entry.key)
+            dtype = found.properties.dtype if isinstance(found, TensorStorageMetadata) else entry.dtype
+            if {dtype, entry.dtype} == {_REMAINDERS, torch.float32}:
+                entry.data, entry.dtype = torch.empty(entry.data.shape, dtype=dtype), dtype
+                has_other = True
+    return has_other
+
+
+@contextlib.contextmanager
+def converting(optimizer: MegatronOptimizer, has_other: bool) -> Iterator[None]:
+    """Load the optimizer's state inside, behind the model's weights; masters of another form are converted; collective.
+
+    Args:
+        optimizer: whose state it is.
+        has_other: what `read_as_saved` has returned on this rank.
+    """
+    parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None] if has_other else []
+    for part in parts:
+        part._set_main_param_and_optimizer_states = _Converting(part)
+    try:
+        yield
+    finally:
+        for part in parts:
+            del part._set_main_param_and_optimizer_states
+    if any(gather(has_other)):
+        chunks = {id(chunk): chunk for part in optimizer.chained_optimizers for chunk in part.model_chunks}
+        with torch.no_grad():
+            for chunk in chunks.values():  # parameters may have been rounded another way, on other ranks
+                chunk.start_param_sync(force_sync=True)
+
+
+class _Converting:
+    """Takes the place of a distributed optimizer's method that takes over what was loaded for a parameter."""
+
+    def __init__(self, part: Any) -> None:
+        self._part = part
+        self._take_over = part._set_main_param_and_optimizer_states
+
+    @torch.no_grad()
+    def __call__(self, model_param: Tensor, tensors: dict[str, Any]) -> None:
+        loaded = tensors["param"]
+        kept = self._part._get_main_param_and_optimizer_states(model_param)["param"].dtype
+        if loaded.dtype is not kept:
+            shard = self._part._get_model_param_range_map(model_param)["param"]
+            param = model_param.detach().view(-1)[shard.start : shard.end]
+            convert = join_masters(param, loaded) if kept is torch.float32 else split_masters(loaded, param)
+            tensors = tensors | {"param": convert}
+        self._take_over(model_param, tensors)

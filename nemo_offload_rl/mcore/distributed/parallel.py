@@ -1,0 +1,166 @@
+"""Process groups: torch.distributed and megatron-core's parallel state, from plain values."""
+
+import os
+import socket
+from dataclasses import dataclass
+from datetime import timedelta
+
+import psutil
+import torch
+from megatron.core import parallel_state as mpu
+from megatron.core.num_microbatches_calculator import (
+    init_num_microbatches_calculator,
+    unset_num_microbatches_calculator,
+)
+from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
+from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.mcore.patches.process_groups import clear_globals
+from nemo_offload_rl.memory.errors import preserve_first_error
+
+
+@dataclass(frozen=True)
+class ParallelSizes:
+    """The parallel sizes of a model; the data-parallel size is the rest of the world size."""
+
+    tensor: int
+    pipeline: int
+    virtual_pipeline: int | None
+    expert: int
+    expert_tensor: int
+    context: int = 1
+
+    def data(self, world_size: int) -> int:
+        """The data-parallel size.
+
+        Raises:
+            ValueError: if the world size is no multiple of tensor * pipeline * context.
+        """
+        model = self.tensor * self.pipeline * self.context
+        size = data_parallel_size(world_size, model)
+        if size is None:
+            raise ValueError(
+                f"{world_size} ranks cannot be divided by tensor_model_parallel_size {self.tensor} x "
+                f"pipeline_model_parallel_size {self.pipeline} x context_parallel_size {self.context} = {model}; "
+                f"set cluster.gpus_per_node * cluster.num_nodes to a multiple of {model}."
+            )
+        return size
+
+
+def initialize(
+    sizes: ParallelSizes,
+    *,
+    rank: int,
+    world_size: int,
+    local_rank: int,
+    master_addr: str,
+    master_port: int,
+    seed: int,
+    te_rng_tracker: bool,
+    timeout_s: float = 1800.0,
+) -> torch.device:
+    """Join the process group and build megatron's groups.
+
+    Args:
+        sizes: the parallel sizes; their product divides `world_size`.
+        rank: this process's rank.
+        world_size: number of ranks.
+        local_rank: index of this process's GPU on its host, as the process sees it.
+        master_addr: an address or name of rank 0's host that all ranks reach; rank 0 listens there and nowhere else.
+        master_port: free port on that host.
+        seed: seed of the model-parallel random states.
+        te_rng_tracker: use Transformer Engine's RNG tracker, which captured CUDA graphs need.
+        timeout_s: after how many seconds a collective that waits for a rank fails.
+
+    Returns:
+        The device that this process computes on.
+    """
+    sizes.data(world_size)
+    on_gpu = torch.cuda.is_available()
+    device = torch.device("cuda", local_rank) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    os.environ.update(MASTER_ADDR=master_addr, MASTER_PORT=str(master_port), RANK=str(rank), WORLD_SIZE=str(world_size))
+    timeout = timedelta(seconds=timeout_s)
+    try:
+        _choose_interface(master_addr)
+        torch.distributed.init_process_group(
+            "nccl" if on_gpu else "gloo",
+            store=_store(master_addr, master_port, rank=rank, world_size=world_size, timeout=timeout),
+            rank=rank,
+            world_size=world_size,
+            timeout=timeout,
+            device_id=device if on_gpu else None,
+        )
+        mpu.initialize_model_parallel(
+            tensor_model_parallel_size=sizes.tensor,
+            pipeline_model_parallel_size=sizes.pipeline,
+            virtual_pipeline_model_parallel_size=sizes.virtual_pipeline,
+            context_parallel_size=sizes.context,
+            expert_model_parallel_size=sizes.expert,
+            expert_tensor_parallel_size=sizes.expert_tensor,
+        )
+        # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
+        model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
+        # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
+        init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
+    except BaseException:
+        with preserve_first_error():  # a GPU without memory for groups, for instance; the process may try again
+            destroy()
+        raise
+    return device
+
+
+def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
+    """The store that ranks meet at; rank 0 serves it, on this address alone.
+
+    Left to itself, torch listens on every interface and answers any host that connects.
+    """
+    descriptor: int | None = None
+    if rank == 0:
+        family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
+        listener = socket.create_server((address, port), family=family, backlog=world_size)
+        port = listener.getsockname()[1]  # where 0 let the system choose, for a single rank
+        descriptor = listener.detach()
+    return torch.distributed.TCPStore(
+        address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
+    )
+
+
+def _choose_interface(master_addr: str) -> None:
+    """Have gloo listen on the interface from which this host reaches rank 0's, unless the environment names another.
+
+    Gloo takes the address that the host's name stands for: on one host others may reach it, where ranks need only
+    loopback; on several hosts it may be loopback. NCCL takes any but loopback; on one host it needs no other.
+    """
+    family, _, _, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
+    with socket.socket(family, socket.SOCK_DGRAM) as probe:
+        probe.connect(target)  # sends nothing: only chooses the way
+        address = probe.getsockname()[0]
+    for name, addresses in psutil.net_if_addrs().items():
+        if any(one.address.partition("%")[0] == address for one in addresses):
+            os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+            if name == "lo":
+                os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
+
+
+def destroy() -> None:
+    """Leave every process group; safe to call twice."""
+    unset_num_microbatches_calculator()
+    if mpu.is_initialized():
+        mpu.destroy_model_parallel()
+        clear_globals()
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def coordinates() -> dict[str, int]:
+    """Returns this rank's place in its groups: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
+    return {
+        "dp_rank": mpu.get_data_parallel_rank(),
+        "dp_size": mpu.get_data_parallel_world_size(),
+        "tp_rank": mpu.get_tensor_model_parallel_rank(),
+        "tp_size": mpu.get_tensor_model_parallel_world_size(),
+        "pp_rank": mpu.get_pipeline_model_parallel_rank(),
+        "pp_size": mpu.get_pipeline_model_parallel_world_size(),
+    }

@@ -1,0 +1,1 @@
+"""Captures and replays Transformer Engine's CUDA graphs in the training step."""

@@ -1,0 +1,316 @@
+"""Makes Megatron's own configs of a recipe's policy section; pure apart from reading the Hugging Face config."""
+
+import dataclasses
+import functools
+import importlib.util
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from megatron.core.distributed import DistributedDataParallelConfig
+from megatron.core.optimizer import OptimizerConfig
+
+from nemo_offload_rl.config.megatron.activation_modules import check_modules_fit_model
+from nemo_offload_rl.config.megatron.graph_modules import check_graphs_fit_model
+from nemo_offload_rl.config.model.model_kind import has_dense_layers, has_expert_layers
+from nemo_offload_rl.config.model.unsupported_models import check_model
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.mcore.architectures import biases, bridges, dense_layers
+from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
+from nemo_offload_rl.mcore.weights.export import hf_config_of
+
+# What megatron-core's local layers can do.
+_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
+    "transformer_impl": "local",
+    "gradient_accumulation_fusion": False,
+    "masked_softmax_fusion": False,
+    "persist_layer_norm": False,
+    "apply_rope_fusion": False,
+    "moe_permute_fusion": False,
+    "moe_router_fusion": False,
+    "moe_grouped_gemm": False,
+}
+# Features of Transformer Engine's layers on a GPU, and the value that leaves each off. They are switched off in recipes
+# on a CPU, where tests have them without Transformer Engine.
+_OFF_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
+    "fine_grained_activation_offloading": False,
+    "cuda_graph_impl": "none",
+}
+_WITHOUT_CUDA: Mapping[str, Any] = {"use_cpu_initialization": True, "cross_entropy_loss_fusion": False}
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+# Fields of the model config that follow from more than one key, set below instead of being copied.
+_DERIVED = frozenset(
+    {
+        "enabled",
+        "pipeline_dtype",
+        "params_dtype",
+        "bf16",
+        "fp16",
+        "recompute_granularity",
+        "recompute_method",
+        "recompute_num_layers",
+        "recompute_modules",
+        "mtp_num_layers",
+        "seq_length",
+        "vocab_size",
+        "transformer_impl",
+    }
+)
+
+
+def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
+    """The parallel sizes that the recipe's `megatron_cfg` asks for."""
+    return ParallelSizes(
+        tensor=megatron_cfg["tensor_model_parallel_size"],
+        pipeline=megatron_cfg["pipeline_model_parallel_size"],
+        virtual_pipeline=megatron_cfg.get("virtual_pipeline_model_parallel_size"),
+        context=megatron_cfg["context_parallel_size"],
+        expert=megatron_cfg["expert_model_parallel_size"],
+        expert_tensor=megatron_cfg["expert_tensor_parallel_size"],
+    )
+
+
+def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
+    """Whether the policy starts from weights (a folder or hub name) rather than from random ones (`hf_config`)."""
+    return policy.get("hf_config") is None
+
+
+def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
+    """An `AutoBridge` for the policy's model, with its weights where it starts from some.
+
+    Args:
+        policy: the recipe's policy section.
+        config: its `hf_config`, which the bridge may change.
+    """
+    if has_pretrained_weights(policy):
+        return auto_bridge().from_hf_pretrained(policy["model_name"], config=config)
+    return bridge_of_config(config)
+
+
+def bridge_of_config(config: Any) -> Any:
+    """An `AutoBridge` for a Hugging Face config alone, without weights."""
+    return auto_bridge().from_hf_config(config)
+
+
+def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
+    """Absent means on where the kernel is; Megatron-Bridge turns it on with Transformer Engine, which lacks it."""
+    installed = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
+    wanted = cfg.get("gradient_accumulation_fusion")
+    if wanted and not installed:
+        raise ValueError(
+            "policy.megatron_cfg.gradient_accumulation_fusion is true, but its kernel fused_weight_gradient_mlp_cuda "
+            "(of Apex) is not installed; set it to false or leave it out."
+        )
+    return installed if wanted is None else wanted
+
+
+def packs(policy: Mapping[str, Any]) -> bool:
+    """Whether the policy's batches are packed; absent means padded."""
+    return "sequence_packing" in policy and policy["sequence_packing"]["enabled"]
+
+
+def _recompute_fields(cfg: Mapping[str, Any]) -> dict[str, Any]:
+    # NeMo-RL's meaning: the recompute keys count only with activation_checkpointing.
+    if not cfg["activation_checkpointing"]:
+        return {"recompute_granularity": None, "recompute_method": None, "recompute_num_layers": None}
+    granularity = cfg["recompute_granularity"] or "full"
+    fields: dict[str, Any] = {"recompute_granularity": granularity}
+    if granularity == "full":
+        fields |= {"recompute_method": "uniform", "recompute_num_layers": 1}
+        fields |= {k: cfg[k] for k in ("recompute_method", "recompute_num_layers") if cfg.get(k) is not None}
+    elif cfg["recompute_modules"] is not None:
+        fields["recompute_modules"] = list(cfg["recompute_modules"])
+    return fields
+
+
+def _dtype_or_same(value: Any) -> Any:
+    return getattr(torch, value) if isinstance(value, str) and hasattr(torch, value) else value
+
+
+def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
+    """Returns the fields that the recipe sets on Megatron-Bridge's model provider.
+
+    Args:
+        policy: the policy section.
+        provider: the provider made for the model (its fields tell which keys of `megatron_cfg` are the model's).
+
+    Returns:
+        Field name to value; a null in the recipe leaves the provider's own value.
+    """
+    cfg = policy["megatron_cfg"]
+    dtype = DTYPES[policy["precision"]]
+    names = {field.name for field in dataclasses.fields(provider)}
+    recipe = {
+        key: _dtype_or_same(value) if key.endswith("_dtype") and key != "moe_router_dtype" else value
+        for key, value in cfg.items()
+        if key in names and key not in _DERIVED and value is not None
+    }
+    derived = _recompute_fields(cfg) | {
+        "gradient_accumulation_fusion": _gradient_accumulation_fusion(cfg),
+        "params_dtype": dtype,
+        "bf16": dtype == torch.bfloat16,
+        "fp16": False,
+        "autocast_dtype": dtype,
+        "pipeline_dtype": dtype,
+        "mtp_num_layers": cfg.get("mtp_num_layers") or None,
+        "use_te_rng_tracker": cfg["cuda_graph_impl"] != "none",
+        "seq_length": policy["max_total_sequence_length"],
+        "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
+    }
+    if derived["variable_seq_lengths"] and not provider.num_moe_experts:
+        # The default is allgather, which megatron-core refuses beside lengths that vary, in models without experts too.
+        derived["moe_token_dispatcher_type"] = "alltoall"
+    if provider.vocab_size % cfg["tensor_model_parallel_size"]:
+        derived |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
+    needed: dict[str, Any] = {}
+    if cfg.get("virtual_pipeline_model_parallel_size") is not None:
+        # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on
+        # swapped activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
+        needed |= _agreed(cfg, {"overlap_p2p_comm": True, "batch_p2p_comm": False}, "virtual pipeline stages need")
+    if not have_transformer_engine():
+        from nemo_offload_rl.mcore.model.local_spec import local_block_spec
+
+        if torch.cuda.is_available():
+            _check_features_without_transformer_engine(cfg)
+        if provider.multi_latent_attention:
+            raise ValueError(
+                f"The model has multi-latent attention ({type(provider).__name__}), which needs Transformer Engine; "
+                "run it on a GPU with the extra te, or choose a model of another family."
+            )
+        needed |= _agreed(cfg, _WITHOUT_TRANSFORMER_ENGINE, "layers without Transformer Engine need")
+        _check_local_layers(provider)
+        needed["transformer_layer_spec"] = local_block_spec
+    if not torch.cuda.is_available():
+        needed |= _agreed(cfg, _WITHOUT_CUDA, "a machine without CUDA needs")
+    # RL computes log-probs of what was sampled: dropout is off unless the recipe asks for it.
+    return {"attention_dropout": 0.0, "hidden_dropout": 0.0} | recipe | derived | needed
+
+
+def _check_local_layers(provider: Any) -> None:
+    """Refuse a model whose bridge brings layers of its own, which the local ones would silently take the place of."""
+    from megatron.bridge.models.ernie.ernie_45_bridge import _ernie45_decoder_block_spec
+    from megatron.bridge.models.gpt_provider import default_layer_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
+
+    spec = provider.transformer_layer_spec
+    usual = (
+        default_layer_spec,
+        get_gpt_decoder_block_spec,
+        _ernie45_decoder_block_spec,
+        dense_layers.transformer_engine_block_spec,
+    )
+    if (spec.func if isinstance(spec, functools.partial) else spec) not in usual or provider.softmax_type != "vanilla":
+        raise ValueError(
+            f"The model has layers of its own kind ({type(provider).__name__}), which need Transformer Engine; run it "
+            "on a GPU with the extra te, or choose a model of another family."
+        )
+
+
+def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
+    """`needed`, once the recipe is known not to contradict it.
+
+    Raises:
+        ValueError: it does.
+    """
+    for key, value in needed.items():
+        if cfg.get(key) not in (None, value):
+            raise ValueError(
+                f"policy.megatron_cfg.{key} is {cfg[key]}, but {why} {key} {value}; set it so or leave it out."
+            )
+    return needed
+
+
+def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
+    for key, off in _OFF_WITHOUT_TRANSFORMER_ENGINE.items():
+        if cfg.get(key) not in (None, off):
+            raise ValueError(
+                f"policy.megatron_cfg.{key} is {str(cfg[key]).lower()}, which needs Transformer Engine, but that is "
+                f"not installed beside this GPU; install it (extra te), or set {key} to {str(off).lower()}."
+            )
+
+
+def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+    """Checks that the named layers exist, which for a model of a hub are known only here."""
+    freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
+    is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
+    if cfg.get("fine_grained_activation_offloading"):
+        check_modules_fit_model(cfg["offload_modules"], is_moe=is_moe)
+    if cfg["cuda_graph_impl"] != "none":
+        check_graphs_fit_model(
+            cfg["cuda_graph_modules"], has_experts=is_moe, has_dense_mlps=not is_moe or has_dense_layers(freq)
+        )
+
+
+def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
+    """A finalized model provider for the policy.
+
+    Raises:
+        ValueError: a module is to be offloaded or captured that no layer of the model has, a feature needs Transformer
+            Engine, or megatron-core's own checks refuse the combination.
+    """
+    config = hf_config_of(bridge)
+    check_model(config.to_dict(), policy)
+    provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
+    overrides = model_overrides(policy, provider)
+    _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
+    corrected = bridges.is_corrected(config)
+    if corrected:
+        dense_layers.check_layers(policy["megatron_cfg"], provider)
+    provider.apply_overrides_and_finalize(overrides=overrides)
+    if corrected:
+        biases.add_biases(config, provider)
+    return provider
+
+
+def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
+    """megatron-core's OptimizerConfig of the recipe.
+
+    Raises:
+        ValueError: if `optimizer.bf16` or `.fp16` contradicts `policy.precision`.
+    """
+    section = dict(policy["megatron_cfg"]["optimizer"])
+    bf16 = policy["precision"] == "bfloat16"
+    if section["bf16"] != bf16 or section["fp16"]:
+        raise ValueError(
+            f"policy.megatron_cfg.optimizer has bf16 {section['bf16']} and fp16 {section['fp16']}, but "
+            f"policy.precision is {policy['precision']}; set bf16 to {str(bf16).lower()} and fp16 to false."
+        )
+    fields = {key: _dtype_or_same(value) if key.endswith("_dtype") else value for key, value in section.items()}
+    return OptimizerConfig(**fields)
+
+
+def make_ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
+    """megatron-core's DistributedDataParallelConfig of the recipe."""
+    section = policy["megatron_cfg"]["distributed_data_parallel_config"]
+    distributed = policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]
+    return DistributedDataParallelConfig(**(dict(section) | {"use_distributed_optimizer": distributed}))
+
+
+def build_configs(policy: Mapping[str, Any]) -> list[str]:
+    """Build every Megatron config of a recipe, whose own checks then speak (`validate --deep`).
+
+    Returns:
+        Lines about what this machine cannot check.
+
+    Raises:
+        ValueError: what any of the configs refuses.
+    """
+    from nemo_offload_rl.mcore.patches import cpu_device
+
+    cpu_device.install()
+    notes = []
+    if has_pretrained_weights(policy) and not Path(policy["model_name"]).is_dir():
+        notes.append(f"policy.model_name {policy['model_name']!r} is no folder: its architecture was not checked here")
+    else:
+        make_provider(policy, make_bridge(policy, hf_config(policy)))
+    make_optimizer_config(policy)
+    make_ddp_config(policy)
+    if not torch.cuda.is_available():
+        notes.append("no CUDA here: fusions and options that need a GPU were not checked")
+    if not have_transformer_engine():
+        notes.append("no Transformer Engine here: what only it can check was not checked")
+    return notes

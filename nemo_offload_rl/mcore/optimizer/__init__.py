@@ -1,0 +1,1 @@
+"""Optimizer state on the GPU and the CPU, and the check that steps change parameters."""

@@ -1,0 +1,1 @@
+"""Exports weights under Hugging Face names, and checks the names before weights are loaded."""
