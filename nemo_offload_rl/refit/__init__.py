@@ -7,6 +7,7 @@ from nemo_offload_rl.refit.interface import Receiver, RefitTransport
 
 # Name of a transport -> "module:name" of what makes it from receivers and `verify`, imported where an engine takes it.
 TRANSPORTS: dict[str, str] = {
+    "broadcast": "nemo_offload_rl.refit.broadcast:BroadcastTransport",
     "cuda_ipc": "nemo_offload_rl.refit.cuda_ipc:CudaIpcTransport",
     "object_store": "nemo_offload_rl.refit.object_store:ObjectStoreTransport",
 }

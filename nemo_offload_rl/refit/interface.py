@@ -19,6 +19,10 @@ class WeightBucket(Protocol):
 class WeightLoader(Protocol):
     """The part of an engine, a Ray actor's class, that takes weights from every transport."""
 
+    def process(self) -> tuple[str, int]:
+        """This node's address and the process id there."""
+        ...
+
     def load_weights(self, bucket: WeightBucket) -> None:
         """Load the tensors of a bucket; on return they have been read, and the sender may write over them.
 
@@ -34,11 +38,13 @@ class Receiver:
 
     Attributes:
         actor: Ray's handle of a `WeightLoader`.
-        ranks: The policy ranks whose bundles (GPUs) the process shares.
+        ranks: The bundles (GPUs) that the process has: those of policy ranks, or of its own above them.
+        name: For messages.
     """
 
     actor: Any
     ranks: tuple[int, ...]
+    name: str = "a generation engine"
 
     def load_weights(self, bucket: Any) -> Any:
         """Start to load a `WeightBucket`, or a reference to one; returns the reference that `ray.get` waits for."""

@@ -1,0 +1,209 @@
+"""Weights by broadcast from the policy's rank 0 to engines on GPUs of their own, on whichever nodes they are.
+
+Engines load a bucket while the ranks export the next; one buffer of the sender's is enough, as a bucket has left it
+before the export goes on. That also keeps the broadcast apart from the export's own collectives: NCCL may run two
+communicators of a GPU at once only where both find room on it.
+"""
+
+import contextlib
+import socket
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import ray
+import torch
+from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
+
+from nemo_offload_rl.refit.broadcast_group import SENDER, BroadcastGroup, MeetingPoint, announcement, joined
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
+
+TIMEOUT_S = 300.0
+_LOOPBACK = "127.0.0.1"
+_LOOK_PERIOD_S = 0.001
+_SETTLE_TIMEOUT_S = 10.0
+
+
+class EngineLostError(RayError):
+    """An engine's process, or its node, has ended during a refit."""
+
+
+class RefitTimeoutError(RuntimeError):
+    """An engine has not taken a bucket in time."""
+
+
+@dataclass(frozen=True)
+class BroadcastBucket:
+    """Some tensors that the sender is about to broadcast (see `WeightBucket`).
+
+    Attributes:
+        layout: Where they will be in a buffer.
+        at: Where the group meets.
+        rank: The receiver's rank in the group.
+    """
+
+    layout: BucketLayout
+    at: MeetingPoint
+    rank: int
+
+    @contextlib.contextmanager
+    def opened(self) -> Iterator[list[NamedTensor]]:
+        """Receive the buffer into memory that lives as long as the context."""
+        buffer = _buffer(self.layout.num_bytes)
+        joined(self.at, self.rank).broadcast(buffer).wait()
+        yield self.layout.views(buffer)
+
+
+@dataclass(frozen=True)
+class BroadcastTransport:
+    """Has rank 0 broadcast each bucket to all receivers; see `RefitTransport`.
+
+    Attributes:
+        receivers: All of them get every bucket.
+        verify: Whether the sender returns the checksums of what it has sent.
+        timeout_s: How long the engines may take for a bucket.
+    """
+
+    receivers: Sequence[Receiver]
+    verify: bool
+    timeout_s: float = TIMEOUT_S
+
+    def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
+        """Make a rank's sender; only rank 0's has a buffer, of `bucket_bytes` or of the largest tensor.
+
+        Raises:
+            EngineLostError: If an engine's process has ended.
+        """
+        if rank != 0:
+            return DrawingSender()
+        buckets = plan.buckets(bucket_bytes)
+        return BroadcastSender(buckets, self.receivers, verify=self.verify, timeout_s=self.timeout_s)
+
+
+@dataclass(frozen=True)
+class _Load:
+    """A bucket that an engine has been asked to take."""
+
+    engine: str
+    bucket: BucketLayout
+
+    def __str__(self) -> str:
+        first, last = self.bucket.tensors[0].name, self.bucket.tensors[-1].name
+        return f"{self.engine} with the weight{f' {first}' if first == last else f's {first} to {last}'}"
+
+
+class BroadcastSender:
+    """Broadcasts bucket after bucket and watches the engines meanwhile."""
+
+    def __init__(
+        self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool, timeout_s: float
+    ) -> None:
+        self._buckets = buckets
+        self._receivers = receivers
+        self._verify = verify
+        self._timeout_s = timeout_s
+        self._loads: dict[Any, _Load] = {}  # what engines have under way, by its reference, in the order of sending
+        listener = socket.create_server((self._address(), 0), backlog=len(receivers))
+        address, port = listener.getsockname()[:2]
+        self._at = MeetingPoint(address, port, len(receivers) + 1, timeout_s)
+        self._store = self._at.store(listener)
+        self._group: BroadcastGroup | None = None  # once the engines have come
+
+    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
+        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+
+        Raises:
+            EngineLostError: If an engine's process has ended.
+            RefitTimeoutError: If an engine has not taken a bucket in time.
+            RuntimeError: If an engine has failed; ValueError where it has raised that.
+        """
+        weights = iter(weights)
+        checksums: dict[str, int] = {}
+        buffer = _buffer(max((bucket.num_bytes for bucket in self._buckets), default=0))
+        try:
+            for bucket in self._buckets:
+                for (_, slot), (name, tensor) in zip(bucket.views(buffer), weights, strict=False):
+                    slot.copy_(tensor.detach(), non_blocking=True)
+                    if self._verify:
+                        checksums[name] = tensor_checksum(tensor)
+                self._broadcast(bucket, buffer[: max(1, bucket.num_bytes)])
+            deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
+            self._watch(lambda: not self._loads)
+        except BaseException:
+            self._loads.clear()
+            if self._group is not None:
+                self._group.abort()
+            raise
+        return checksums
+
+    def _broadcast(self, bucket: BucketLayout, data: torch.Tensor) -> None:
+        """Send a bucket's buffer; on return it has left, and the engines may still load it."""
+        for rank, receiver in enumerate(self._receivers, start=1):
+            reference = receiver.load_weights(BroadcastBucket(bucket, self._at, rank))
+            self._loads[reference] = _Load(receiver.name, bucket)
+        if self._group is None:
+            keys = [announcement(rank) for rank in range(1, self._at.size)]
+            self._watch(lambda: self._store.check(keys))
+        with self._naming_the_engine():
+            if self._group is None:
+                self._group = BroadcastGroup(self._store, self._at, SENDER)
+            work = self._group.broadcast(data)
+        self._watch(work.is_completed)
+        with self._naming_the_engine():
+            work.wait()
+
+    @contextlib.contextmanager
+    def _naming_the_engine(self) -> Iterator[None]:
+        """Look for the engine behind an error of the group, which notices first and cannot say which one it was."""
+        try:
+            yield
+        except RuntimeError:
+            self._watch(lambda: not self._loads, min(_SETTLE_TIMEOUT_S, self._timeout_s))
+            raise
+
+    def _watch(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
+        """Wait for something, unless an engine fails or takes too long."""
+        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        while not is_done():
+            done: list[Any] = []
+            if self._loads:
+                done, _ = ray.wait(list(self._loads), timeout=_LOOK_PERIOD_S)
+            else:
+                time.sleep(_LOOK_PERIOD_S)
+            for reference in done:
+                engine = self._loads[reference].engine
+                _require_success(reference, next(load for load in self._loads.values() if load.engine == engine))
+                del self._loads[reference]
+            if time.monotonic() > deadline:
+                waiting = "; ".join(map(str, self._loads.values())) or "the sender, though all engines have answered"
+                raise RefitTimeoutError(
+                    f"A refit waits since {self._timeout_s:g} s for {waiting}; see the engine's log, and whether its "
+                    "node can be reached from that of the policy's rank 0."
+                )
+
+    def _address(self) -> str:
+        """The address that all engines reach this process at: loopback where they are on this node."""
+        processes = {receiver.actor.process.remote(): receiver.name for receiver in self._receivers}
+        here = ray.util.get_node_ip_address()
+        addresses = {_require_success(reference, name)[0] for reference, name in processes.items()}
+        return _LOOPBACK if addresses == {here} else here
+
+
+def _require_success(reference: Any, what: object) -> Any:
+    try:
+        return ray.get(reference)
+    except (ActorDiedError, ActorUnavailableError) as error:
+        raise EngineLostError(f"The refit has lost {what}: its process or its node has ended ({error}).") from None
+    except RayTaskError as error:
+        kind = ValueError if isinstance(error.cause, ValueError) else RuntimeError
+        raise kind(f"The refit has failed at {what}: {type(error.cause).__name__}: {error.cause}") from error
+
+
+def _buffer(num_bytes: int) -> torch.Tensor:
+    """Memory for a bucket: uint8 [num_bytes], at least one, on this process's GPU or in host memory."""
+    return torch.empty(max(1, num_bytes), dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,0 +1,121 @@
+"""Weights by broadcast to engines of their own; on a CPU over gloo, with the processes that a run would have."""
+
+import os
+import sys
+import time
+
+import psutil
+import pytest
+import ray
+import torch
+from support.mixed_weights import MIXED
+
+from nemo_offload_rl.refit import make_transport
+from nemo_offload_rl.refit.broadcast import BroadcastTransport, EngineLostError, RefitTimeoutError
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.plan import ExportPlan
+
+# The actors cannot import this module; what is defined in it travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class Loader:
+    def __init__(self):
+        self.take()
+
+    def process(self):
+        return ray.util.get_node_ip_address(), os.getpid()
+
+    def addresses(self):
+        connections = psutil.Process().net_connections("tcp")
+        return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
+
+    def load_weights(self, bucket):
+        self.num_loads += 1
+        if any(spec.name == "late" for spec in bucket.layout.tensors):
+            time.sleep(60)
+        with bucket.opened() as named_tensors:
+            for name, tensor in named_tensors:
+                if name == "unwanted":
+                    raise ValueError("there is no such weight here")
+                if name == "deadly":
+                    os._exit(1)
+                self.weights[name] = tensor.clone()
+
+    def take(self):
+        taken = self.__dict__.copy()
+        self.weights, self.num_loads = {}, 0
+        return taken
+
+
+def take(receiver):
+    return ray.get(receiver.actor.take.remote())
+
+
+def start(number):
+    return Receiver(ray.remote(Loader).options(num_cpus=0).remote(), (number,), f"engine {number}")
+
+
+@pytest.fixture(scope="module")
+def receivers(ray_cluster):
+    receivers = [start(number) for number in range(2)]
+    yield receivers
+    for receiver in receivers:
+        ray.kill(receiver.actor)
+
+
+def connect(receivers, weights, *, bucket_bytes=1000, verify=False, **options):
+    transport = BroadcastTransport(receivers, verify=verify, **options)
+    return transport.connect(ExportPlan.of(weights), rank=0, bucket_bytes=bucket_bytes)
+
+
+def test_every_engine_gets_every_tensor_bit_for_bit_refit_after_refit(receivers):
+    transport = make_transport("broadcast", receivers, verify=True)
+    sender = transport.connect(ExportPlan.of(MIXED), rank=0, bucket_bytes=64)
+    of_ray = [ray.get(receiver.actor.addresses.remote()) for receiver in receivers]
+    for _ in range(2):
+        checksums = sender.send(iter(MIXED))
+        assert checksums == {name: tensor_checksum(tensor) for name, tensor in MIXED}
+        for loaded in map(take, receivers):
+            weights = loaded["weights"]
+            assert loaded["num_loads"] == 3  # of 60, 51 and 96 bytes
+            assert [(name, tensor.dtype) for name, tensor in weights.items()] == [(n, t.dtype) for n, t in MIXED]
+            assert {name: tensor_checksum(tensor) for name, tensor in weights.items()} == checksums
+    for receiver, before in zip(receivers, of_ray, strict=True):
+        assert ray.get(receiver.actor.addresses.remote()) - before <= {"127.0.0.1"}
+
+
+def test_one_memory_may_serve_tensor_after_tensor(receivers):
+    reused = torch.empty(30_000)
+    sender = connect(receivers, [(f"w{index}", reused) for index in range(6)], bucket_bytes=reused.nbytes)
+    sender.send((f"w{index}", reused.fill_(index)) for index in range(6))
+    weights = take(receivers[1])["weights"]
+    assert [weights[f"w{index}"].unique().tolist() for index in range(6)] == [[index] for index in range(6)]
+
+
+def test_what_an_engine_refuses_stops_the_refit(receivers):
+    weights = [("a", torch.ones(1)), ("unwanted", torch.ones(1))]
+    with pytest.raises(ValueError, match=r"at engine \d with the weights a to unwanted: .*no such weight here"):
+        connect(receivers, weights).send(iter(weights))
+
+
+def test_an_engine_that_does_not_answer_is_named_after_the_timeout(receivers):
+    weights = [("a", torch.ones(1)), ("late", torch.ones(1))]
+    with pytest.raises(RefitTimeoutError, match=r"waits since 1 s for engine 0 with the weight late"):
+        connect(receivers[:1], weights, bucket_bytes=4, timeout_s=1).send(iter(weights))
+
+
+def test_an_engine_that_dies_is_named_with_the_weights_that_it_was_at(receivers):
+    weights = [("a", torch.ones(1)), ("deadly", torch.ones(1)), ("c", torch.ones(1))]
+    with pytest.raises(EngineLostError, match=r"has lost engine 1 with the weight deadly: its process or its node"):
+        connect(receivers[1:], weights, bucket_bytes=4).send(iter(weights))
+    with pytest.raises(EngineLostError, match=r"has lost engine 1"):
+        connect(receivers[1:], weights)
+
+
+def test_other_ranks_draw_the_export_and_send_nothing():
+    weights = iter(MIXED)
+    sender = BroadcastTransport([], verify=True).connect(ExportPlan.of(MIXED), rank=1, bucket_bytes=1000)
+    assert sender.send(weights) == {}
+    assert list(weights) == []
