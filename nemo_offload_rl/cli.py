@@ -84,6 +84,8 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for validate")
     plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node, instead of cluster.gpus_per_node")
     plan.add_argument("--link", type=float, metavar="GB/S", help="speed of the link, instead of an assumed 55 GB/s")
+    plan.add_argument("--link-of", type=Path, metavar="RUN", help="a run's folder, for the speed that its link had")
+    plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="size of a GPU: which way optimizer state takes")
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
 
@@ -177,19 +179,23 @@ def _plan(options: argparse.Namespace) -> None:
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
     overrides = options.overrides + ([f"cluster.gpus_per_node={options.gpus}"] if options.gpus is not None else [])
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < float("inf"):
+        raise ValueError(f"--gpu-memory is a size in GiB above 0; found {options.gpu_memory:g}")
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
+    from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.planner import make_plan, plan_run
+    from nemo_offload_rl.plan.optimizer_ways import plan_ways
+    from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
 
-    config, link = validated.config, None if options.link is None else options.link * 1e9
+    config, link = validated.config, _link_bytes_per_s(options)
 
     def written_at(key: str) -> str:
         return str(validated.recipe.origin(key))
@@ -205,7 +211,45 @@ def _plan(options: argparse.Namespace) -> None:
         if without_sizes.activations is not None:
             limit_where_unknown(without_sizes.activations, error)
         raise
-    print_plan(run, written_at=written_at, here=host_facts(), as_json=options.json)
+
+    def plan_with(more: Sequence[str]) -> PlannedRun:
+        other = load(options.recipe, [*overrides, *more])
+        return plan_run(other.config, model, algorithm=other.algorithm, link_bytes_per_s=link)
+
+    print_plan(
+        run,
+        ways=plan_ways(config["policy"], plan_with),
+        gpu_bytes=None if options.gpu_memory is None else int(options.gpu_memory * GIB),
+        link_source=_link_source(options),
+        written_at=written_at,
+        here=host_facts(),
+        as_json=options.json,
+    )
+
+
+def _link_bytes_per_s(options: argparse.Namespace) -> float | None:
+    """The speed that the command line names; None for the plan's assumption."""
+    if options.link_of is None:
+        return None if options.link is None else float(options.link * 1e9)
+    if options.link is not None:
+        raise ValueError("--link and --link-of both name the link's speed; give one of them")
+    from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+    from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
+
+    path = options.link_of / METRICS_FILE
+    speed = measured_link_bytes_per_s(read_metrics(path))
+    if speed is None:
+        raise ValueError(
+            f"{path} has no share_of_link of a move in one direction, from which the link's speed follows; give the "
+            "folder of a run on GPUs with page-locked offload, or the speed with --link"
+        )
+    return speed
+
+
+def _link_source(options: argparse.Namespace) -> str:
+    if options.link_of is not None:
+        return f"measured by the run in {options.link_of}"
+    return "assumed" if options.link is None else "given by --link"
 
 
 def _doctor(options: argparse.Namespace) -> None:

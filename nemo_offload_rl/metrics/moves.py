@@ -12,6 +12,9 @@ MOVES_PREFIX = "residency/"
 Moves = dict[tuple[str, str], dict[str, float]]
 """(phase, target) -> quantity -> value."""
 
+# A streamed step's copies, and the reference weights' swap, go both ways.
+_TWO_WAY_PHASES = ("train", "logprob")
+
 _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
     "gb": ("GB", "{:.3f}".format),
     "copy_s": ("copy s", "{:.4f}".format),
@@ -39,6 +42,25 @@ def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
         move: {quantity: statistics.median(of_steps) for quantity, of_steps in quantities.items()}
         for move, quantities in values.items()
     }
+
+
+def measured_link_bytes_per_s(rows: Sequence[Mapping[str, float | None]]) -> float | None:
+    """Returns the speed of a run's link in one direction, as its worker measured it at the start; the slower one known.
+
+    Moves of one direction tell it: their speed over their share of the link's.
+
+    Args:
+        rows: The steps' metrics, as `read_metrics` gives them.
+
+    Returns:
+        Bytes a second; None where nothing was copied between a GPU and page-locked memory in one direction.
+    """
+    speeds = [
+        medians["gb_per_s"] * 1e9 / medians["share_of_link"]
+        for (phase, _), medians in median_moves(rows).items()
+        if phase not in _TWO_WAY_PHASES and medians.get("share_of_link", 0) > 0
+    ]
+    return min(speeds, default=None)
 
 
 def moves_table(rows: Sequence[Mapping[str, float | None]]) -> Table | None:

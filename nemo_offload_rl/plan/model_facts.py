@@ -150,6 +150,26 @@ def _grad_size(policy: Mapping[str, Any]) -> int:
     return 4 if in_fp32 else DTYPE_BYTES[policy["precision"]]
 
 
+def fp32_grad_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> int:
+    """Returns the bytes of the fp32 gradients that the optimizer's step makes on the GPU of bf16 ones.
+
+    megatron-core makes them of a rank's whole shard, whether its state is resident, streamed or on the CPU; the
+    precision-aware optimizer makes none. What is stepped on the GPU beside the CPU optimizer always has them.
+
+    Args:
+        policy: the recipe's section.
+        facts: of the rank.
+    """
+    section = policy["megatron_cfg"]["optimizer"]
+    if facts.grad_size == 4:
+        return 0
+    if not section["use_precision_aware_optimizer"]:
+        return 4 * facts.num_optimizer_params
+    if cpu_optimizer.fraction(section):
+        return 4 * (facts.num_optimizer_params - facts.num_cpu_optimizer_params)
+    return 0
+
+
 def _count(weights: list[_Weight]) -> int:
     return sum(weight.num_elements * weight.count for weight in weights)
 

@@ -79,6 +79,7 @@ class RankPlan:
         step_traffic: what crosses the link inside of each optimizer step: streamed optimizer state, both ways.
         activations: None where they stay on the GPU.
         fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
+        step_grad_bytes: of the GPU, for fp32 copies of bf16 gradients during the optimizer's step.
     """
 
     stage: int
@@ -90,6 +91,7 @@ class RankPlan:
     step_traffic: tuple[Traffic, ...] = ()
     activations: RankActivations | None = None
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
+    step_grad_bytes: int = 0
 
     @property
     def total_host_bytes(self) -> int:

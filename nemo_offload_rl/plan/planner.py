@@ -11,7 +11,7 @@ from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
-from nemo_offload_rl.plan.model_facts import shard_facts
+from nemo_offload_rl.plan.model_facts import fp32_grad_bytes, shard_facts
 from nemo_offload_rl.plan.plan import (
     TWO_WAY_SHARE,
     OffloadPlan,
@@ -125,6 +125,8 @@ def plan_run(
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )
+    ranks = tuple(dataclasses.replace(rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts)) for rank in plan.ranks)
+    plan = dataclasses.replace(plan, ranks=ranks)
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs, engine_memory(policy, hf_config))

@@ -1,6 +1,7 @@
 """Prints an `OffloadPlan`: tables, or the same as JSON."""
 
 import dataclasses
+import itertools
 import json
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,8 +16,10 @@ from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
 from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
+from nemo_offload_rl.plan.optimizer_ways import PlannedWay
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
+from nemo_offload_rl.plan.ways_report import new_table, ways_json, ways_tables
 from nemo_offload_rl.residency.table import Phase, Target
 
 GB = 1e9
@@ -27,6 +30,9 @@ _WIDTH_WITHOUT_TERMINAL = 160
 def print_plan(
     run: PlannedRun,
     *,
+    ways: Sequence[PlannedWay],
+    gpu_bytes: int | None,
+    link_source: str,
     written_at: Callable[[str], str],
     here: HostMemory,
     as_json: bool,
@@ -36,15 +42,20 @@ def print_plan(
 
     Args:
         run: the plan, with its sizes.
+        ways: the ways that optimizer state may take in this recipe.
+        gpu_bytes: memory of a GPU that one of them is named for; None for none.
+        link_source: where the speed of the link is from.
         written_at: where a key of the recipe was written.
         here: memory of the machine that prints this.
         as_json: print JSON instead of tables.
         console: where to; None for the standard output.
     """
     if as_json:
-        _print_json(plan_json(run, here), console)
+        in_json = {"link_source": link_source, "optimizer_state_ways": ways_json(ways, gpu_bytes)}
+        _print_json(plan_json(run, here) | in_json, console)
     else:
-        _print_tables(plan_tables(run, written_at, here), console)
+        of_ways = ways_tables(ways, gpu_bytes, f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}")
+        _print_tables(itertools.chain(plan_tables(run, written_at, here), of_ways), console)
 
 
 def print_residency(
@@ -143,6 +154,7 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
         "gpu_bytes": rank.gpu_bytes,
         "host_bytes": rank.host_bytes,
         "fixed_bytes": rank.fixed_bytes,
+        "step_grad_bytes": rank.step_grad_bytes,
         "transitions": [
             {
                 "from": transition.source,
@@ -160,7 +172,7 @@ def _stage_json(rank: RankPlan) -> dict[str, Any]:
 def _residency_and_sources(
     plan: OffloadPlan, has_reference: bool, written_at: Callable[[str], str]
 ) -> Iterator[RenderableType]:
-    table = _new_table("Where each target lives", "target", *Phase)
+    table = new_table("Where each target lives", "target", *Phase)
     for target in Target:
         table.add_row(target, *(_cell(plan, phase, target, has_reference) for phase in Phase))
     yield table
@@ -188,14 +200,20 @@ def _memory(rank: RankPlan, of_several: bool) -> RichTable:
     stage = f" of pipeline stage {rank.stage}, the largest," if of_several else ""
     title = f"One rank{stage} in GiB: {facts.num_params:,} parameters"
     title += f", {facts.num_frozen_params:,} frozen" if facts.num_frozen_params else ""
-    table = _new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
+    table = new_table(title, "target", "size", *(f"GPU in {phase}" for phase in rank.gpu_bytes), "host memory")
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
+    if rank.step_grad_bytes:
+        only = (show_gib(rank.step_grad_bytes) if phase is Phase.TRAIN else "" for phase in rank.gpu_bytes)
+        table.add_row("fp32 gradients of a step", "", *only, "")
     for name, nbytes in rank.fixed_bytes.items():
         table.add_row(name, "", *("" for _ in rank.gpu_bytes), show_gib(nbytes))
     table.add_section()
-    totals = [sum(cells.values()) for cells in rank.gpu_bytes.values()]
+    totals = [
+        sum(cells.values()) + (rank.step_grad_bytes if phase is Phase.TRAIN else 0)
+        for phase, cells in rank.gpu_bytes.items()
+    ]
     table.add_row(
         "all", show_gib(sum(rank.target_bytes.values())), *map(show_gib, totals), show_gib(rank.total_host_bytes)
     )
@@ -207,7 +225,7 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
     if not plan.pinned:
         speed = plan.bytes_per_s(Target.OPTIMIZER_STATE)
         title += f",\n{Target.OPTIMIZER_STATE} at {speed / GB:g} GB/s (pageable)"
-    table = _new_table(title, "change", "target", "out GiB", "back GiB", "seconds")
+    table = new_table(title, "change", "target", "out GiB", "back GiB", "seconds")
     for transition in rank.transitions:
         label = f"{transition.source} to {transition.phase}"
         if not transition.traffic:
@@ -232,7 +250,7 @@ def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[Re
     speed = f"{plan.link_bytes_per_s / GB:g} GB/s"
     title = f"Activations that leave one rank: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
     in_flight = f"{facts.num_chunks_in_flight / facts.num_model_chunks:g} of them in flight"
-    table = _new_table(
+    table = new_table(
         f"{title}\n{in_flight}",
         "module",
         "MiB a layer",
@@ -317,14 +335,6 @@ def _per_host(needs: Sequence[RankNeed]) -> dict[str, int]:
 
 def _most_needed(needs: Sequence[RankNeed]) -> int:
     return max(_per_host(needs).values())
-
-
-def _new_table(title: str, first: str, *columns: str) -> RichTable:
-    table = RichTable(title=title, title_justify="left")
-    table.add_column(first)
-    for column in columns:
-        table.add_column(column, justify="right")
-    return table
 
 
 def _seconds(seconds: float) -> str:

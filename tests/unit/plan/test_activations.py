@@ -408,7 +408,7 @@ def test_the_plan_says_what_has_no_effect_and_what_does_not_fit(capsys):
 
 
 def test_nothing_is_printed_of_activations_that_stay(capsys):
-    assert "ctivations" not in printed(capsys)
+    assert "Activations that leave" not in printed(capsys)
     plan = json.loads(printed(capsys, "--json"))
     assert plan["activations"] is plan["stages"][0]["activations"] is None
 

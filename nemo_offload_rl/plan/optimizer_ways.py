@@ -1,0 +1,207 @@
+"""Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, on the CPU optimizer."""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config import RecipeError
+from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.plan import cpu_optimizer
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES
+from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
+from nemo_offload_rl.plan.planner import PlannedRun
+from nemo_offload_rl.residency.table import Phase, Target
+
+CPU_ADAM_PARAMS_PER_S = 3.9e9
+"""An assumption: 16 threads of the H200's host stepped 772 M parameters in 0.31 s without overlap, 0.11 s of which are
+their copies at the link's speed (docs/results/cpu_optimizer.md)."""
+
+_OPTIMIZER = "policy.megatron_cfg.optimizer"
+_CELLS = "policy.residency.table"
+_STATE = Target.OPTIMIZER_STATE
+
+
+@dataclass(frozen=True)
+class Way:
+    """One way to keep optimizer state, and the overrides of the recipe that turn it on.
+
+    Attributes:
+        name: of the way.
+        overrides: `key=value`, all that differ from the recipe.
+    """
+
+    name: str
+    overrides: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class PlannedWay:
+    """What a way takes on the rank that holds most on its GPU.
+
+    Attributes:
+        way: the way.
+        refusal: why the recipe cannot have it; empty where it can, and all numbers are 0 where it cannot.
+        training_bytes: of the GPU, for state in training and fp32 gradients of the optimizer's step.
+        generation_bytes: of the GPU, for what the policy keeps beside generation; 0 for an algorithm without.
+        engine_share: of the GPU, for the engine beside it; 0 without one that has a bound.
+        host_bytes: of the rank that takes most.
+        transfer_s: on the link in a step, for all targets, if nothing overlaps.
+        wait_s: of the optimizer's step alone: its copies, and the CPU's kernels, which the step waits for.
+    """
+
+    way: Way
+    refusal: str = ""
+    training_bytes: int = 0
+    generation_bytes: int = 0
+    engine_share: float = 0.0
+    host_bytes: int = 0
+    transfer_s: float = 0.0
+    wait_s: float = 0.0
+
+    def missing_bytes(self, gpu_bytes: int) -> int:
+        """Returns what a GPU lacks for it, activations and logits left out; 0 or less where it fits."""
+        engine = int(self.engine_share * gpu_bytes)
+        return max(self.training_bytes, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES - gpu_bytes
+
+
+def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
+    """Returns every way, the one first that a step waits least for.
+
+    Args:
+        policy: the recipe's section, validated.
+    """
+    optimizer = policy["megatron_cfg"]["optimizer"]
+    fractions = sorted({0.5, 1.0, cpu_optimizer.fraction(optimizer) or 1.0})
+    off = {f"{_OPTIMIZER}.optimizer_cpu_offload": "false", f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d": "false"}
+    on = {
+        f"{_OPTIMIZER}.optimizer_cpu_offload": "true",
+        f"{_OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d": "true",
+    }
+    if optimizer["optimizer"] == "adam":
+        on[f"{_OPTIMIZER}.use_precision_aware_optimizer"] = "true"
+    resident = _state_cells(policy, train="gpu", logprob="keep", refit="keep", generate="keep") | _flags(refit=False)
+    pinned = _state_cells(policy, train="gpu", refit="host", generate="host") | _flags(refit=True)
+    return (
+        _way(policy, "resident", off | resident),
+        _way(policy, "page-locked around refit", off | pinned),
+        _way(policy, "streamed", off | pinned | {f"{_CELLS}.train.optimizer_state": "streamed"}),
+        *(
+            _way(policy, f"CPU optimizer, {share:g}", on | pinned | {f"{_OPTIMIZER}.optimizer_offload_fraction": share})
+            for share in fractions
+        ),
+    )
+
+
+def plan_ways(policy: Mapping[str, Any], plan_with: Callable[[Sequence[str]], PlannedRun]) -> tuple[PlannedWay, ...]:
+    """Plan every way of a recipe.
+
+    Args:
+        policy: its section, validated.
+        plan_with: plans the recipe with further overrides; raises a ValueError where they do not go with it.
+    """
+    return tuple(_planned(way, plan_with) for way in ways(policy))
+
+
+def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int) -> PlannedWay | None:
+    """Returns the way with the least waiting that a GPU has room for; None where there is none."""
+    fitting = [one for one in planned if not one.refusal and one.missing_bytes(gpu_bytes) <= 0]
+    # Of equal waits the first: its copies beside other phases are fewer.
+    return min(fitting, key=lambda one: one.wait_s, default=None)
+
+
+def reason(planned: Sequence[PlannedWay], gpu_bytes: int) -> str:
+    """Returns one sentence: which way a GPU of this size takes, and why."""
+    chosen, size = fastest_that_fits(planned, gpu_bytes), show_gib(gpu_bytes)
+    others = [one for one in planned if one is not chosen and not one.refusal]
+    if chosen is None:
+        least = min((one.missing_bytes(gpu_bytes) for one in others), default=0)
+        return (
+            f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them; more GPUs, "
+            "a smaller policy.generation.vllm_cfg.gpu_memory_utilization or model parallelism would help."
+        )
+    left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.training_bytes)
+    faster = [one for one in others if one.wait_s <= chosen.wait_s and one.missing_bytes(gpu_bytes) > 0]
+    why = "a step waits for no copies of it"
+    if faster:
+        lacks = ", ".join(f"{one.way.name} lacks {show_gib(one.missing_bytes(gpu_bytes))}" for one in faster)
+        why = f"it is the fastest that fits ({lacks} GiB)"
+    elif chosen.wait_s:
+        why = "it is the fastest that the recipe can have"
+    return (
+        f"For a GPU of {size} GiB take {chosen.way.name}, since {why}; it leaves {left} GiB in training for "
+        "activations and logits, which are not counted here."
+    )
+
+
+def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> PlannedWay:
+    try:
+        run = plan_with(way.overrides)
+    except RecipeError as error:
+        return PlannedWay(way, refusal=f"{error.problems[0].path}: {error.problems[0].message}")
+    except ValueError as error:
+        return PlannedWay(way, refusal=str(error).partition("\n")[0])
+    ranks = run.plan.ranks
+    phases = ranks[0].gpu_bytes
+    return PlannedWay(
+        way,
+        training_bytes=max(_training_bytes(rank) for rank in ranks),
+        generation_bytes=max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in ranks)
+        if Phase.GENERATE in phases
+        else 0,
+        engine_share=run.engine.share if run.engine is not None else 0.0,
+        host_bytes=max(rank.total_host_bytes for rank in ranks),
+        transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
+        wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
+    )
+
+
+def _training_bytes(rank: RankPlan) -> int:
+    return sum(rank.gpu_bytes[Phase.TRAIN].values()) + rank.step_grad_bytes
+
+
+def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
+    moves = [move for transition in rank.transitions for move in transition.traffic] + [*rank.step_traffic]
+    return sum(move.seconds for move in moves) + _cpu_copies_s(rank, link_bytes_per_s)
+
+
+def _wait_s(rank: RankPlan, link_bytes_per_s: float) -> float:
+    # With overlap, copies run beside the kernels: the slower of the two is waited for.
+    on_cpu = max(rank.facts.num_cpu_optimizer_params / CPU_ADAM_PARAMS_PER_S, _cpu_copies_s(rank, link_bytes_per_s))
+    return sum(move.seconds for move in rank.step_traffic) + on_cpu
+
+
+def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
+    """Both ways at once, as with overlap."""
+    nbytes = rank.facts.num_cpu_optimizer_params * cpu_optimizer.COPIED_SIZE
+    return nbytes / (link_bytes_per_s * TWO_WAY_SHARE)
+
+
+def _flags(*, refit: bool) -> dict[str, str]:
+    on = str(refit).lower()
+    return {
+        "policy.offload_optimizer_for_refit": on,
+        **({} if refit else {"policy.offload_optimizer_for_logprob": on}),
+        **({"policy.use_pinned_optimizer_offload": on} if refit else {}),
+    }
+
+
+def _state_cells(policy: Mapping[str, Any], **wanted: str) -> dict[str, str]:
+    """The cells that the recipe has written itself: they win over flags, and have to agree with them."""
+    table = policy["residency"]["table"] or {}
+    written = {phase for phase, cells in table.items() if _STATE in cells}
+    return {f"{_CELLS}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}
+
+
+def _way(policy: Mapping[str, Any], name: str, wanted: Mapping[str, Any]) -> Way:
+    return Way(name, tuple(_differing(policy, wanted)))
+
+
+def _differing(policy: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator[str]:
+    for key, value in wanted.items():
+        found: Any = policy
+        for part in key.split(".")[1:]:
+            found = found[part] if isinstance(found, Mapping) and part in found else None
+        is_off = found is None and value == "false"
+        same = str(found).lower() == str(value).lower() or is_off
+        if not same:
+            yield f"{'++' if found is None or '.table.' in key else ''}{key}={value}"

@@ -1,0 +1,73 @@
+"""Prints the ways that optimizer state may take, and the one for a GPU of a given size."""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from rich.console import RenderableType
+from rich.table import Table as RichTable
+from rich.text import Text
+
+from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, PlannedWay, fastest_that_fits, reason
+
+
+def new_table(title: str, first: str, *columns: str) -> RichTable:
+    """Makes a table whose first column is of words and all others of numbers."""
+    table = RichTable(title=title, title_justify="left")
+    table.add_column(first)
+    for column in columns:
+        table.add_column(column, justify="right")
+    return table
+
+
+def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str) -> Iterator[RenderableType]:
+    """The ways in a table, and with a GPU's size the one to take and the overrides that turn it on.
+
+    Args:
+        planned: what each takes.
+        gpu_bytes: memory of the GPU; None to choose none.
+        link: the link's speed, and where it is from.
+    """
+    yield ""
+    title = f"Ways to keep optimizer state, a rank; GiB, and seconds at {link}"
+    columns = ["GPU in training", "GPU beside generation", "host memory", "transfers of a step, s", "a step waits, s"]
+    table = new_table(title, "way", *columns, *([] if gpu_bytes is None else ["fits"]))
+    for one in planned:
+        if one.refusal:
+            continue
+        sizes = map(show_gib, (one.training_bytes, one.generation_bytes, one.host_bytes))
+        seconds = f"{one.transfer_s:.3f}", f"{one.wait_s:.3f}"
+        table.add_row(one.way.name, *sizes, *seconds, *([] if gpu_bytes is None else [_verdict(one, gpu_bytes)]))
+    yield table
+    for one in planned:
+        if one.refusal:
+            yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
+    yield Text(
+        "  GPU memory without activations and logits; transfers if nothing overlaps;\n"
+        f"  the CPU optimizer with overlap, its kernels at an assumed {CPU_ADAM_PARAMS_PER_S / 1e9:g} G parameters a s",
+        style="dim",
+    )
+    if gpu_bytes is None:
+        yield Text("  --gpu-memory GIB names the way for a GPU of that size", style="dim")
+        return
+    yield Text(reason(planned, gpu_bytes))
+    chosen = fastest_that_fits(planned, gpu_bytes)
+    if chosen is not None:
+        yield Text("\n".join(f"    {line}" for line in chosen.way.overrides) or "    the recipe has it so already")
+
+
+def ways_json(planned: Sequence[PlannedWay], gpu_bytes: int | None) -> dict[str, Any]:
+    """The same as plain values; sizes in bytes."""
+    chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes)
+    return {
+        "ways": [dataclasses.asdict(one) for one in planned],
+        "gpu_bytes": gpu_bytes,
+        "chosen": None if chosen is None else chosen.way.name,
+        "reason": None if gpu_bytes is None else reason(planned, gpu_bytes),
+    }
+
+
+def _verdict(one: PlannedWay, gpu_bytes: int) -> str:
+    missing = one.missing_bytes(gpu_bytes)
+    return "yes" if missing <= 0 else f"lacks {show_gib(missing)}"

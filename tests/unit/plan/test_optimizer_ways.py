@@ -1,0 +1,118 @@
+"""The ways to keep optimizer state, against hand counts of a model of 1,543,714,304 parameters in bf16."""
+
+import json
+
+import pytest
+
+from nemo_offload_rl.cli import main
+from nemo_offload_rl.config import load
+from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, fastest_that_fits, plan_ways, reason
+from nemo_offload_rl.plan.planner import plan_run
+from tests.unit.plan.test_report import BENCHMARK, printed, row
+from tools.public_models import QWEN2_5_1_5B
+
+N = 1_543_714_304
+OPTIMIZER = "policy.megatron_cfg.optimizer"
+STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
+CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
+
+
+def planned(*overrides):
+    def plan_with(more):
+        config = load(BENCHMARK, [*overrides, *more]).config
+        return plan_run(config, QWEN2_5_1_5B, algorithm="grpo", link_bytes_per_s=50e9)
+
+    ways = plan_ways(load(BENCHMARK, list(overrides)).config["policy"], plan_with)
+    return {one.way.name: one for one in ways}
+
+
+def test_every_ways_bytes_and_seconds():
+    ways = planned()
+    state = {name: (one.training_bytes, one.generation_bytes, one.host_bytes) for name, one in ways.items()}
+    params_and_grads, reference_and_params = 4 * N, 4 * N
+    assert state == {
+        "resident": (params_and_grads + 10 * N, 10 * N, reference_and_params),
+        "page-locked around refit": (params_and_grads + 10 * N, 0, reference_and_params + 10 * N),
+        "streamed": (params_and_grads + 512 * MIB, 0, reference_and_params + 10 * N),
+        # What is stepped on the GPU has float32 state there, and float32 gradients during the step.
+        "CPU optimizer, 0.5": (params_and_grads + (12 + 4) * N // 2, 0, reference_and_params + (12 + 16) * N // 2),
+        "CPU optimizer, 1": (params_and_grads, 0, reference_and_params + 16 * N),
+    }
+    both_ways = 50e9 * 0.92
+    assert [one.wait_s for one in ways.values()] == pytest.approx(
+        [0, 0, 10 * N / both_ways, N / 2 / CPU_ADAM_PARAMS_PER_S, N / CPU_ADAM_PARAMS_PER_S]
+    )
+    others = ways["resident"].transfer_s
+    assert ways["streamed"].transfer_s - others == pytest.approx(10 * N / both_ways)
+    assert ways["page-locked around refit"].transfer_s - others == pytest.approx(2 * 10 * N / 50e9)
+    assert ways["CPU optimizer, 1"].transfer_s - others == pytest.approx(4 * N / both_ways)
+
+
+def test_without_the_precision_aware_optimizer_a_step_has_fp32_gradients_unless_the_buffer_has_them():
+    aware = f"{OPTIMIZER}.use_precision_aware_optimizer=false"
+    assert planned(aware)["resident"].training_bytes == (4 + 12 + 4) * N
+    in_fp32 = "policy.megatron_cfg.distributed_data_parallel_config.grad_reduce_in_fp32=true"
+    assert planned(aware, in_fp32)["resident"].training_bytes == (2 + 4 + 12) * N
+    assert planned(aware)["streamed"].training_bytes == (4 + 4) * N + 512 * MIB
+
+
+@pytest.mark.parametrize("start", [[], [STREAMED], [*CPU, f"{OPTIMIZER}.optimizer_offload_fraction=1.0"]])
+def test_the_overrides_of_a_way_turn_it_on_from_any_other(start):
+    ways, plain = planned(*start), planned()
+    for name, one in ways.items():
+        assert not one.refusal
+        again = planned(*start, *one.way.overrides)
+        assert again[name].way.overrides == ()
+        assert (one.training_bytes, one.wait_s) == (plain[name].training_bytes, plain[name].wait_s)
+
+
+@pytest.mark.parametrize(
+    ("gib", "name"),
+    [
+        (40, "resident"),
+        (20, "CPU optimizer, 0.5"),
+        (16, "streamed"),
+        (8, "CPU optimizer, 1"),
+        (4, None),
+    ],
+)
+def test_the_fastest_that_fits(gib, name):
+    ways = list(planned().values())
+    chosen = fastest_that_fits(ways, gib * GIB)
+    assert (chosen and chosen.way.name) == name
+    assert reason(ways, gib * GIB).startswith(f"For a GPU of {gib}.00 GiB take {name}" if name else "No way fits a GPU")
+
+
+def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
+    scaled = [f"++{OPTIMIZER}.exp_avg_dtype=bfloat16"]
+    ways = planned(*scaled)
+    assert [name for name, one in ways.items() if one.refusal] == ["streamed", "CPU optimizer, 0.5", "CPU optimizer, 1"]
+    assert ways["streamed"].refusal.startswith(f"{OPTIMIZER}.exp_avg_dtype: must be float32 with policy.residency")
+    text = printed(capsys, BENCHMARK, *scaled, "--gpu-memory", "16")
+    assert f"not with this recipe: streamed: {OPTIMIZER}.exp_avg_dtype: must be float32" in " ".join(text.split())
+    assert "No way fits a GPU of 16.00 GiB, which lacks " in text
+
+
+def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
+    text = printed(capsys, BENCHMARK, "--gpu-memory", "16")
+    assert row(text, "streamed")[-1] == "yes"
+    assert row(text, "resident")[-1] == "lacks 6.13"
+    assert "For a GPU of 16.00 GiB take streamed, since it is the fastest that fits" in text
+    assert text.rstrip().endswith(STREAMED)
+    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--json"))["optimizer_state_ways"]
+    assert values["chosen"] == "streamed"
+    assert values["ways"][2]["way"]["overrides"] == [STREAMED]
+    assert main(["plan", BENCHMARK, "--gpu-memory", "0"]) == 2
+    assert "--gpu-memory is a size in GiB above 0" in capsys.readouterr().err
+
+
+def test_the_link_of_an_earlier_run(capsys, tmp_path):
+    moved = {"gb_per_s": 36.0, "share_of_link": 0.9}
+    metrics = {f"residency/refit/optimizer_state/{name}": value for name, value in moved.items()}
+    both_ways = {"residency/train/optimizer_state/gb_per_s": 80.0, "residency/train/optimizer_state/share_of_link": 1}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps({"step": 1} | metrics | both_ways) + "\n")
+    text = printed(capsys, BENCHMARK, "--link-of", str(tmp_path))
+    assert "seconds at 40 GB/s, measured by the run in" in text
+    assert main(["plan", BENCHMARK, "--link-of", str(tmp_path / "none")]) == 2
+    assert "has no share_of_link" in capsys.readouterr().err
