@@ -3,7 +3,7 @@
 import ast
 import inspect
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from typing import Annotated, Any, NotRequired, Required, Union, get_args, get_origin, get_type_hints, is_typeddict
@@ -42,14 +42,10 @@ class Key:
         return key_comments(self.owner)[self.name] if self.owner is not None else ""
 
 
-def schema_keys(root: type) -> dict[str, Key]:
-    """Returns all keys of an algorithm's schema, by path, sections before their keys."""
-    return dict(_keys_of(root))
-
-
 @cache
-def _keys_of(root: type) -> tuple[tuple[str, Key], ...]:
-    return tuple((key.path, key) for key in _walk(root, ""))
+def schema_keys(root: type) -> Mapping[str, Key]:
+    """Returns all keys of an algorithm's schema, by path, sections before their keys."""
+    return types.MappingProxyType({key.path: key for key in _walk(root, "")})
 
 
 def _walk(annotation: Any, path: str) -> Iterator[Key]:

@@ -8,6 +8,7 @@ import operator
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 from omegaconf.errors import OmegaConfBaseException
@@ -121,11 +122,10 @@ class Resolver:
             return self._refer(path, text[2:-1])
         self._check_size(text)
         # The grammar's tables take 0.1 s to import.
-        from omegaconf.grammar_parser import parse
         from omegaconf.grammar_visitor import GrammarVisitor
 
         try:
-            tree = parse(text)
+            tree = _parse(text)
         except OmegaConfBaseException as error:
             message = f"{show(text)} is no interpolation such as ${{section.key}} ({_first_line(error)})"
             raise InterpolationError(message, f"{path} is no interpolation") from error
@@ -227,6 +227,14 @@ def nesting(text: str) -> int:
         elif character in "]})" and depth:
             depth -= 1
     return deepest
+
+
+@lru_cache(maxsize=128)
+def _parse(text: str) -> Any:
+    """Parse an interpolation; the same few stand in every recipe, and a recipe with a warm start has them twice."""
+    from omegaconf.grammar_parser import parse
+
+    return parse(text)
 
 
 def _call(name: str, args: tuple[Any, ...]) -> Any:

@@ -1,12 +1,13 @@
 """Recipes that tests of the schema start from."""
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from nemo_offload_rl.config import RecipeError, load
+from nemo_offload_rl.config import Recipe, RecipeError, ValidatedRecipe, load
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 DATA = Path(__file__).parent / "data"
@@ -19,6 +20,35 @@ def each_of(broken: Mapping[str, Sequence[Any]]) -> pytest.MarkDecorator:
     """Parametrizes by the `overrides` that break rules, and the `message` of each; `broken` has those of each rule."""
     cases = [case for cases in broken.values() for case in cases]
     return pytest.mark.parametrize(("overrides", "message"), cases, ids=lambda value: str(value)[-60:])
+
+
+@pytest.fixture(autouse=True, scope="session")
+def warm_starts_of_examples_are_checked_once() -> Iterator[None]:
+    """The tiny GRPO recipe names an SFT recipe that no test changes; checking it is half of the time of a `load`."""
+    module = sys.modules[load.__module__]
+    read_recipe, validate = module.read_recipe, module.validate
+    read: dict[tuple[Path, tuple[str, ...]], Recipe] = {}
+    checked: dict[int, ValidatedRecipe] = {}
+
+    def read_once(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
+        if given_in is None or Path(path).parent != CONFIGS:  # no warm start, or one that a test wrote
+            return read_recipe(path, overrides, given_in)
+        key = Path(path), tuple(overrides)
+        if key not in read:
+            read[key] = read_recipe(path, overrides, given_in)
+        return read[key]
+
+    def validate_once(recipe: Recipe) -> ValidatedRecipe:
+        if not any(recipe is known for known in read.values()):
+            return validate(recipe)
+        if id(recipe) not in checked:
+            checked[id(recipe)] = validate(recipe)
+        return checked[id(recipe)]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "read_recipe", read_once)
+        patch.setattr(module, "validate", validate_once)
+        yield
 
 
 @pytest.fixture
