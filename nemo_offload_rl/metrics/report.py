@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from nemo_offload_rl.metrics.plot import plot_training
+from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX, mean_in_phase
 
 __all__ = ["LiveProgress", "phase_seconds", "phase_table", "plot_training"]
 
@@ -38,6 +39,7 @@ HEADLINES = (
     Headline("p(answer)", "validation/answer_probability", ".3f"),
     Headline("KL", "train/kl_penalty", ".2e"),
     Headline("tokens/s", "performance/tokens_per_sec", ",.0f"),
+    Headline("MFU", f"{UTILIZATION_PREFIX}training", ".1%"),
 )
 
 
@@ -111,6 +113,8 @@ def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
 def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
     """Sums up the phases of a run's steps: calls, total and mean seconds, share of the steps' time.
 
+    Phases whose FLOPs are known also have TFLOP/s a GPU and, where its peak is known, the share of that.
+
     Args:
         rows: The steps' metrics, as `read_metrics` gives them. Where they have `timing/train/total_step_time`, the time
             of steps outside their phases is a row of its own; elsewhere (a validation before the first step) a row's
@@ -132,8 +136,13 @@ def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
     table.add_column("phase")
     for column in ("calls", "total s", "mean s", "share"):
         table.add_column(column, justify="right")
+    measured = [column for column in _COMPUTE_COLUMNS if any(mean_in_phase(rows, column[1], name) for name in totals)]
+    for title, _, _ in measured:
+        table.add_column(title, justify="right")
     for phase, seconds in sorted(totals.items(), key=lambda item: -item[1]):
-        _add_phase_row(table, phase, calls[phase], seconds, whole)
+        means = [(mean_in_phase(rows, prefix, phase), number_format) for _, prefix, number_format in measured]
+        cells = ["" if mean is None else format(mean, number_format) for mean, number_format in means]
+        _add_phase_row(table, phase, calls[phase], seconds, whole, *cells)
     if num_steps:
         _add_phase_row(table, "outside the phases", num_steps, whole - sum(totals.values()), whole)
         table.add_section()
@@ -141,9 +150,13 @@ def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
     return table
 
 
-def _add_phase_row(table: Table, phase: str, calls: int, seconds: float, whole: float) -> None:
+# Title, beginning of the metric's name, format of the number. A tiny model on a CPU reaches parts of a TFLOP/s.
+_COMPUTE_COLUMNS = (("TFLOP/s a GPU", TFLOPS_PREFIX, ".4g"), ("of peak", UTILIZATION_PREFIX, ".1%"))
+
+
+def _add_phase_row(table: Table, phase: str, calls: int, seconds: float, whole: float, *cells: str) -> None:
     share = f"{seconds / whole:.1%}" if whole > 0 else ""
-    table.add_row(phase, str(calls), f"{seconds:.2f}", f"{seconds / calls:.3f}", share)
+    table.add_row(phase, str(calls), f"{seconds:.2f}", f"{seconds / calls:.3f}", share, *cells)
 
 
 def _values_line(values: Sequence[tuple[str, str]]) -> Text:

@@ -13,6 +13,7 @@ from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.metrics.names import memory_metrics, residency_metrics, training_metrics
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.metrics.timer import Timer
+from nemo_offload_rl.run.model_flops import ModelFlops
 from nemo_offload_rl.run.policy_interface import Policy
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
@@ -33,6 +34,7 @@ class Algorithm(ABC):
         self._policy = policy
         self._data = data
         self._save_optimizer = save_optimizer
+        self._flops = ModelFlops(policy)
         # Answers of the newest validation that are to be shown; of an algorithm that samples none, none.
         self.validation_answers: Sequence[JudgedAnswer] = ()
 
@@ -47,12 +49,16 @@ class Algorithm(ABC):
     def _train(
         self, batch: BatchedData, loss_fn: LossFunction, timer: Timer, *, gbs: int, mbs: int
     ) -> dict[str, float]:
-        """Trains on a batch; returns the metrics of training, of what moved, and of memory."""
+        """Trains on a batch; returns the metrics of training, what GPUs reached in it, what moved, and memory.
+
+        Log-prob phases of this step that the timer knows are taken to be of the same batch.
+        """
         with timer.phase("training"):
             result = self._policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
         return (
             training_metrics(result)
             | {"train/num_tokens": float(batch["input_lengths"].sum())}
+            | self._flops.metrics(batch["input_lengths"].tolist(), timer.seconds())
             | residency_metrics(self._policy.residency_metrics())
             | memory_metrics("policy", self._policy.memory_stats())
         )

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.run.weight_sync import WeightSource
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest
@@ -57,6 +58,12 @@ class Policy(WeightSource, Protocol):
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns what moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, host memory."""
+
+    def flop_model(self) -> FlopModel | None:
+        """What the model's FLOPs follow from; None where they are not known."""
+
+    def gpu_names(self) -> list[str]:
+        """The name of each rank's GPU, or of its kind of device without one."""
 
     def shutdown(self) -> None:
         """Ends the policy's processes."""

@@ -14,6 +14,7 @@ from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
+from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -234,6 +235,15 @@ class PolicyWorkerGroup:
         metrics = worst_of_ranks(self._run("residency_metrics", from_all_ranks=True))
         relay(self._actors)
         return metrics
+
+    def flop_model(self) -> FlopModel | None:
+        """What the model's FLOPs follow from; None for a family, or a field, that is not counted."""
+        model: FlopModel | None = self._run("flop_model")[0]
+        return model
+
+    def gpu_names(self) -> list[str]:
+        """The name of each rank's GPU; "cpu" without one."""
+        return self._run("gpu_name", from_all_ranks=True)
 
     # ---- life
 

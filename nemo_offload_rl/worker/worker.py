@@ -25,6 +25,7 @@ from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
@@ -105,7 +106,7 @@ class MegatronPolicyWorker:
             undo.callback(parallel.destroy)
             self._stream = ComputeStream(self.device, captures=captures)
             undo.callback(self._stream.close)
-            facts = hf_config.to_dict()  # before the bridge changes the config
+            facts = self._model_fields = hf_config.to_dict()  # before the bridge changes the config
             streamed = plan.streams_optimizer_state
             self.state: Final = build(config, hf_config, seed=seed, init_optimizer=init_optimizer, streamed=streamed)
             undo.callback(self.state.close)
@@ -360,6 +361,14 @@ class MegatronPolicyWorker:
         self._checkpoints.load(folder)
 
     # --- the rest ---------------------------------------------------------------------------------------------------
+
+    def flop_model(self) -> FlopModel | None:
+        """What the model's FLOPs follow from; None where its sizes are not counted (plan/architecture.py)."""
+        return flop_model_if_known(self._model_fields, self._config)
+
+    def gpu_name(self) -> str:
+        """The name of this rank's GPU; "cpu" without one."""
+        return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def memory_stats(self) -> dict[str, float]:
         """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""

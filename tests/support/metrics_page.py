@@ -15,6 +15,7 @@ def undocumented(names: Iterable[str]) -> list[str]:
 
 def _as_on_page(name: str) -> str:
     name = re.sub(r"^timing/train/(?!total)\w+$", "timing/train/PHASE", name)
+    name = re.sub(r"^performance/(tflops_per_gpu|model_flop_utilization)/\w+$", r"performance/\1/PHASE", name)
     name = re.sub(r"^residency/\w+/\w+/", "residency/PHASE/TARGET/", name)
     name = re.sub(r"^residency/(?!PHASE)\w+/", "residency/PHASE/", name)
     return re.sub(r"_after_gib$", "_before_gib", name)  # the page has "..._after_gib" beside it

@@ -152,6 +152,12 @@ class ToyPolicy:
         Path(folder).mkdir(parents=True, exist_ok=True)
         (Path(folder) / "model.safetensors").write_bytes(save({"table": self.table.detach().contiguous()}))
 
+    def flop_model(self):
+        return None  # a table has no layers
+
+    def gpu_names(self):
+        return ["cpu"]
+
     def memory_stats(self) -> dict[str, float]:
         return {}
 

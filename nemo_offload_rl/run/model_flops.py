@@ -1,0 +1,53 @@
+"""Measures what share of the GPUs' peak the phases of a step reach, from the lengths of the rows that they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+from nemo_offload_rl.metrics.utilization import bf16_peak_tflops, utilization_metrics
+from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
+
+if TYPE_CHECKING:
+    from nemo_offload_rl.run.policy_interface import Policy
+
+# How many forward passes' FLOPs a phase takes.
+PASSES = {"training": TRAINING_PASSES, "logprobs": 1, "reference_logprobs": 1}
+
+
+class ModelFlops:
+    """Counts a policy's FLOPs in each phase of a step.
+
+    Args:
+        policy: asked for its model and GPUs once, when they are first needed, since it may still be being built.
+    """
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+
+    @cached_property
+    def _model(self) -> FlopModel | None:
+        return self._policy.flop_model()
+
+    @cached_property
+    def _gpu_names(self) -> list[str]:
+        return self._policy.gpu_names()
+
+    def metrics(self, lengths: Sequence[int], seconds: Mapping[str, float]) -> dict[str, float]:
+        """Returns `performance/tflops_per_gpu/PHASE`, and the share of the peak where that is known.
+
+        Args:
+            lengths: tokens of each row of the batch, over all ranks, without padding.
+            seconds: of the step's phases so far; those of `PASSES` are measured.
+
+        Returns:
+            Nothing for a model whose FLOPs are not known.
+        """
+        if self._model is None:
+            return {}
+        forward = self._model.forward_flops(lengths)
+        flops = {phase: passes * forward for phase, passes in PASSES.items() if phase in seconds}
+        names = self._gpu_names
+        peak = bf16_peak_tflops(names) if self._model.precision == "bfloat16" else None
+        return utilization_metrics(flops, seconds, num_gpus=len(names), peak_tflops=peak)

@@ -1,0 +1,84 @@
+"""Model FLOPs against torch's counter on tiny models, and one by hand."""
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from nemo_offload_rl.plan.flops import TRAINING_PASSES, attention_pairs, flop_model_if_known, read_flop_model
+
+LENGTH = 24
+POLICY = {"precision": "float32", "megatron_cfg": {}}
+SIZES = {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key not in ("model_type", "head_dim")}
+MODELS = {
+    "grouped_queries": TINY_QWEN3,
+    "untied_llama": SIZES | {"model_type": "llama", "tie_word_embeddings": False},
+    "experts": TINY_QWEN3_MOE,
+    "first_layer_dense": TINY_QWEN3_MOE | {"mlp_only_layers": [0]},
+}
+
+
+def config_of(fields):
+    fields = dict(fields)
+    return AutoConfig.for_model(fields.pop("model_type"), **fields)
+
+
+def counted(fields, *, backward: bool) -> int:
+    """FLOPs by torch's counter, without the table of rotary embeddings."""
+    config = config_of(fields)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+    with FlopCounterMode(display=False) as counter:
+        tokens = torch.randint(0, config.vocab_size, (1, LENGTH))
+        loss = model(input_ids=tokens, use_cache=False).logits.sum()
+        if backward:
+            loss.backward()
+    rotary = sum(
+        sum(flops.values()) for name, flops in counter.get_flop_counts().items() if name.endswith("rotary_emb")
+    )
+    return counter.get_total_flops() - rotary
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("passes", [1, TRAINING_PASSES])
+def test_flops_are_those_that_torch_counts(name, passes):
+    """Torch's eager attention computes all pairs, causal or not; what is above the diagonal is added for that."""
+    model = read_flop_model(config_of(MODELS[name]).to_dict(), POLICY)
+    sizes = model.architecture
+    masked = LENGTH * LENGTH - attention_pairs(LENGTH)
+    above_diagonal = sizes.num_layers * 4 * sizes.num_heads * sizes.head_dim * masked
+    assert passes * (model.forward_flops([LENGTH]) + above_diagonal) == counted(MODELS[name], backward=passes > 1)
+
+
+def test_a_model_is_counted_by_hand():
+    fields = {
+        "model_type": "qwen3", "hidden_size": 8, "intermediate_size": 16, "num_hidden_layers": 2,
+        "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 4, "vocab_size": 10,
+        "tie_word_embeddings": True,
+    }  # fmt: skip
+    model = read_flop_model(config_of(fields).to_dict(), POLICY)
+    # A layer: queries 128, keys and values 64 each, output 128, three products of the MLP 256 each; logits 160.
+    assert model.per_token == 2 * (128 + 64 + 64 + 128 + 3 * 256) + 160
+    # Of 3 tokens 6 pairs, of 1 token 1, each 4 x 2 heads x 4 a layer.
+    assert model.forward_flops([3, 1]) == 4 * model.per_token + 2 * 32 * (6 + 1)
+
+
+def test_pairs_of_a_window_are_those_of_its_mask():
+    for length, window in ((5, None), (5, 2), (5, 5), (3, 8), (1, 1)):
+        reach = length if window is None else window
+        assert attention_pairs(length, window) == sum(
+            query - reach < key <= query for query in range(length) for key in range(length)
+        )
+
+
+def test_windows_are_those_of_the_layers():
+    fields = SIZES | {"num_hidden_layers": 2, "sliding_window": 4}
+    mistral = read_flop_model(config_of(fields | {"model_type": "mistral"}).to_dict(), POLICY)
+    assert mistral.windows == (4, 4)
+    qwen = config_of(fields | {"model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 1})
+    assert read_flop_model(qwen.to_dict(), POLICY).windows == (None, 4)
+    assert read_flop_model(config_of(TINY_QWEN3).to_dict(), POLICY).windows == (None,) * TINY_QWEN3["num_hidden_layers"]
+
+
+def test_a_family_that_is_not_counted_has_no_flops():
+    assert flop_model_if_known({"model_type": "gemma3"}, POLICY) is None
