@@ -13,13 +13,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 from rich.text import Text
 
+from nemo_offload_rl.metrics.phases import STEP_SECONDS, phase_seconds
 from nemo_offload_rl.metrics.plot import plot_training
 from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX, mean_in_phase
 
 __all__ = ["LiveProgress", "phase_seconds", "phase_table", "plot_training"]
-
-PHASE_PREFIX = "timing/train/"
-STEP_SECONDS = "total_step_time"
 
 
 @dataclass(frozen=True)
@@ -99,15 +97,6 @@ class LiveProgress:
         if phases:
             parts.append(f"{total:.2f} s ({', '.join(f'{name} {seconds:.2f}' for name, seconds in phases.items())})")
         return "  ".join(parts)
-
-
-def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the seconds a phase among a step's metrics: those named timing/train/PHASE."""
-    return {
-        name.removeprefix(PHASE_PREFIX): seconds
-        for name, seconds in metrics.items()
-        if name.startswith(PHASE_PREFIX) and seconds is not None
-    }
 
 
 def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:

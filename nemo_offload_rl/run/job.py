@@ -22,6 +22,7 @@ from nemo_offload_rl.metrics.moves import moves_table
 from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.report import LiveProgress, phase_table, plot_training
 from nemo_offload_rl.metrics.samples import JudgedAnswer, as_plain_text, samples_markdown, samples_table
+from nemo_offload_rl.metrics.timeline import plot_step
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpu_monitor import GpuMetrics, NoGpuMetrics, watch_gpus
 from nemo_offload_rl.run.algorithm import Algorithm
@@ -50,7 +51,7 @@ from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver,
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import DiskFullError, full_disk_in_words
+from nemo_offload_rl.storage.disk import full_disk_in_words
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -281,17 +282,29 @@ class Job:
         console.print(f"{self.algorithm.upper()} ended after step {rows[-1]['step'] if rows else 0}: {reason.value}.")
         places = {"metrics": run_dir / METRICS_FILE, "log": run_dir / LOG_FILE}
         if any(name.startswith("train/") for row in rows for name in row):
-            try:
-                with full_disk_in_words(run_dir):
-                    places["curves"] = plot_training(run_dir, self.algorithm)
-            except DiskFullError as error:
-                _say(console, f"There is no picture of the curves: {error}.")
+            places |= _draw(
+                run_dir,
+                {"curves": partial(plot_training, run_dir, self.algorithm), "timeline": partial(plot_step, run_dir)},
+                console,
+            )
         section = self.config["checkpointing"]
         if section["enabled"]:
             places["checkpoints"] = Path(section["checkpoint_dir"])
         if (run_dir / HF_FOLDER).exists():
             places["model"] = run_dir / HF_FOLDER
         _say(console, ", ".join(f"{what}: {place}" for what, place in places.items()))
+
+
+def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Console) -> dict[str, Path]:
+    """Draws pictures and returns their files; one that cannot be drawn is told of."""
+    drawn = {}
+    for what, draw in pictures.items():
+        try:
+            with full_disk_in_words(run_dir):
+                drawn[what] = draw()
+        except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
+            _say(console, f"There is no picture of the {what}: {error}.")
+    return drawn
 
 
 def _say(console: Console, text: str, style: str | None = None) -> None:

@@ -25,6 +25,7 @@ def test_a_run_logs_every_step_and_leaves_what_it_promises(grpo_run):
     assert metrics[4]["train/kl_penalty"] > 0
     run = grpo_run.folder / "logs" / "exp_001"
     assert (run / "grpo.png").stat().st_size > 10_000
+    assert (run / "step_timeline.png").stat().st_size > 10_000
     assert (run / "run.log").is_file()
     assert list(run.rglob("events.out.tfevents.*"))
     assert sorted(path.name for path in (grpo_run.folder / "checkpoints").iterdir()) == ["step_2", "step_4"]

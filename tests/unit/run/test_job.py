@@ -88,6 +88,7 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     run_dir = tmp_path / "logs" / "exp_001"
     assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
     assert (run_dir / "sft.png").stat().st_size > 1000
+    assert (run_dir / "step_timeline.png").stat().st_size > 1000
     assert "sft ends: all steps are done" in (run_dir / "run.log").read_text()
     assert load_file(run_dir / "hf" / "model.safetensors")["table"].shape == (196, 14)
     assert load_tokenizer(str(run_dir / "hf")).decode([0, 9, 2]) == "092"
@@ -99,6 +100,17 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     assert "SFT 3/4" in shown(session)
     assert "Where the time went" in shown(session)
     assert "│ train     │ optimizer state │ 4.000 │" in shown(session)
+
+
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypatch):
+    def fail(run_dir):
+        raise TypeError("an axis has no length")
+
+    monkeypatch.setattr("nemo_offload_rl.run.job.plot_step", fail)
+    overrides = ("sft.max_num_steps=1", "checkpointing.enabled=false")
+    assert make_job(tmp_path, *overrides).run(session) == Ending(StopReason.STEPS, is_saved=True)
+    assert "There is no picture of the timeline: an axis has no length." in shown(session)
+    assert (tmp_path / "logs" / "exp_001" / "sft.png").is_file()
 
 
 def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):

@@ -1,0 +1,94 @@
+import pytest
+from matplotlib.image import imread
+
+from nemo_offload_rl.metrics.logger import RunLogger
+from nemo_offload_rl.metrics.timeline import (
+    OUTSIDE,
+    copy_bars,
+    memory_bars,
+    phase_bars,
+    plot_step,
+    typical_step,
+)
+
+STEP = {
+    "timing/train/refit": 1.0,
+    "timing/train/generation": 4.0,
+    "timing/train/logprobs": 2.0,
+    "timing/train/training": 2.5,
+    "timing/train/total_step_time": 10.0,
+    "performance/tflops_per_gpu/training": 400.0,
+    "performance/model_flop_utilization/training": 0.404,
+    "residency/refit/optimizer_state/gb": 6.25,
+    "residency/refit/optimizer_state/copy_s": 0.5,
+    "residency/refit/optimizer_state/exposed_s": 0.0,
+    "residency/generate/params/gb": 0.003,
+    "residency/generate/params/copy_s": 0.25,
+    "residency/generate/params/exposed_s": 0.25,
+    "residency/train/grads/exposed_s": 0.01,
+    "residency/train/optimizer_state/gb": 6.25,
+    "residency/train/optimizer_state/copy_s": 0.5,
+    "residency/train/optimizer_state/exposed_s": 0.1,
+}
+
+
+def test_phases_follow_one_another_and_fill_the_step():
+    bars = phase_bars(STEP)
+    assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
+        ("refit", 0.0, 1.0),
+        ("generation", 1.0, 4.0),
+        ("logprobs", 5.0, 2.0),
+        ("training", 7.0, 2.5),
+        (OUTSIDE, 9.5, 0.5),
+    ]
+    assert bars[3].note == "2.50 s (25%), 400 TFLOP/s a GPU (40% of its peak)"
+
+
+def test_copies_begin_where_their_phase_is_entered():
+    bars = copy_bars(STEP)
+    assert [(bar.label, bar.start_s, bar.seconds) for bar in bars] == [
+        ("optimizer state, for refit", 0.0, 0.5),
+        ("params, for generate", 0.75, 0.25),  # at the refit's end, when the weights have been sent
+        ("optimizer state, for train", 7.0, 0.5),
+    ]
+    assert bars[0].note == "6.25 GB in 500 ms, 0 ms waited"
+    assert bars[1].note == "3 MB in 250 ms, 250 ms waited"
+
+
+def test_a_step_without_copies_or_a_gpu_has_phases_alone():
+    row = {"timing/train/data": 1.0, "timing/train/training": 1.0, "timing/train/total_step_time": 2.0}
+    assert [bar.label for bar in phase_bars(row)] == ["data", "training"]
+    assert copy_bars(row) == []
+    assert memory_bars(row) == []
+
+
+def test_gpu_memory_is_that_of_the_phases_that_measured_it():
+    row = STEP | {"performance/memory/policy/gpu_peak_train_gib": 70.0}
+    assert [(bar.label, gib) for bar, gib in memory_bars(row)] == [("training", 70.0)]
+
+
+def test_the_typical_step_is_not_the_first_where_there_are_others():
+    rows = [{"step": step, "timing/train/total_step_time": seconds} for step, seconds in ((1, 3.0), (2, 1.0), (3, 9.0))]
+    row = typical_step([{"step": 0, "timing/train/validation": 1.0}, *rows])
+    assert row is not None and row["step"] == 2
+    assert typical_step(rows[:1]) == rows[0]
+    assert typical_step([{"step": 0}]) is None
+
+
+def test_a_run_gets_its_picture_and_one_with_a_gpu_a_taller_one(tmp_path):
+    heights = []
+    for name, more in (("cpu", {}), ("gpu", {"performance/memory/policy/gpu_peak_train_gib": 70.0})):
+        logger = RunLogger(tmp_path / name, tensorboard=False)
+        logger.log(1, STEP | more)
+        logger.close()
+        path = plot_step(tmp_path / name)
+        assert path == tmp_path / name / "step_timeline.png"
+        picture = imread(path)
+        assert picture[..., :3].std() > 0.02  # not a blank sheet
+        heights.append(picture.shape[0])
+    assert heights[1] > heights[0]
+
+
+def test_a_run_without_a_whole_step_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="run at least one step"):
+        plot_step(tmp_path)
