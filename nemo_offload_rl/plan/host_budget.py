@@ -17,6 +17,9 @@ ACTIVATIONS = "activations"
 CPU_OPTIMIZER = "cpu_optimizer"
 """The name in `RankNeed.fixed_bytes` of the state that the CPU optimizer keeps."""
 
+CHECKPOINT = "checkpoint"
+"""The name in `RankNeed.fixed_bytes` of what a checkpoint that is written beside the run is copied into."""
+
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
 _PARAMS_STAY = "++policy.residency.table.generate.params=keep"
@@ -28,6 +31,9 @@ _LESS_ACTIVATIONS = (
 _LESS_ON_CPU = (
     "a lower policy.megatron_cfg.optimizer.optimizer_offload_fraction (so much at most; what is stepped on the GPU "
     "takes host memory where it leaves for generation)"
+)
+_NO_SNAPSHOT = (
+    "policy.megatron_cfg.checkpoint.async_save=false (a save copies nothing, and the run waits until it is on disk)"
 )
 _MORE_RANKS = (
     "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
@@ -218,6 +224,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     freed[f"{_NO_REFERENCE} (no reference weights are kept)"] = reference
     freed[_LESS_ACTIVATIONS] = sum(_bytes_of(need, ACTIVATIONS) for need in needs)
     freed[_LESS_ON_CPU] = sum(_bytes_of(need, CPU_OPTIMIZER) for need in needs)
+    freed[_NO_SNAPSHOT] = sum(_bytes_of(need, CHECKPOINT) for need in needs)
     # Params have host memory for the swap with reference weights, too.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
-from nemo_offload_rl.plan import cpu_optimizer
+from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
@@ -121,13 +121,20 @@ def plan_run(
         policy,
         facts,
         activations=activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size),
-        fixed_bytes=[cpu_optimizer.host_bytes(policy, shard) for shard in facts],
+        fixed_bytes=[
+            {
+                **cpu_optimizer.host_bytes(policy, shard),
+                **checkpoint_snapshot.host_bytes(config, shard, settings(policy).table),
+            }
+            for shard in facts
+        ],
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )
     ranks = tuple(dataclasses.replace(rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts)) for rank in plan.ranks)
     plan = dataclasses.replace(plan, ranks=ranks)
     needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
+    needs = checkpoint_snapshot.without_weights_of_replicas(needs, facts, policy["megatron_cfg"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs, engine_memory(policy, hf_config))
 

@@ -16,7 +16,7 @@ from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_share_beside_policy
-from nemo_offload_rl.plan.host_budget import check_state_fits_host
+from nemo_offload_rl.plan.host_budget import check_host_budget, check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from nemo_offload_rl.worker.environment import library_environment
@@ -30,7 +30,8 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
 
     Raises:
-        HostBudgetError: as `check_sizes`; or this machine has no GPU, and too little memory for the model.
+        HostBudgetError: as `check_sizes`; or this machine has too little memory: without a GPU for the model, and with
+            GPUs, as the only node, for what its ranks keep in host memory.
         ValueError: as `check_sizes`; the model's config cannot be had from the hub; the environment does not go with
             CUDA graphs; vLLM is missing, or its share of the GPU does not fit beside the policy's.
     """
@@ -50,6 +51,8 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     planned = check_sizes(config, algorithm)
     if planned is not None and torch.cuda.device_count() == 0:
         check_state_fits_host(planned.first_host_state_bytes, host_facts())
+    elif planned is not None and config["cluster"]["num_nodes"] == 1:
+        check_host_budget(planned.needs, {planned.needs[0].host: host_facts()}, planned.plan.host_memory_limit_bytes)
     sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
     if planned is not None and planned.engine is not None and sizes:
         check_share_beside_policy(planned.plan, planned.engine.share, min(sizes))

@@ -30,10 +30,16 @@ EXPANDS = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
 UNKNOWN = f"+{MEGATRON}.softmax_type=learnable"
 
 
+def has_room_for(monkeypatch, nbytes):
+    host = SimpleNamespace(hostname="here", available_bytes=nbytes, cgroup_free_bytes=None, memlock_bytes=None)
+    monkeypatch.setattr(preflight, "host_facts", lambda: host)
+
+
 @pytest.fixture
 def check(monkeypatch):
     """Checks a recipe as on a machine with GPUs, and without their variables."""
     monkeypatch.setattr("torch.cuda.device_count", lambda: 1)
+    has_room_for(monkeypatch, 1 << 35)
     for name in ("RAY_ADDRESS", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF", "NCCL_GRAPH_REGISTER"):
         monkeypatch.delenv(name, raising=False)
 
@@ -53,6 +59,15 @@ def test_a_limit_that_is_too_small_is_said_with_what_is_missing(check):
     ):
         check(*OFFLOAD, f"{LIMIT}=0.1")
     check(*OFFLOAD, f"{LIMIT}=100")
+
+
+def test_a_host_without_room_for_a_checkpoint_beside_the_run_is_said_before_ray_starts(check, monkeypatch):
+    has_room_for(monkeypatch, 5 << 30)
+    on = ["++policy.megatron_cfg.checkpoint.async_save=true", "checkpointing.enabled=true"]
+    stays = ["policy.offload_optimizer_for_refit=false", "policy.offload_optimizer_for_logprob=false"]
+    check(*stays)
+    with pytest.raises(HostBudgetError, match=r"of here needs .*nothing was page-locked(.|\n)*async_save=false"):
+        check(*stays, *on)
 
 
 def test_vllm_has_to_be_installed(check):

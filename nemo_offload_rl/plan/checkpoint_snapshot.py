@@ -1,0 +1,82 @@
+"""What a checkpoint that is written beside the run keeps in host memory; its first save takes it."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from nemo_offload_rl.plan import cpu_optimizer
+from nemo_offload_rl.plan.host_budget import CHECKPOINT, RankNeed
+from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
+
+_FLOAT = 4
+
+
+def host_bytes(config: Mapping[str, Any], facts: ShardFacts, table: Table) -> Mapping[str, int]:
+    """Returns the host memory of a rank's snapshot by its name in budgets, at most; empty where there is none.
+
+    Of the first data-parallel rank, which writes the weights. What has host memory for other phases is read there.
+
+    Args:
+        config: the recipe.
+        facts: of the rank.
+        table: where each target lives.
+    """
+    checkpointing, policy = config["checkpointing"], config["policy"]
+    if not checkpointing["enabled"] or not policy["megatron_cfg"]["checkpoint"]["async_save"]:
+        return {}
+    nbytes = weights_bytes(facts)
+    if checkpointing["save_optimizer"]:
+        nbytes += _optimizer_bytes(policy, facts, table)
+    return {CHECKPOINT: nbytes}
+
+
+def weights_bytes(facts: ShardFacts) -> int:
+    """Returns the bytes of a rank's weights, frozen ones too."""
+    return (facts.num_params + facts.num_frozen_params) * facts.param_size
+
+
+def without_weights_of_replicas(
+    needs: Sequence[RankNeed], facts: Sequence[ShardFacts], megatron_cfg: Mapping[str, Any]
+) -> list[RankNeed]:
+    """Returns the needs less the weights of ranks that write none, since another data-parallel rank has the same.
+
+    Experts lie on `expert_model_parallel_size` times as many ranks, each of which is given all of its weights.
+
+    Args:
+        needs: of every rank; those of one pipeline stage are consecutive.
+        facts: of a rank of each pipeline stage.
+        megatron_cfg: the recipe's section.
+    """
+    expert_ranks = megatron_cfg["expert_model_parallel_size"] * megatron_cfg["expert_tensor_parallel_size"]
+    num_writers = max(megatron_cfg["tensor_model_parallel_size"], expert_ranks)
+    ranks_per_stage = len(needs) // len(facts)
+    return [
+        need
+        if CHECKPOINT not in need.fixed_bytes or number % ranks_per_stage < num_writers
+        else _less(need, weights_bytes(facts[number // ranks_per_stage]))
+        for number, need in enumerate(needs)
+    ]
+
+
+def _less(need: RankNeed, nbytes: int) -> RankNeed:
+    return replace(need, fixed_bytes={**need.fixed_bytes, CHECKPOINT: need.fixed_bytes[CHECKPOINT] - nbytes})
+
+
+def _optimizer_bytes(policy: Mapping[str, Any], facts: ShardFacts, table: Table) -> int:
+    """Of what the arena does not hold in another phase, or holds in a type that is converted on the GPU for a save."""
+    section = policy["megatron_cfg"]["optimizer"]
+    num_on_gpu = facts.num_optimizer_params - facts.num_cpu_optimizer_params
+    # The CPU optimizer's state changes in the next step, wherever it is; its gradients are not saved.
+    nbytes = facts.num_cpu_optimizer_params * (_FLOAT + cpu_optimizer.moments_size(section))
+    if policy["precision"] == "float32":
+        nbytes += num_on_gpu * _FLOAT  # the masters are the parameters, of which a save has both
+    if _is_converted(section):
+        return nbytes + num_on_gpu * 3 * _FLOAT
+    has_host = any(table[phase][Target.OPTIMIZER_STATE] in (Placement.HOST, Placement.STREAMED) for phase in Phase)
+    return nbytes if has_host else nbytes + num_on_gpu * facts.optimizer_size
+
+
+def _is_converted(optimizer: Mapping[str, Any]) -> bool:
+    if not optimizer["use_precision_aware_optimizer"] or cpu_optimizer.fraction(optimizer):
+        return False
+    return any(optimizer.get(name, "float32") != "float32" for name in ("exp_avg_dtype", "exp_avg_sq_dtype"))
