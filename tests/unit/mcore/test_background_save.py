@@ -46,12 +46,15 @@ def constant(policy):
     return policy
 
 
+NUM_STEPS = 3  # the second checkpoint is the first with a plan that is reused, the third reuses it again
+
+
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, gate, precision):
     """NeMo-RL #3312: with reused plans, all checkpoints after the first had the weights of the first."""
     worker = make_worker(constant(tiny_policy(precision=precision)))
     want, after = [], []
-    for step in range(4):
+    for step in range(NUM_STEPS):
         gate.clear()
         after.append(train(worker, [step]))
         want.append(logprobs(worker))
@@ -69,7 +72,7 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
         assert train(worker, [step + 1]) == after_it
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))
     fresh = make_worker(tiny_policy(precision=precision), seed=99)
-    for step in range(4):
+    for step in range(NUM_STEPS):
         fresh.load_checkpoint(str(tmp_path / f"step_{step}"))
         assert torch.equal(logprobs(fresh), want[step])
 

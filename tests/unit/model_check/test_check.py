@@ -9,6 +9,7 @@ import sys
 import psutil
 import pytest
 import torch
+from support.forked_python import forked_python
 from support.ranks import free_port
 from support.tiny import tiny_policy
 
@@ -42,6 +43,7 @@ def keep(policy, result):
 
 
 def test_what_is_not_known_is_found_out_by_a_process_and_then_known(monkeypatch):
+    monkeypatch.setattr(sys, "executable", forked_python())
     policy = tiny_policy()
     with ModelCheck(policy, hf_config(policy), device="cpu") as check:
         assert check.finish().startswith("Megatron computes the model as transformers does: log-probs of a small twin")
