@@ -31,8 +31,8 @@ def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> Gener
             f"policy.generation.backend is {backend!r}, which is not supported here; use one of {', '.join(ENGINES)}."
         )
     spec: EngineSpec = pkgutil.resolve_name(ENGINES[backend])
-    ranks_by_engine = cluster.ranks_by_engine(spec.bundles_per_engine(policy_config, cluster))
-    generation = spec.start(policy_config, cluster, ranks_by_engine)
+    bundles_by_engine = cluster.bundles_by_engine(spec.bundles_per_engine(policy_config, cluster))
+    generation = spec.start(policy_config, cluster, bundles_by_engine)
     if not generation.capabilities.batch_independent_sampling:
         logger.warning(
             "%s samples the rows of a batch together: a run that is resumed may differ from one that was not stopped.",

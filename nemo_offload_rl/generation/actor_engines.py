@@ -3,8 +3,8 @@
 import itertools
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, ClassVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import ray
 from ray.exceptions import RayError, RayTaskError
@@ -25,7 +25,7 @@ class EngineActor:
     Attributes:
         actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for all else.
         engine: The number of its engine.
-        ranks: The policy ranks whose bundles (GPUs) it shares.
+        ranks: Its bundles (GPUs), by the policy ranks that it shares them with; above these where it has its own.
     """
 
     actor: Any
@@ -42,18 +42,20 @@ class ActorEngines:
         build_refs: What each actor's build returns.
     """
 
-    capabilities: ClassVar[Capabilities]
+    capabilities: Capabilities
 
     def __init__(self, cluster: Cluster, actors: Sequence[EngineActor], build_refs: Sequence[Any]) -> None:
         self._cluster = cluster
         self._actors = list(actors)
         self._process_refs = [one.actor.process.remote() for one in actors]
         self._build_refs = list(build_refs)
+        if cluster.engines_are_apart:
+            self.capabilities = replace(self.capabilities, refit_transport="broadcast", keeps_weights=True)
 
     @property
     def receivers(self) -> Sequence[Receiver]:
         """The engines' processes; none after `shutdown`."""
-        return tuple(Receiver(one.actor, one.ranks) for one in self._actors)
+        return tuple(Receiver(one.actor, one.ranks, self._name(one)) for one in self._actors)
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
         """Continue every prompt; consecutive rows, such as those of one prompt, mostly go to the same engine."""
@@ -79,8 +81,9 @@ class ActorEngines:
         )
 
     def finish_generation(self) -> None:
-        """Give the GPU memory back."""
-        self._run("finish_generation")
+        """Give the GPU memory back, unless the engines are alone on their GPUs, where they stay ready."""
+        if not self._cluster.engines_are_apart:
+            self._run("finish_generation")
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
         """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
@@ -140,4 +143,10 @@ class ActorEngines:
         rank = actor.ranks[0]
         cause = error.cause if isinstance(error, RayTaskError) else self._cluster.loss_of(rank, ask=True) or error
         node = self._cluster.node_name(rank)
-        return GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error)), None if node is None else (rank, node))
+        place = None if node is None else (None if self._cluster.engines_are_apart else rank, node)
+        return GenerationError(verb, cause, _COLOUR_CODE.sub("", str(error)), place)
+
+    def _name(self, actor: EngineActor) -> str:
+        node = self._cluster.node_name(actor.ranks[0])
+        where = "" if node is None else f" on node {node}"
+        return f"generation engine {actor.engine}{where} (device {actor.ranks[0] % self._cluster.bundles_per_node})"

@@ -93,15 +93,22 @@ class GenerationError(RuntimeError):
     Attributes:
         verb: What it was doing.
         cause: What was raised there.
-        place: A policy rank whose GPU the engine shares, and the node; None where all ranks are on one node.
+        place: A policy rank whose GPU the engine shares, None where it has its own, and the node; None where all ranks
+            are on one node.
     """
 
-    def __init__(self, verb: str, cause: BaseException, detail: str, place: tuple[int, str] | None = None) -> None:
-        where = "" if place is None else f" beside rank {place[0]} on node {place[1]}"
+    def __init__(
+        self, verb: str, cause: BaseException, detail: str, place: tuple[int | None, str] | None = None
+    ) -> None:
+        where = "" if place is None else f"{_beside(place[0])} on node {place[1]}"
         super().__init__(f"Generation{where} failed in {verb}: {type(cause).__name__}: {cause}\n{detail}".rstrip())
         self.verb = verb
         self.cause = cause
         self.place = place
+
+
+def _beside(rank: int | None) -> str:
+    return "" if rank is None else f" beside rank {rank}"
 
 
 @dataclass(frozen=True)
@@ -190,8 +197,8 @@ class EngineSpec:
     Attributes:
         bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.
         start: Starts the engines, before the policy's ranks, and returns before they are built, unless they must have
-            the GPU for themselves meanwhile; takes the recipe's `policy`, the cluster and, for each engine, the ranks
-            whose bundles it shares.
+            the GPU for themselves meanwhile; takes the recipe's `policy`, the cluster and, for each engine, its
+            bundles: those of the ranks with their numbers, or others.
     """
 
     bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]

@@ -8,7 +8,7 @@ import ray
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
-from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
+from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
@@ -60,7 +60,7 @@ class TransformersGeneration(ActorEngines):
     def __init__(
         self,
         cluster: Cluster,
-        ranks_by_engine: Sequence[tuple[int, ...]],
+        bundles_by_engine: Sequence[tuple[int, ...]],
         *,
         model_name: str,
         hf_config: Mapping[str, Any] | None,
@@ -73,7 +73,7 @@ class TransformersGeneration(ActorEngines):
 
         Args:
             cluster: Where actors run.
-            ranks_by_engine: The policy ranks whose bundles each replica shares; it runs on the first one's GPU.
+            bundles_by_engine: The bundles of each replica; it runs on the first one's GPU.
             model_name: Folder or hub name of the model's configuration; a label where `hf_config` is given.
             hf_config: A Hugging Face configuration as a mapping, or None.
             hf_config_overrides: Fields of the configuration to set anew, or None.
@@ -81,19 +81,19 @@ class TransformersGeneration(ActorEngines):
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
         """
-        has_node = len(ranks_by_engine[0]) == cluster.ranks_per_node
-        num_threads = cluster.threads_per_node if has_node else cluster.threads_per_rank
+        has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
+        num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
         actor_class = ray.remote(GeneratorActor)
         actors = [
             EngineActor(
                 actor_class.options(
-                    **cluster.actor_options(ranks[0], ENGINE_SHARE),
+                    **cluster.actor_options(bundles[0], cluster.engine_share),
                     runtime_env={"env_vars": {"OMP_NUM_THREADS": str(num_threads)}},
                 ).remote(num_threads),
                 engine,
-                ranks,
+                bundles,
             )
-            for engine, ranks in enumerate(ranks_by_engine)
+            for engine, bundles in enumerate(bundles_by_engine)
         ]
         model = {
             "model_name": model_name,
@@ -119,15 +119,15 @@ class TransformersGeneration(ActorEngines):
 
 
 def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:
-    return 1 if cluster.has_gpus else cluster.ranks_per_node
+    return 1 if cluster.has_gpus else cluster.engine_bundles_per_node
 
 
 def _start(
-    policy_config: Mapping[str, Any], cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]]
+    policy_config: Mapping[str, Any], cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
 ) -> TransformersGeneration:
     return TransformersGeneration(
         cluster,
-        ranks_by_engine,
+        bundles_by_engine,
         model_name=policy_config["model_name"],
         hf_config=policy_config.get("hf_config"),
         hf_config_overrides=policy_config.get("hf_config_overrides"),

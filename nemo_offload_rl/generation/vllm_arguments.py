@@ -31,12 +31,13 @@ def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[s
     return {"OMP_NUM_THREADS": str(num_threads), **(of_recipe or {}), **ENVIRONMENT}
 
 
-def engine_arguments(policy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
+def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = True) -> dict[str, Any]:
     """Arguments of `vllm.LLM` for one engine.
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
         folder: Has the model's config.json.
+        sleeps: Whether it leaves its GPUs to the policy between generations.
     """
     generation = policy["generation"]
     section = generation["vllm_cfg"]
@@ -53,7 +54,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path) -> dict[str, Any]:
         "max_num_seqs": policy["generation_batch_size"],
         "enforce_eager": section["enforce_eager"],
         "logprobs_mode": "processed_logprobs",
-        "enable_sleep_mode": True,
+        "enable_sleep_mode": sleeps,
         "generation_config": "vllm",  # nothing of the model's own settings of sampling
         "seed": 0,  # of nothing: each row has its own
         "worker_extension_cls": WORKER_EXTENSION,

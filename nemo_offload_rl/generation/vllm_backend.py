@@ -12,7 +12,7 @@ import ray
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment
-from nemo_offload_rl.placement.cluster import ENGINE_SHARE, Cluster
+from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
@@ -37,13 +37,14 @@ class VllmActor(WeightLoader):
             listener.bind(("127.0.0.1", 0))
             return "127.0.0.1", int(listener.getsockname()[1])
 
-    def build(self, policy: Mapping[str, Any], *, rank: int, rendezvous: tuple[str, int]) -> None:
-        """Build the engine, whose weights come by refit, and put it to sleep.
+    def build(self, policy: Mapping[str, Any], *, rank: int, rendezvous: tuple[str, int], sleeps: bool) -> None:
+        """Build the engine, whose weights come by refit, and put it to sleep if it ever is.
 
         Args:
             policy: The recipe's `policy`.
             rank: Of this process in its engine.
             rendezvous: Where the engine's processes meet.
+            sleeps: Whether it leaves the GPU to the policy between generations.
 
         Raises:
             ValueError: If vLLM is not installed here, or refuses what the recipe asks for.
@@ -65,9 +66,10 @@ class VllmActor(WeightLoader):
         self._folder = tempfile.TemporaryDirectory()  # vLLM reads a model's config from a folder, also later
         hf_config(policy).save_pretrained(self._folder.name)
         self._generator = VllmGenerator(
-            LLM(**engine_arguments(policy, Path(self._folder.name))),
+            LLM(**engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)),
             precision=policy["precision"],
             max_sequence_length=policy["max_total_sequence_length"],
+            sleeps=sleeps,
         )
         self._generator.finish_generation()
 
@@ -86,31 +88,38 @@ class VllmGeneration(ActorEngines):
 
     capabilities = Capabilities(refit_transport="object_store", keeps_weights=False, batch_independent_sampling=True)
 
-    def __init__(self, cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]) -> None:
+    def __init__(
+        self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]
+    ) -> None:
         """Start to build every engine and return at once; `wait_until_ready`, or the first verb, waits for them.
 
         Args:
             cluster: Where actors run; it has GPUs.
-            ranks_by_engine: The policy ranks whose GPUs each engine spans.
+            bundles_by_engine: The bundles (GPUs) of each engine.
             policy: The recipe's `policy`.
         """
-        environment = engine_environment(policy, num_threads=cluster.threads_per_rank)
+        environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
         actor_class = ray.remote(VllmActor)
         actors = [
             EngineActor(
                 actor_class.options(
-                    **cluster.actor_options(rank, ENGINE_SHARE), runtime_env={"env_vars": environment}
+                    **cluster.actor_options(bundle, cluster.engine_share), runtime_env={"env_vars": environment}
                 ).remote(),
                 engine,
-                (rank,),
+                (bundle,),
             )
-            for engine, ranks in enumerate(ranks_by_engine)
-            for rank in ranks
+            for engine, bundles in enumerate(bundles_by_engine)
+            for bundle in bundles
         ]
-        first_ranks = [ranks[0] for ranks in ranks_by_engine]
-        meetings = [one.actor.rendezvous.remote() for one in actors if one.ranks[0] in first_ranks]
+        first = [bundles[0] for bundles in bundles_by_engine]
+        meetings = [one.actor.rendezvous.remote() for one in actors if one.ranks[0] in first]
         build_refs = [
-            one.actor.build.remote(policy, rank=one.ranks[0] - first_ranks[one.engine], rendezvous=meetings[one.engine])
+            one.actor.build.remote(
+                policy,
+                rank=one.ranks[0] - first[one.engine],
+                rendezvous=meetings[one.engine],
+                sleeps=not cluster.engines_are_apart,
+            )
             for one in actors
         ]
         super().__init__(cluster, actors, build_refs)
@@ -129,11 +138,12 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
 
 
 def _start(
-    policy_config: Mapping[str, Any], cluster: Cluster, ranks_by_engine: Sequence[tuple[int, ...]]
+    policy_config: Mapping[str, Any], cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
 ) -> VllmGeneration:
-    generation = VllmGeneration(cluster, ranks_by_engine, policy_config)
-    # vLLM measures what its GPU has free while it starts, so nothing else may take or free memory there meanwhile.
-    generation.wait_until_ready()
+    generation = VllmGeneration(cluster, bundles_by_engine, policy_config)
+    if not cluster.engines_are_apart:
+        # vLLM measures what its GPU has free while it starts, so nothing else may take or free memory there meanwhile.
+        generation.wait_until_ready()
     return generation
 
 

@@ -20,9 +20,10 @@ class VllmGenerator:
         llm: Awake; its weights are random.
         precision: "bfloat16" or "float32", of its weights.
         max_sequence_length: Most tokens of a prompt and its continuation together.
+        sleeps: Whether it leaves its GPU to the policy between generations; if not, it keeps its weights.
     """
 
-    def __init__(self, llm: Any, *, precision: str, max_sequence_length: int) -> None:
+    def __init__(self, llm: Any, *, precision: str, max_sequence_length: int, sleeps: bool = True) -> None:
         self._llm = llm
         self._dtype = _DTYPES[precision]
         self._max_sequence_length = max_sequence_length
@@ -30,8 +31,8 @@ class VllmGenerator:
         self._missing: set[str] = set()  # of the plan's names
         self._has_weights = False
         self._prefixes_are_stale = False
-        # Level 2 discards weights, which the next refit brings again; level 1 backs them up.
-        [self._sleep_level] = self._on_worker("refit_sleep_level")
+        # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
+        self._sleep_level: int = self._on_worker("refit_sleep_level")[0] if sleeps else 0
 
     # ---- weights
 
@@ -77,11 +78,16 @@ class VllmGenerator:
     # ---- phases
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
-        """Map the memory of weights or KV cache, with nothing meaningful in it."""
-        self._llm.wake_up(list(tags))
+        """Map the memory of weights or KV cache, with nothing meaningful in it; weights alone stand for a refit."""
+        if self._sleep_level:
+            self._llm.wake_up(list(tags))
+        elif list(tags) == ["weights"]:
+            self._forget_weights()
 
     def finish_generation(self) -> None:
         """Give the memory of weights and KV cache back."""
+        if not self._sleep_level:
+            return
         self._llm.sleep(level=self._sleep_level)
         self._forget_weights()
 

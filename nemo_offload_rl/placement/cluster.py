@@ -5,13 +5,9 @@ import itertools
 import logging
 import os
 import shlex
-import shutil
-import signal
 import sys
-import tempfile
-import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -24,11 +20,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.local_ray import disconnect_and_kill, handlers_kept, object_store_options
 from nemo_offload_rl.placement.node_watch import NodeLostError, NodeWatch
 from nemo_offload_rl.placement.nodes import Node, choose_nodes, living_nodes, that_answer, why_too_few
 from nemo_offload_rl.placement.reaper import Reaper
-from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ending_signals_blocked
+from nemo_offload_rl.placement.signals import ending_signals_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -38,8 +34,6 @@ WORKER_SHARE = ENGINE_SHARE = 0.5
 
 # What a rank's bundle asks of Ray's books where there is no GPU, so that any number of ranks fits on a small machine.
 _CPUS_PER_RANK_WITHOUT_GPU = 0.02
-_OBJECT_STORE_BYTES_WITHOUT_GPU = 1 * GIB
-_MIN_SHARED_MEMORY_BYTES = 256 << 20
 _PLACEMENT_TIMEOUT_S = 60
 _EXIT_TIMEOUT_S = 15
 _ANSWER_TIMEOUT_S = 5.0
@@ -49,15 +43,23 @@ _LOOK_PERIOD_S = 0.5
 class Cluster:
     """A running Ray cluster with one bundle of resources a rank; a context manager that leaves no process behind.
 
+    Bundles are numbered node by node. The policy's rank N has bundle N; generation shares these, or has those behind
+    them for itself.
+
     Joins the cluster that RAY_ADDRESS names, or one that this process has already started; otherwise starts Ray on this
     machine, listening on the loopback address.
 
     Attributes:
-        world_size: Number of ranks, `num_nodes` x `gpus_per_node`.
+        world_size: Number of ranks, `num_nodes` x `gpus_per_node` less `num_engine_devices`.
+        num_bundles: Those of the ranks and of generation.
         has_gpus: Whether each rank has a GPU of its own; without, ranks are processes on the CPU.
-        ranks_per_node: Ranks of each node.
+        ranks_per_node: Ranks of each node that has any.
+        bundles_per_node: Bundles of each node, whichever side has them.
+        engines_are_apart: Whether generation has bundles of its own.
+        engine_bundles_per_node: Bundles of each node with generation, which its engines share out.
         master_port_range: First and last port that ranks may meet at; None for any free one.
         threads_per_rank: CPU threads that each rank may use when all ranks compute at once.
+        threads_per_engine_bundle: CPU threads that the processes of engines may use, for each bundle that one has.
         threads_per_node: CPU threads that one process may use while the others of its node wait.
         logs_folder: Where Ray's processes write what they print; None where Ray was not started here.
         keep_logs: Whether that folder stays when Ray ends here; it does after an error in the `with` block, too.
@@ -69,6 +71,7 @@ class Cluster:
         *,
         num_nodes: int,
         gpus_per_node: int,
+        num_engine_devices: int = 0,
         master_port_range: tuple[int, int] | None = None,
         segment_size: int | None = None,
         wait_for_nodes_s: float = 0.0,
@@ -78,7 +81,8 @@ class Cluster:
 
         Args:
             num_nodes: Nodes to spread the ranks over.
-            gpus_per_node: Ranks of each node; each gets a GPU where the cluster has any.
+            gpus_per_node: Bundles of each node; each has a GPU where the cluster has any.
+            num_engine_devices: Bundles that are generation's own: some of a single node, or all of the last nodes.
             master_port_range: First and last port that ranks may meet at; None for any free one.
             segment_size: Consecutive nodes that have to be of one NVLink domain; None for any.
             wait_for_nodes_s: How long a cluster that is joined may take to have so many, as where one is replaced.
@@ -88,8 +92,12 @@ class Cluster:
             ValueError: If the cluster has fewer GPUs or nodes than asked for. Where Ray is not running yet, this
                 machine's GPUs are counted before anything starts.
         """
-        self.world_size = num_nodes * gpus_per_node
-        self.ranks_per_node = gpus_per_node
+        self.num_bundles = num_nodes * gpus_per_node
+        self.world_size = self.num_bundles - num_engine_devices
+        self.bundles_per_node = gpus_per_node
+        self.ranks_per_node = self.world_size if num_nodes == 1 else gpus_per_node
+        self.engines_are_apart = num_engine_devices > 0
+        self.engine_bundles_per_node = num_engine_devices or gpus_per_node if num_nodes == 1 else gpus_per_node
         self.master_port_range = master_port_range
         self.nodes: list[Node] = []
         self._groups: list[PlacementGroup] = []
@@ -106,7 +114,11 @@ class Cluster:
             threads = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
             of_nodes = {node.id: threads[node.id] for node in self.nodes}
             self.threads_per_node = max(1, int(min(of_nodes.values())))
-            self.threads_per_rank = max(1, self.threads_per_node * len(of_nodes) // self.world_size)
+            nodes_of_ranks = len({node.id for node in self.nodes[: self.num_nodes]})
+            self.threads_per_rank = max(1, self.threads_per_node * nodes_of_ranks // self.world_size)
+            nodes_of_engines = len({node.id for node in self.nodes[self._first_engine_bundle // gpus_per_node :]})
+            num_engine_bundles = self.num_bundles - self._first_engine_bundle
+            self.threads_per_engine_bundle = max(1, self.threads_per_node * nodes_of_engines // num_engine_bundles)
             if len(of_nodes) > 1:
                 self._watch = NodeWatch(self.nodes)
         except BaseException as error:  # a signal that came while Ray started is raised once it has
@@ -115,18 +127,22 @@ class Cluster:
             raise
 
     @property
+    def _first_engine_bundle(self) -> int:
+        return self.world_size if self.engines_are_apart else 0
+
+    @property
     def num_nodes(self) -> int:
         """Nodes that the ranks are spread over."""
         return self.world_size // self.ranks_per_node
 
     @property
     def node_ids(self) -> list[str]:
-        """Ray's ids of the nodes that have ranks, in the order of the ranks."""
+        """Ray's ids of the nodes that have bundles, in the order of these."""
         return list(dict.fromkeys(node.id for node in self.nodes))
 
-    def node_of(self, rank: int) -> Node:
-        """Returns the node that a rank is on."""
-        return self.nodes[rank // self.ranks_per_node]
+    def node_of(self, bundle: int) -> Node:
+        """Returns the node of a bundle, which is that of the rank with its number."""
+        return self.nodes[bundle // self.bundles_per_node]
 
     def wait(self, refs: Sequence[Any], timeout_s: float | None) -> tuple[list[Any], list[Any]]:
         """As `ray.wait` for one of them, but returns earlier, perhaps with none, where a node does not answer.
@@ -146,10 +162,10 @@ class Cluster:
                 return done, pending
 
     def loss_of(self, rank: int, *, ask: bool = False) -> NodeLostError | None:
-        """Returns the error of a rank whose node does not answer any more; None of all others.
+        """Returns the error of a rank, or of another bundle, whose node does not answer any more; None of all others.
 
         Args:
-            rank: 0 .. world_size - 1.
+            rank: 0 .. num_bundles - 1.
             ask: Whether to ask the node now, too, as where others have failed; the answer may take some seconds.
         """
         return None if self._watch is None else self._watch.loss_of(self.node_of(rank), ask=ask)
@@ -158,8 +174,8 @@ class Cluster:
         """Returns the name of a rank's node for a message; None where all ranks are on one node."""
         return None if self._watch is None else str(self.node_of(rank))
 
-    def ranks_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
-        """Returns for each generation engine the ranks whose bundles it shares, all of one node.
+    def bundles_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
+        """Returns for each generation engine its bundles, all of one node: those of ranks, or generation's own.
 
         Args:
             bundles_per_engine: Bundles (GPUs) that an engine spans.
@@ -167,26 +183,32 @@ class Cluster:
         Raises:
             ValueError: If a node's bundles cannot be shared out so.
         """
-        if self.ranks_per_node % bundles_per_engine:
+        if self.engine_bundles_per_node % bundles_per_engine:
             raise ValueError(
-                f"An engine of policy.generation spans {bundles_per_engine} GPUs, which does not divide "
-                f"cluster.gpus_per_node {self.ranks_per_node}; an engine is on one node: change one of the two."
+                f"An engine of policy.generation spans {bundles_per_engine} GPUs, which does not divide the "
+                f"{self.engine_bundles_per_node} of a node that generation has (cluster.gpus_per_node, or "
+                "policy.generation.colocated.resources.gpus_per_node); an engine is on one node: change one of the two."
             )
-        return list(itertools.batched(range(self.world_size), bundles_per_engine))
+        return list(itertools.batched(range(self._first_engine_bundle, self.num_bundles), bundles_per_engine))
 
-    def actor_options(self, rank: int, share: float) -> dict[str, Any]:
-        """Options of a Ray actor that takes a share of a rank's bundle.
+    @property
+    def engine_share(self) -> float:
+        """The part of a bundle that an engine's actor takes."""
+        return 1.0 if self.engines_are_apart else ENGINE_SHARE
+
+    def actor_options(self, bundle: int, share: float) -> dict[str, Any]:
+        """Options of a Ray actor that takes a share of a bundle.
 
         Args:
-            rank: 0 .. world_size - 1; ranks of one node are consecutive.
+            bundle: 0 .. num_bundles - 1; that of rank N is N.
             share: Part of the bundle, in (0, 1].
         """
-        node, bundle = divmod(rank, self.ranks_per_node)
+        node, of_node = divmod(bundle, self.bundles_per_node)
         return {
             "num_cpus": share * (1 if self.has_gpus else _CPUS_PER_RANK_WITHOUT_GPU),
             "num_gpus": share if self.has_gpus else 0,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(
-                self._groups[node], placement_group_bundle_index=bundle
+                self._groups[node], placement_group_bundle_index=of_node
             ),
         }
 
@@ -218,7 +240,7 @@ class Cluster:
         if self._must_stop_ray and ray.is_initialized():
             for group in self._groups:
                 remove_placement_group(group)
-            _disconnect_and_kill()
+            disconnect_and_kill()
         self._groups = []
         if self._reaper is not None:
             self._reaper.finish(keep_logs=self.keep_logs)
@@ -238,7 +260,7 @@ class Cluster:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if not starts_ray_here():
-            with _handlers_kept():
+            with handlers_kept():
                 ray.init(**logging_options)
             return
         num_gpus = torch.cuda.device_count()
@@ -249,7 +271,7 @@ class Cluster:
         # Idle workers cannot become actors with an environment of their own.
         os.environ.setdefault("RAY_enable_worker_prestart", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
-        with ending_signals_blocked(), _handlers_kept():
+        with ending_signals_blocked(), handlers_kept():
             self._reaper = Reaper(get_default_ray_temp_dir())
             context = ray.init(
                 address="local",
@@ -259,7 +281,7 @@ class Cluster:
                 # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path
                 # with a space in it.
                 runtime_env={"py_executable": shlex.quote(sys.executable)},
-                **_object_store_options(num_gpus > 0),
+                **object_store_options(num_gpus > 0),
                 **logging_options,
             )
         self.logs_folder = Path(context.address_info["session_dir"], "logs")
@@ -273,31 +295,31 @@ class Cluster:
         start = time.monotonic()
         while True:
             num_gpus = int(ray.cluster_resources().get("GPU", 0))
-            nodes = that_answer(living_nodes(_bundle(num_gpus > 0), self.ranks_per_node), _ANSWER_TIMEOUT_S)
+            nodes = that_answer(living_nodes(_bundle(num_gpus > 0), self.bundles_per_node), _ANSWER_TIMEOUT_S)
             chosen = choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_free_slots)
             if chosen is not None:
                 return num_gpus > 0, chosen
             waited_s = time.monotonic() - start
             if choose_nodes(nodes, num_nodes, segment_size, lambda node: node.num_slots) is None:
                 if waited_s >= wait_for_nodes_s:
-                    _require_gpus(num_gpus, num_nodes, self.ranks_per_node, "the Ray cluster")
-                    raise ValueError(why_too_few(nodes, num_nodes, self.ranks_per_node, segment_size))
+                    _require_gpus(num_gpus, num_nodes, self.bundles_per_node, "the Ray cluster")
+                    raise ValueError(why_too_few(nodes, num_nodes, self.bundles_per_node, segment_size))
             elif waited_s >= max(wait_for_nodes_s, _PLACEMENT_TIMEOUT_S):
-                raise _no_room(num_nodes, self.ranks_per_node)
+                raise _no_room(num_nodes, self.bundles_per_node)
             time.sleep(_LOOK_PERIOD_S)
 
     def _reserve(self) -> None:
         """Reserve the ranks' bundles, those of a node on that node alone."""
         self._groups = [
             placement_group(
-                [_bundle(self.has_gpus) for _ in range(self.ranks_per_node)],
+                [_bundle(self.has_gpus) for _ in range(self.bundles_per_node)],
                 strategy="STRICT_PACK",
-                bundle_label_selector=[{"ray.io/node-id": node.id}] * self.ranks_per_node,
+                bundle_label_selector=[{"ray.io/node-id": node.id}] * self.bundles_per_node,
             )
             for node in self.nodes
         ]
         if not all(group.wait(timeout_seconds=_PLACEMENT_TIMEOUT_S) for group in self._groups):
-            raise _no_room(len(self.nodes), self.ranks_per_node)
+            raise _no_room(len(self.nodes), self.bundles_per_node)
 
 
 def starts_ray_here() -> bool:
@@ -349,41 +371,3 @@ def _require_one_node(num_nodes: int) -> None:
             f"The recipe asks for {num_nodes} nodes (cluster.num_nodes), but Ray would be started on this machine "
             "alone; start a Ray cluster and set RAY_ADDRESS, or set cluster.num_nodes to 1."
         )
-
-
-def _object_store_options(has_gpus: bool) -> dict[str, Any]:
-    """Ray's own size (30% of memory) with GPUs; else a modest one, in shared memory where there is enough of it."""
-    if has_gpus:
-        return {}
-    free = shutil.disk_usage("/dev/shm").free
-    if free < _MIN_SHARED_MEMORY_BYTES:
-        folder = tempfile.gettempdir()
-        logger.warning(
-            "/dev/shm has only %d MiB free: Ray's object store goes to %s, which is slower.", free >> 20, folder
-        )
-        return {"object_store_memory": _OBJECT_STORE_BYTES_WITHOUT_GPU, "_plasma_directory": folder}
-    return {"object_store_memory": min(_OBJECT_STORE_BYTES_WITHOUT_GPU, int(0.8 * free))}
-
-
-@contextlib.contextmanager
-def _handlers_kept() -> Iterator[None]:
-    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of what it does."""
-    if threading.current_thread() is not threading.main_thread():
-        yield  # Ray sets none then
-        return
-    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in handlers.items():
-            if handler is not None:  # one that Python did not set, and cannot set again
-                signal.signal(number, handler)
-
-
-def _disconnect_and_kill() -> None:
-    """Disconnect from Ray and kill its processes; ray.shutdown() alone would wait a second for each to heed SIGTERM."""
-    node = ray._private.worker._global_node
-    if node is not None:
-        kill_all_processes = node.kill_all_processes
-        node.kill_all_processes = lambda **options: kill_all_processes(**options | {"allow_graceful": False})
-    ray.shutdown()

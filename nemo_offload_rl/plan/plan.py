@@ -5,11 +5,12 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
-from nemo_offload_rl.config.rules.residency import FLAG_PHASES, TABLE, flag_cell
+from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.rules.residency import FLAG_PHASES, FOR_REFIT, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
-from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
+from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
 # Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
 # H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, as
@@ -183,11 +184,12 @@ def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
 
 def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
     """The default, the flags' cells, and single cells over both; and the keys that wrote them."""
-    table = {phase: dict(cells) for phase, cells in DEFAULT_TABLE.items()}
+    colocated = is_colocated(policy)
+    table = {phase: dict(cells) for phase, cells in (DEFAULT_TABLE if colocated else DEDICATED_TABLE).items()}
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
     for flag, phases in FLAG_PHASES.items():
         name = flag.removeprefix("policy.")
-        if name not in policy:
+        if name not in policy or (flag == FOR_REFIT and not colocated):
             continue
         for phase in phases:
             table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(policy[name]))

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
@@ -113,8 +114,9 @@ def plan_run(
         ValueError: the model cannot be split as the recipe says.
         HostBudgetError: a rank needs more host memory than the recipe's limit.
     """
-    policy, cluster = config["policy"], config["cluster"]
-    world_size = cluster["gpus_per_node"] * cluster["num_nodes"]
+    policy = config["policy"]
+    split = split_devices(config["cluster"], policy)
+    world_size = split.policy_ranks
     spec = ALGORITHMS[algorithm]
     facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
     plan = make_plan(
@@ -133,7 +135,7 @@ def plan_run(
     )
     ranks = tuple(dataclasses.replace(rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts)) for rank in plan.ranks)
     plan = dataclasses.replace(plan, ranks=ranks)
-    needs = rank_needs(plan, ranks_per_host=cluster["gpus_per_node"], num_hosts=cluster["num_nodes"])
+    needs = rank_needs(plan, ranks_per_host=split.policy_per_node, num_hosts=split.policy_nodes)
     needs = checkpoint_snapshot.without_weights_of_replicas(needs, facts, policy["megatron_cfg"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
     return PlannedRun(plan, needs, engine_memory(policy, hf_config))

@@ -67,6 +67,20 @@ DEFAULT_TABLE: Mapping[Phase, dict[Target, Placement]] = {
     },
 }
 
+DEDICATED_TABLE: Mapping[Phase, dict[Target, Placement]] = {
+    **DEFAULT_TABLE,
+    **{
+        phase: {
+            Target.PARAMS: Placement.GPU,
+            Target.GRADS: Placement.UNCHANGED,
+            Target.OPTIMIZER_STATE: Placement.UNCHANGED,
+            Target.REFERENCE_WEIGHTS: Placement.HOST,
+        }
+        for phase in (Phase.REFIT, Phase.GENERATE)
+    },
+}
+"""Where generation has GPUs of its own, and nothing of the policy needs to make room."""
+
 STREAMED_TABLE: Table = {
     phase: cells | ({Target.OPTIMIZER_STATE: Placement.STREAMED} if phase is Phase.TRAIN else {})
     for phase, cells in DEFAULT_TABLE.items()

@@ -30,9 +30,10 @@ def _who(error: WorkerError | GenerationError) -> str:
     if isinstance(error, WorkerError):
         where = "" if error.node is None else f", on node {error.node},"
         return f"rank {error.rank} of the policy{where}"
-    return (
-        "generation" if error.place is None else f"generation beside rank {error.place[0]}, on node {error.place[1]},"
-    )
+    if error.place is None:
+        return "generation"
+    rank, node = error.place
+    return f"generation{'' if rank is None else f' beside rank {rank}'}, on node {node},"
 
 
 def _reason(cause: BaseException) -> str:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.megatron.graph_modules import check_graph_environment
 from nemo_offload_rl.config.model.unsupported_models import check_model
 from nemo_offload_rl.hf_config import hf_config
@@ -55,7 +56,8 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         check_host_budget(planned.needs, {planned.needs[0].host: host_facts()}, planned.plan.host_memory_limit_bytes)
     sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
     if planned is not None and planned.engine is not None and sizes:
-        check_share_beside_policy(planned.plan, planned.engine.share, min(sizes))
+        if is_colocated(policy):
+            check_share_beside_policy(planned.plan, planned.engine.share, min(sizes))
         check_longest_sequence_fits(planned.engine, min(sizes))
 
 

@@ -4,6 +4,7 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpus import gpu_facts
@@ -40,6 +41,8 @@ def with_resident_params(
     table = policy["residency"]["table"] or {}
     is_written = Phase.GENERATE in table and Target.PARAMS in table[Phase.GENERATE]
     if "generation" not in policy or policy["generation"]["backend"] != "vllm" or is_written or gpu_bytes is None:
+        return config, []
+    if not is_colocated(policy):  # they stay on GPUs of their own
         return config, []
     resident = copy.deepcopy(dict(config))
     cells = {**(table.get(Phase.GENERATE) or {}), Target.PARAMS.value: "gpu"}

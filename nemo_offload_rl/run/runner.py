@@ -224,6 +224,7 @@ def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster
     import torch
 
     from nemo_offload_rl.config import for_machine
+    from nemo_offload_rl.config.megatron.device_split import split_devices
     from nemo_offload_rl.placement.cluster import Cluster, starts_ray_here
     from nemo_offload_rl.run.preflight import check_before_start, check_sizes
     from nemo_offload_rl.run.restarts import NODE_REPLACEMENT_S
@@ -238,6 +239,7 @@ def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster
     with Cluster(
         num_nodes=section["num_nodes"],
         gpus_per_node=section["gpus_per_node"],
+        num_engine_devices=split_devices(section, jobs[-1].config["policy"]).num_engine_devices,
         master_port_range=None if low is None or high is None else (low, high),
         segment_size=section["segment_size"],
         wait_for_nodes_s=NODE_REPLACEMENT_S if is_restart and not starts_here else 0.0,

@@ -76,3 +76,17 @@ def test_a_wrong_recipe_ends_with_status_2_and_no_traceback(tmp_path):
     assert "Traceback" not in output
     assert "policy.precision" in output  # the nearest key
     assert not (tmp_path / "logs").exists()
+
+
+def test_generation_on_devices_of_its_own_is_the_same_run(grpo_run, tmp_path):
+    resources = "policy.generation.colocated.resources.gpus_per_node=1"
+    apart = ["cluster.gpus_per_node=2", "policy.generation.colocated.enabled=false", resources]
+    overrides = [*SHORT_GRPO, "grpo.max_num_steps=4", "policy.verify_refit=true", *apart]
+    done = run_example("run_grpo.py", tmp_path, overrides)
+    assert done.status == 0, done.output
+    want, got = grpo_run.metrics(), done.metrics()
+    assert list(want) == list(got)
+    for step, row in want.items():
+        equal = {name: value for name, value in row.items() if name.startswith(("train/", "validation/"))}
+        assert {name: got[step][name] for name in equal} == equal, step
+    assert got[4]["train/grad_norm"] > 0

@@ -64,8 +64,8 @@ class ShardedGeneration(TableSampler):
             ray.kill(shard)
 
 
-def start(policy_config, cluster, ranks_by_engine):
-    (ranks,) = ranks_by_engine
+def start(policy_config, cluster, bundles_by_engine):
+    (ranks,) = bundles_by_engine
     return ShardedGeneration(cluster, ranks)
 
 

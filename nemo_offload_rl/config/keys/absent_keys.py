@@ -8,6 +8,10 @@ from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
 # Full path of a key that may be absent: the value that it then has. A section comes before its keys.
 IF_ABSENT: Mapping[str, Any] = {
+    "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
+    "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
+    "policy.generation.colocated.resources.gpus_per_node": None,
+    "policy.generation.colocated.resources.num_nodes": None,
     "policy.skip_model_check": False,
     "policy.max_skipped_steps": 0,
     "policy.refit_buffer_size_gb": 1.0,

@@ -9,6 +9,7 @@ from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them register
     architectures,
     batches,
     checkpoints,
+    colocated,
     cpu_optimizer,
     dpo,
     experts,

@@ -1,11 +1,14 @@
 """Batches and lengths fit each other."""
 
 import math
+from typing import Any
 
 from nemo_offload_rl.config.algorithms import AlgorithmSpec
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.megatron.graph_modules import GRAPH_IMPL_KEY as GRAPHS
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.rules.base import (
+    COLOCATED,
     CP,
     DIVISOR,
     GPUS,
@@ -21,10 +24,15 @@ from nemo_offload_rl.config.rules.base import (
 )
 
 
-@rule("policy.train_global_batch_size", "policy.train_micro_batch_size", TP, PP, CP, GPUS, NODES)
-def micro_batches_fill_global_batch(gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int) -> Verdict:
+@rule("policy.train_global_batch_size", "policy.train_micro_batch_size", TP, PP, CP, GPUS, NODES, COLOCATED)
+def micro_batches_fill_global_batch(
+    gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int, apart: dict[str, Any] | None
+) -> Verdict:
     """Every data-parallel rank gets the same number of whole micro-batches."""
-    return _fills(gbs, mbs, "policy.train_micro_batch_size", tp * pp * cp, gpus * nodes)
+    split = checked_split(gpus, nodes, apart)
+    if not isinstance(split, DeviceSplit):
+        return None  # reported there
+    return _fills(gbs, mbs, "policy.train_micro_batch_size", tp * pp * cp, split.policy_ranks)
 
 
 @rule("sft.val_global_batch_size", "sft.val_micro_batch_size", TP, PP, CP, GPUS, NODES)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.config.model.model_kind import (
     NUM_EXPERTS_KEYS,
@@ -12,6 +13,7 @@ from nemo_offload_rl.config.model.model_kind import (
     model_kind,
 )
 from nemo_offload_rl.config.rules.base import (
+    COLOCATED,
     CP,
     DIVISOR,
     EP,
@@ -30,26 +32,31 @@ from nemo_offload_rl.config.rules.base import (
 )
 
 
-@rule(TP, PP, CP, GPUS, NODES)
-def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int, nodes: int) -> Verdict:
+@rule(TP, PP, CP, GPUS, NODES, COLOCATED)
+def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int, nodes: int, apart: Any) -> Verdict:
     """Every rank has its place in a model replica."""
-    if data_parallel_size(gpus * nodes, tp, pp, cp) is not None:
+    ranks, words = _ranks(gpus, nodes, apart)
+    if data_parallel_size(ranks, tp, pp, cp) is not None:
         return None
-    return (
-        f"tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} ranks a replica do not divide the {gpus * nodes} "
-        f"ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}); change either"
-    )
+    return f"tensor {tp} x pipeline {pp} x context {cp} = {tp * pp * cp} ranks a replica do not divide {words}"
 
 
-@rule(EP, ETP, PP, GPUS, NODES)
-def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: int, nodes: int) -> Verdict:
+@rule(EP, ETP, PP, GPUS, NODES, COLOCATED)
+def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: int, nodes: int, apart: Any) -> Verdict:
     """The ranks of the experts fill the cluster too."""
-    if data_parallel_size(gpus * nodes, ep, etp, pp) is not None:
+    ranks, words = _ranks(gpus, nodes, apart)
+    if data_parallel_size(ranks, ep, etp, pp) is not None:
         return None
-    return (
-        f"expert {ep} x expert tensor {etp} x pipeline {pp} = {ep * etp * pp} ranks do not divide the {gpus * nodes} "
-        f"ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}); change either"
-    )
+    return f"expert {ep} x expert tensor {etp} x pipeline {pp} = {ep * etp * pp} ranks do not divide {words}"
+
+
+def _ranks(gpus: int, nodes: int, colocated: dict[str, Any] | None) -> tuple[int, str]:
+    """The policy's ranks, and words for them."""
+    split = checked_split(gpus, nodes, colocated)
+    less = split.num_engine_devices if isinstance(split, DeviceSplit) else 0  # what is wrong is reported there
+    generation = f" less {less} of generation, {COLOCATED.removesuffix('?')}" if less else ""
+    ranks = gpus * nodes - less
+    return ranks, f"the {ranks} ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}{generation}); change either"
 
 
 @rule(f"{MEGATRON}.moe_token_dispatcher_type?", PACKING, PP, *MODEL)

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import OPTIMIZER, Conflict, Verdict, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, OPTIMIZER, Conflict, Verdict, rule
 
 TABLE = "policy.residency.table"
 FOR_REFIT = "policy.offload_optimizer_for_refit"
@@ -101,9 +101,13 @@ def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
     return None
 
 
-@rule(f"{TABLE}?", FOR_REFIT)
-def table_agrees_with_offload_for_refit(table: _Cells | None, enabled: bool) -> Verdict:
-    """The flag writes cells, too."""
+@rule(f"{TABLE}?", FOR_REFIT, COLOCATED)
+def table_agrees_with_offload_for_refit(
+    table: _Cells | None, enabled: bool, colocated: Mapping[str, Any] | None
+) -> Verdict:
+    """The flag writes cells, too, where generation shares the policy's GPUs."""
+    if colocated is not None and not colocated["enabled"]:
+        return None
     return _agreement(table, FOR_REFIT, enabled)
 
 

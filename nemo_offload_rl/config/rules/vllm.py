@@ -2,10 +2,11 @@
 
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.model.model_kind import count_of, model_fields
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import GPUS, LENGTH, MODEL_FIELDS, Verdict, note, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL_FIELDS, NODES, Verdict, note, rule
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
@@ -18,7 +19,11 @@ ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism of an engine is not supported here; use tensor_parallel_size"),
     "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
     "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
-    "async_engine": (False, "vLLM's asynchronous engine is not supported here"),
+    "async_engine": (
+        False,
+        "requests come all at once here, and vLLM's scheduler samples them alike with or without its asynchronous "
+        "engine; that serves rollouts of several turns and asynchronous GRPO, which are not supported here",
+    ),
     "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
     "logprobs_mode": ("processed_logprobs", "training compares the log-probs of the distribution that is sampled"),
     "num_first_layers_in_bf16": (0, "fp8 is not supported here"),
@@ -114,12 +119,15 @@ def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
     return f"is {longest}, below {LENGTH} ({total}), which bounds a prompt with its answer; set it to that or more"
 
 
-@rule(VLLM_TP, GPUS)
-def vllm_engines_share_out_a_node(tp: int, gpus: int) -> Verdict:
+@rule(VLLM_TP, GPUS, NODES, COLOCATED)
+def vllm_engines_share_out_a_node(tp: int, gpus: int, nodes: int, apart: dict[str, Any] | None) -> Verdict:
     """An engine is on one node."""
-    if gpus % tp == 0:
+    split = checked_split(gpus, nodes, apart)
+    if not isinstance(split, DeviceSplit) or split.engine_devices_per_node % tp == 0:
         return None
-    return f"is {tp}, which does not divide {GPUS} ({gpus}); an engine is on one node: change one of the two"
+    of_node = split.engine_devices_per_node
+    key = GPUS if of_node == gpus else f"{GENERATION}.colocated.resources.gpus_per_node"
+    return f"is {tp}, which does not divide {key} ({of_node}); an engine is on one node: change one of the two"
 
 
 @rule(VLLM_TP, *MODEL_FIELDS)

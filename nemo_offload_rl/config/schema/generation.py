@@ -22,7 +22,8 @@ MemoryShare = Annotated[float, Field(gt=0, lt=1)]
 class VllmConfig(TypedDict):
     """Section `policy.generation.vllm_cfg`: the engines of `backend: vllm`."""
 
-    # GPUs that share each layer of an engine. A divisor of cluster.gpus_per_node and of the model's attention heads.
+    # GPUs that share each layer of an engine. A divisor of the GPUs that generation has of a node (cluster.
+    # gpus_per_node, unless colocated gives it fewer) and of the model's attention heads.
     # Recommended: 1, or as many as the weights need.
     tensor_parallel_size: PositiveInt
     # GPUs that an engine's layers are divided among; 1 alone is supported.
@@ -72,12 +73,37 @@ class VllmConfig(TypedDict):
 
 
 @with_config(STRICT)
+class ColocatedResourcesConfig(TypedDict):
+    """Section `policy.generation.colocated.resources`: what generation has for itself where `enabled` is false."""
+
+    # Of one node (cluster.num_nodes 1): GPUs that generation gets of cluster.gpus_per_node, the rest trains; 1 or more.
+    # Of several nodes: cluster.gpus_per_node or null, as generation then gets whole nodes. Absent: null.
+    gpus_per_node: NotRequired[PositiveInt | None]
+    # Nodes that generation gets of cluster.num_nodes, the rest trains; null or 1 where cluster.num_nodes is 1.
+    # Absent: null.
+    num_nodes: NotRequired[PositiveInt | None]
+
+
+@with_config(STRICT)
+class ColocatedConfig(TypedDict):
+    """Section `policy.generation.colocated`: whether generation shares the policy's GPUs."""
+
+    # true: policy and engines take turns on the same GPUs. false: each has GPUs of its own (resources), where it stays;
+    # weights go there by broadcast. Recommended: true, since either side waits while the other works.
+    enabled: bool
+    # The GPUs that generation has for itself; without effect where enabled is true. Absent: none.
+    resources: NotRequired[ColocatedResourcesConfig]
+
+
+@with_config(STRICT)
 class GenerationConfig(TypedDict):
     """Section `policy.generation`."""
 
-    # What samples, on the policy's own devices: vllm, which needs GPUs and the extra vllm; or transformers, the Hugging
+    # What samples: vllm, which needs GPUs and the extra vllm; or transformers, the Hugging
     # Face model, which runs everywhere. Without a GPU, vllm becomes transformers.
     backend: Literal["transformers", "vllm"]
+    # Whether engines share the policy's GPUs. Absent: they do.
+    colocated: NotRequired[ColocatedConfig]
     # Most tokens of an answer; prompt and answer together stay within policy.max_total_sequence_length.
     # Recommended: "${policy.max_total_sequence_length}".
     max_new_tokens: PositiveInt

@@ -101,7 +101,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
-    OffOnly("policy.generation.colocated.enabled", (True,), "generation on GPUs of its own"),
     OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
     OffOnly("policy.generation.stop_strings", _NULL, "stop strings", "use stop_token_ids"),
     OffOnly(
@@ -231,7 +230,6 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("logger.swanlab", "tunes swanlab_enabled, which is off", True),
     WithoutEffect("logger.tensorboard.log_dir", "TensorBoard files go into the run folder"),
     WithoutEffect("logger.tensorboard", "TensorBoard files go into the run folder", True),
-    WithoutEffect("policy.generation.colocated.resources", "generation shares the policy's devices", True),
     WithoutEffect("policy.generation.mcore_generation_config", _MCORE_GENERATION, True),
     WithoutEffect("policy.generation.port_range_high", "engines open no port to others", True),
     WithoutEffect("policy.generation.port_range_low", "engines open no port to others", True),
@@ -262,7 +260,7 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
 )
 
 # Sections that hold nothing but keys of OFF_ONLY and WITHOUT_EFFECT.
-UPSTREAM_SECTIONS = ("reward_penalties", "policy.generation.colocated", "policy.router_replay")
+UPSTREAM_SECTIONS = ("reward_penalties", "policy.router_replay")
 
 # Values that NeMo-RL has for keys of ours, and this package has not.
 OTHER_VALUES: dict[str, str] = {

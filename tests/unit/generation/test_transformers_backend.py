@@ -11,7 +11,9 @@ from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationError, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.transformers_backend import TransformersGeneration
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
-from nemo_offload_rl.refit import TRANSPORTS
+from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.refit import TRANSPORTS, make_transport
+from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -121,7 +123,7 @@ def pair(ray_cluster):
     """An engine on each bundle."""
     pair = TransformersGeneration(
         ray_cluster,
-        ray_cluster.ranks_by_engine(1),
+        ray_cluster.bundles_by_engine(1),
         model_name="a label",
         hf_config=QWEN3,
         hf_config_overrides=None,
@@ -143,6 +145,32 @@ def test_replicas_share_a_request_out(pair, local, weights):
     _send({"model.norm.weight": torch.zeros(32)}, pair.receivers[:1])
     with pytest.raises(RuntimeError, match=r"model\.norm\.weight"):
         pair.weights_checksum()
+
+
+def test_engines_apart_take_weights_by_broadcast_and_the_one_that_dies_is_named(ray_cluster, weights):
+    with Cluster(num_nodes=1, gpus_per_node=3, num_engine_devices=2) as cluster:
+        apart = TransformersGeneration(
+            cluster,
+            cluster.bundles_by_engine(1),
+            model_name="a label",
+            hf_config=QWEN3,
+            hf_config_overrides=None,
+            precision="float32",
+            generation_batch_size=8,
+            max_sequence_length=64,
+        )
+        try:
+            assert (apart.capabilities.refit_transport, apart.capabilities.keeps_weights) == ("broadcast", True)
+            transport = make_transport("broadcast", apart.receivers, verify=True)
+            sender = transport.connect(ExportPlan.of(weights.items()), rank=0, bucket_bytes=1 << 14)
+            assert sender.send(weights.items()) == apart.weights_checksum()
+            ray.kill(apart.receivers[1].actor)
+            with pytest.raises(
+                EngineLostError, match=r"has lost generation engine 1 \(device 2\) with the weights model"
+            ):
+                sender.send(weights.items())
+        finally:
+            apart.shutdown()
 
 
 def test_shutdown_leaves_no_process(ray_cluster):

@@ -148,11 +148,25 @@ def test_omp_num_threads_limits_the_threads(monkeypatch):
 
 def test_an_engine_has_consecutive_ranks_of_one_node(ray_cluster):
     with Cluster(num_nodes=2, gpus_per_node=4) as cluster:
-        assert cluster.ranks_by_engine(2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
-        assert cluster.ranks_by_engine(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
+        assert cluster.bundles_by_engine(2) == [(0, 1), (2, 3), (4, 5), (6, 7)]
+        assert cluster.bundles_by_engine(4) == [(0, 1, 2, 3), (4, 5, 6, 7)]
         for bundles in (3, 8):
-            with pytest.raises(ValueError, match=rf"spans {bundles} GPUs, which does not divide .*gpus_per_node 4"):
-                cluster.ranks_by_engine(bundles)
+            with pytest.raises(ValueError, match=rf"spans {bundles} GPUs, which does not divide the 4 of a node"):
+                cluster.bundles_by_engine(bundles)
+
+
+def test_generation_may_have_bundles_of_its_own(ray_cluster):
+    with Cluster(num_nodes=1, gpus_per_node=4, num_engine_devices=3) as cluster:
+        assert (cluster.world_size, cluster.ranks_per_node, cluster.num_nodes) == (1, 1, 1)
+        assert cluster.bundles_by_engine(3) == [(1, 2, 3)]
+        assert cluster.engine_share == 1.0
+        options = [cluster.actor_options(bundle, 1.0)["scheduling_strategy"] for bundle in range(4)]
+        assert [one.placement_group_bundle_index for one in options] == [0, 1, 2, 3]
+    with Cluster(num_nodes=3, gpus_per_node=2, num_engine_devices=4) as cluster:
+        assert (cluster.world_size, cluster.ranks_per_node, cluster.num_nodes) == (2, 2, 1)
+        assert cluster.bundles_by_engine(2) == [(2, 3), (4, 5)]
+        groups = [cluster.actor_options(bundle, 1.0)["scheduling_strategy"].placement_group for bundle in (1, 2, 5)]
+        assert len({group.id for group in groups}) == 3
 
 
 class Sleeper:

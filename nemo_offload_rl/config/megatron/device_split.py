@@ -1,0 +1,103 @@
+"""Divides the devices of a cluster between the policy and generation, as `policy.generation.colocated` says."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class DeviceSplit:
+    """The devices (GPUs, or processes where there are none) of the policy and of generation.
+
+    Attributes:
+        num_nodes: Of the cluster.
+        per_node: Devices of each node.
+        num_engine_devices: Those that generation has for itself, of a single node the last ones, of several nodes all
+            of the last ones; 0 where generation shares the policy's.
+    """
+
+    num_nodes: int
+    per_node: int
+    num_engine_devices: int = 0
+
+    @property
+    def policy_nodes(self) -> int:
+        """Nodes that train."""
+        return self.policy_ranks // self.policy_per_node
+
+    @property
+    def policy_per_node(self) -> int:
+        """Devices of each of these nodes that train."""
+        return self.per_node - self.num_engine_devices if self.num_nodes == 1 else self.per_node
+
+    @property
+    def policy_ranks(self) -> int:
+        """Devices that train: the ranks of the policy."""
+        return self.num_nodes * self.per_node - self.num_engine_devices
+
+    @property
+    def engine_devices_per_node(self) -> int:
+        """Devices of each node with generation, which its engines share out."""
+        return self.num_engine_devices or self.per_node if self.num_nodes == 1 else self.per_node
+
+
+def is_colocated(policy: Mapping[str, Any]) -> bool:
+    """Whether generation shares the policy's devices; true of a policy without generation, too."""
+    generation = policy["generation"] if "generation" in policy else {}
+    colocated = generation["colocated"] if "colocated" in generation else None
+    return colocated is None or bool(colocated["enabled"])
+
+
+def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> DeviceSplit:
+    """The split of a validated recipe, of its sections `cluster` and `policy`."""
+    colocated = None if is_colocated(policy) else policy["generation"]["colocated"]
+    split = checked_split(cluster["gpus_per_node"], cluster["num_nodes"], colocated)
+    assert isinstance(split, DeviceSplit), "a rule checks it"
+    return split
+
+
+def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | None) -> DeviceSplit | tuple[str, str]:
+    """Divide the devices as NeMo-RL does, or say what is wrong.
+
+    Args:
+        per_node: `cluster.gpus_per_node`.
+        num_nodes: `cluster.num_nodes`.
+        colocated: The section `policy.generation.colocated`; None where it is absent.
+
+    Returns:
+        The split; or a key of `colocated.resources`, and what is wrong with it.
+    """
+    if colocated is None or colocated["enabled"]:
+        return DeviceSplit(num_nodes, per_node)
+    resources = colocated.get("resources") or {}
+    gpus, nodes = resources.get("gpus_per_node"), resources.get("num_nodes")
+    apart = "policy.generation.colocated.enabled is false"
+    if num_nodes == 1:
+        if nodes not in (None, 1):
+            return "num_nodes", f"is {nodes}, but cluster.num_nodes is 1; set it to null, or raise cluster.num_nodes"
+        if gpus is None:
+            return "gpus_per_node", (
+                f"is missing, but {apart}; give the GPUs of the node that are generation's: 1 to {per_node - 1}, as "
+                f"cluster.gpus_per_node is {per_node}"
+                if per_node > 1
+                else f"is missing, but {apart}, and with cluster.gpus_per_node 1 no GPU is left for it; raise that"
+            )
+        if gpus >= per_node:
+            return "gpus_per_node", (
+                f"is {gpus}, which leaves the policy none of cluster.gpus_per_node ({per_node}); lower it, or raise "
+                "cluster.gpus_per_node"
+            )
+        return DeviceSplit(1, per_node, gpus)
+    if nodes is None:
+        return "num_nodes", f"is missing, but {apart}; give the nodes of cluster.num_nodes ({num_nodes}) that generate"
+    if nodes >= num_nodes:
+        return "num_nodes", (
+            f"is {nodes}, which leaves the policy none of cluster.num_nodes ({num_nodes}); lower it, or raise "
+            "cluster.num_nodes"
+        )
+    if gpus not in (None, per_node):
+        return "gpus_per_node", (
+            f"is {gpus}, but of several nodes generation gets whole ones; set it to cluster.gpus_per_node ({per_node}) "
+            "or null"
+        )
+    return DeviceSplit(num_nodes, per_node, nodes * per_node)

@@ -1,0 +1,24 @@
+"""Generation on devices of its own: what the cluster has is enough for both sides."""
+
+from typing import Any
+
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, Verdict, note, rule
+
+
+@rule(COLOCATED, GPUS, NODES)
+def policy_and_generation_share_out_the_cluster(colocated: dict[str, Any], gpus: int, nodes: int) -> Verdict:
+    """Each of the two has devices, as many as the recipe says."""
+    split = checked_split(gpus, nodes, colocated)
+    if isinstance(split, DeviceSplit):
+        return None
+    key, message = split
+    return f"{COLOCATED.removesuffix('?')}.resources.{key}", message
+
+
+@note("policy.offload_optimizer_for_refit", COLOCATED)
+def nothing_moves_for_a_refit_to_other_gpus(enabled: bool, colocated: dict[str, Any] | None) -> Verdict:
+    """NeMo-RL's recipes have the flag in common."""
+    if not enabled or colocated is None or colocated["enabled"]:
+        return None
+    return "true has no effect, since generation has GPUs of its own and the policy stays on those that train"

@@ -1,0 +1,58 @@
+"""Starts and ends Ray on this machine without its ways that a run cannot do with."""
+
+import contextlib
+import logging
+import shutil
+import signal
+import tempfile
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.placement.signals import ENDING_SIGNALS
+
+logger = logging.getLogger(__name__)
+
+_OBJECT_STORE_BYTES_WITHOUT_GPU = 1 * GIB
+_MIN_SHARED_MEMORY_BYTES = 256 << 20
+
+
+def object_store_options(has_gpus: bool) -> dict[str, Any]:
+    """Ray's own size (30% of memory) with GPUs; else a modest one, in shared memory where there is enough of it."""
+    if has_gpus:
+        return {}
+    free = shutil.disk_usage("/dev/shm").free
+    if free < _MIN_SHARED_MEMORY_BYTES:
+        folder = tempfile.gettempdir()
+        logger.warning(
+            "/dev/shm has only %d MiB free: Ray's object store goes to %s, which is slower.", free >> 20, folder
+        )
+        return {"object_store_memory": _OBJECT_STORE_BYTES_WITHOUT_GPU, "_plasma_directory": folder}
+    return {"object_store_memory": min(_OBJECT_STORE_BYTES_WITHOUT_GPU, int(0.8 * free))}
+
+
+@contextlib.contextmanager
+def handlers_kept() -> Iterator[None]:
+    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of what it does."""
+    if threading.current_thread() is not threading.main_thread():
+        yield  # Ray sets none then
+        return
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in handlers.items():
+            if handler is not None:  # one that Python did not set, and cannot set again
+                signal.signal(number, handler)
+
+
+def disconnect_and_kill() -> None:
+    """Disconnect from Ray and kill its processes; ray.shutdown() alone would wait a second for each to heed SIGTERM."""
+    node = ray._private.worker._global_node
+    if node is not None:
+        kill_all_processes = node.kill_all_processes
+        node.kill_all_processes = lambda **options: kill_all_processes(**options | {"allow_graceful": False})
+    ray.shutdown()

@@ -1,0 +1,65 @@
+"""Generation on devices of its own: what the cluster is divided into, and what is refused before Ray starts."""
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, split_devices
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.residency.table import DEDICATED_TABLE
+from tests.unit.config.conftest import CONFIGS
+
+TINY = CONFIGS / "grpo_tiny_cpu.yaml"
+RESOURCES = "policy.generation.colocated.resources"
+APART = "policy.generation.colocated.enabled=false"
+ONE_OF_FOUR = [APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=1"]
+
+
+def split(*overrides):
+    config = load(TINY, overrides).config
+    return split_devices(config["cluster"], config["policy"])
+
+
+def test_one_node_or_whole_nodes_are_divided():
+    assert split("cluster.gpus_per_node=2") == DeviceSplit(1, 2)
+    one = split(APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=2")
+    assert (one.policy_ranks, one.policy_nodes, one.policy_per_node, one.engine_devices_per_node) == (2, 1, 2, 2)
+    several = split(APART, "cluster.num_nodes=4", "cluster.gpus_per_node=2", f"{RESOURCES}.num_nodes=3")
+    assert (several.policy_ranks, several.policy_nodes, several.policy_per_node) == (2, 1, 2)
+    assert (several.num_engine_devices, several.engine_devices_per_node) == (6, 2)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        ([APART], "gpus_per_node: is missing, but .* with cluster.gpus_per_node 1 no GPU is left for it; raise that"),
+        ([APART, "cluster.gpus_per_node=4"], "gpus_per_node: is missing, .*: 1 to 3, as cluster.gpus_per_node is 4"),
+        ([APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=2"], "is 2, which leaves the policy none of"),
+        ([*ONE_OF_FOUR, f"{RESOURCES}.num_nodes=2"], "num_nodes: is 2, but cluster.num_nodes is 1; set it to null"),
+        ([APART, "cluster.num_nodes=2"], "num_nodes: is missing, .* give the nodes of cluster.num_nodes .2. that"),
+        ([APART, "cluster.num_nodes=2", f"{RESOURCES}.num_nodes=2"], "num_nodes: is 2, which leaves the policy none"),
+        (
+            [APART, "cluster.num_nodes=2", "cluster.gpus_per_node=2", f"{RESOURCES}.num_nodes=1",
+             f"{RESOURCES}.gpus_per_node=1"],
+            "gpus_per_node: is 1, but of several nodes generation gets whole ones",
+        ),
+        (
+            [*ONE_OF_FOUR, "policy.megatron_cfg.tensor_model_parallel_size=2"],
+            r"do not divide the 3 ranks of the cluster \(cluster.gpus_per_node 4 x .* less 1 of generation",
+        ),
+        ([*ONE_OF_FOUR, "policy.train_micro_batch_size=1"], "no multiple of data-parallel size 3"),
+        (
+            ["policy.generation.backend=vllm", APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=3",
+             "policy.generation.vllm_cfg.tensor_parallel_size=2"],
+            r"is 2, which does not divide policy.generation.colocated.resources.gpus_per_node \(3\)",
+        ),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_refused_with_a_remedy(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(TINY, overrides)
+
+
+def test_the_policy_stays_on_its_gpus():
+    recipe = load(TINY, [APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=1"])
+    assert settings(recipe.config["policy"]).table == DEDICATED_TABLE
+    assert any("offload_optimizer_for_refit true has no effect" in line for line in recipe.notes)
