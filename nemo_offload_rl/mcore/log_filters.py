@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import sys
 import warnings
 from collections.abc import Iterator
 
@@ -38,7 +39,10 @@ def install() -> None:
     warnings.filterwarnings("ignore", module=r"megatron\..*")
     for name in _LOGGERS:
         logging.getLogger(name).setLevel(logging.ERROR)
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # it sets its logger's level when it is imported
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    if "transformers" in sys.modules:  # it reads the variable when it is imported
+        level = logging.getLevelNamesMapping().get(os.environ["TRANSFORMERS_VERBOSITY"].upper(), logging.WARNING)
+        logging.getLogger("transformers").setLevel(level)
 
 
 @contextlib.contextmanager
