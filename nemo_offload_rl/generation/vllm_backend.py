@@ -1,13 +1,15 @@
 """Generation with vLLM: an engine a Ray actor, or with tensor parallelism an actor for each of its GPUs."""
 
+import contextlib
 import os
 import socket
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ray
+import torch
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
@@ -15,6 +17,28 @@ from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_e
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
+
+
+@contextlib.contextmanager
+def cache_named_where_memory_runs_out(arguments: Mapping[str, Any]) -> Iterator[None]:
+    """Have an engine that finds no memory while it is built say which key to lower.
+
+    Args:
+        arguments: Of `vllm.LLM`.
+
+    Raises:
+        torch.OutOfMemoryError: If memory runs out inside.
+    """
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        cache = arguments.get("kv_cache_memory_bytes")
+        size = "" if cache is None else f" with a KV cache of {cache / 2**30:.2f} GiB"
+        raise torch.OutOfMemoryError(
+            f"vLLM finds too little GPU memory on {socket.gethostname()}{size} ({str(error).partition('. ')[0]}); "
+            "lower policy.generation.vllm_cfg.gpu_memory_utilization, policy.generation_batch_size or "
+            "policy.generation.vllm_kwargs.kv_cache_memory_bytes (bytes of each GPU; it goes before the first)."
+        ) from error
 
 
 class VllmActor(WeightLoader):
@@ -65,8 +89,11 @@ class VllmActor(WeightLoader):
 
         self._folder = tempfile.TemporaryDirectory()  # vLLM reads a model's config from a folder, also later
         hf_config(policy).save_pretrained(self._folder.name)
+        arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
+        with cache_named_where_memory_runs_out(arguments):
+            llm = LLM(**arguments)
         self._generator = VllmGenerator(
-            LLM(**engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)),
+            llm,
             precision=policy["precision"],
             max_sequence_length=policy["max_total_sequence_length"],
             sleeps=sleeps,

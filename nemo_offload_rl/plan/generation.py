@@ -5,13 +5,22 @@ from dataclasses import dataclass
 from typing import Any
 
 from nemo_offload_rl.memory.units import GIB, show_gib
-from nemo_offload_rl.plan.architecture import read_architecture
+from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.table import Phase
 
 # What a process that trains keeps on a GPU whatever it offloads: the CUDA context, kernels, and NCCL's buffers.
 POLICY_OVERHEAD_BYTES = 2 * GIB
+
+# Estimates of what vLLM takes beside weights and KV cache; none has been compared with a GPU yet.
+_CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
+# The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
+_MAX_BATCHED_TOKENS = 16384
+# float32 logits, their log-probs and their sorted copy, and int64 indices.
+_SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
+# The refit fills one bucket while the engine loads the other.
+_NUM_REFIT_BUCKETS = 2
 
 
 @dataclass(frozen=True)
@@ -23,12 +32,30 @@ class EngineMemory:
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
         share: `policy.generation.vllm_cfg.gpu_memory_utilization`, which bounds weights, KV cache and all else.
+        reserve_bytes: for activations, logits, CUDA graphs and the process; an estimate.
+        refit_bytes: of the buckets that weights pass through in a refit, which lie on the same GPU.
+        own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which wins; None where it is not set.
     """
 
     weights_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
     share: float
+    reserve_bytes: int
+    refit_bytes: int
+    own_kv_cache_bytes: int | None = None
+
+    def kv_cache_bytes(self, gpu_bytes: int) -> int:
+        """Returns the bytes of the KV cache on a GPU of this size; below 0 where the share leaves none."""
+        if self.own_kv_cache_bytes is not None:
+            return self.own_kv_cache_bytes
+        return int(self.share * gpu_bytes) - self.weights_bytes - self.reserve_bytes
+
+    def share_of(self, gpu_bytes: int) -> float:
+        """Returns the share of a GPU of this size that it takes."""
+        if self.own_kv_cache_bytes is None:
+            return self.share
+        return (self.weights_bytes + self.reserve_bytes + self.own_kv_cache_bytes) / gpu_bytes
 
     @property
     def sequence_bytes(self) -> int:
@@ -52,18 +79,39 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
     architecture = read_architecture(hf_config, policy["megatron_cfg"])
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     heads = max(1, architecture.num_query_groups // tp)  # fewer heads than GPUs are repeated
+    kwargs = policy["generation"].get("vllm_kwargs") or {}
+    all_weights = num_model_params(hf_config, policy["megatron_cfg"]) * dtype_bytes
+    largest = max(architecture.vocab_size, architecture.ffn_hidden_size) * architecture.hidden_size * dtype_bytes
+    buckets = max(int(policy["refit_buffer_size_gb"] * GIB), _NUM_REFIT_BUCKETS * largest)
     return EngineMemory(
-        weights_bytes=num_model_params(hf_config, policy["megatron_cfg"]) * dtype_bytes // tp,
+        weights_bytes=all_weights // tp,
         kv_bytes_per_token=2 * architecture.num_layers * heads * architecture.head_dim * dtype_bytes,
         max_model_len=section["max_model_len"],
         share=section["gpu_memory_utilization"],
+        reserve_bytes=_reserve_bytes(architecture, section, kwargs, policy["generation_batch_size"]),
+        refit_bytes=min(buckets, all_weights),
+        own_kv_cache_bytes=kwargs.get("kv_cache_memory_bytes"),
     )
 
 
-def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
-    """Refuse an engine whose share of the GPU cannot hold its weights and the KV cache of one sequence.
+def _reserve_bytes(
+    architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any], batch_size: int
+) -> int:
+    """Of the largest pass a layer's tensors, the sampler's logits, and what the process takes whatever it computes."""
+    tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
+    attention = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim // tp
+    mlp = 3 * architecture.dense_ffn_hidden_size // tp
+    if architecture.num_experts:
+        per_expert = 3 * architecture.ffn_hidden_size // tp + architecture.hidden_size
+        mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
+    tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
+    activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
+    logits = kwargs.get("max_num_seqs", batch_size) * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
+    return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
 
-    vLLM takes more, for activations and graphs, and says so itself.
+
+def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
+    """Refuse an engine whose KV cache cannot hold one sequence of the greatest length.
 
     Args:
         engine: what it takes.
@@ -72,14 +120,45 @@ def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
     Raises:
         ValueError: it does not fit.
     """
-    have, need = int(engine.share * gpu_bytes), engine.weights_bytes + engine.sequence_bytes
-    if need <= have:
+    cache = engine.kv_cache_bytes(gpu_bytes)
+    if engine.sequence_bytes <= cache:
+        return
+    sequence = f"one sequence of max_model_len ({engine.max_model_len}) tokens {show_gib(engine.sequence_bytes)} GiB"
+    if engine.own_kv_cache_bytes is not None:
+        raise ValueError(
+            f"policy.generation.vllm_kwargs.kv_cache_memory_bytes is {cache}, which is {show_gib(cache)} GiB, but "
+            f"{sequence} of KV cache; raise or delete it, or lower policy.generation.vllm_cfg.max_model_len."
+        )
+    raise ValueError(
+        f"policy.generation.vllm_cfg.gpu_memory_utilization is {engine.share}, which is "
+        f"{show_gib(int(engine.share * gpu_bytes))} of the GPU's {show_gib(gpu_bytes)} GiB, but weights take "
+        f"{show_gib(engine.weights_bytes)} GiB of each GPU of an engine, activations and graphs an estimated "
+        f"{show_gib(engine.reserve_bytes)} GiB, and {sequence} of KV cache; raise it, lower "
+        "policy.generation.vllm_cfg.max_model_len, or, if the estimate is too high, give the KV cache's bytes in "
+        "policy.generation.vllm_kwargs.kv_cache_memory_bytes."
+    )
+
+
+def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
+    """Refuse buckets of the refit that the GPU has no room for beside the policy and the engine's weights.
+
+    Args:
+        plan: with the sizes of every pipeline stage.
+        engine: what it takes.
+        gpu_bytes: memory of the smallest GPU.
+
+    Raises:
+        ValueError: it does not fit.
+    """
+    kept = max(sum(rank.gpu_bytes[Phase.REFIT].values()) for rank in plan.ranks) + POLICY_OVERHEAD_BYTES
+    if kept + engine.weights_bytes + engine.refit_bytes <= gpu_bytes:
         return
     raise ValueError(
-        f"policy.generation.vllm_cfg.gpu_memory_utilization is {engine.share}, which is {show_gib(have)} of the GPU's "
-        f"{show_gib(gpu_bytes)} GiB, but weights take {show_gib(engine.weights_bytes)} GiB of each GPU of an engine "
-        f"and one sequence of max_model_len ({engine.max_model_len}) tokens {show_gib(engine.sequence_bytes)} GiB of "
-        "KV cache; raise it, or lower policy.generation.vllm_cfg.max_model_len."
+        f"A refit needs {show_gib(engine.refit_bytes)} GiB of GPU memory for its buckets (policy.refit_buffer_size_gb, "
+        f"or twice the largest tensor), beside {show_gib(kept)} GiB of the policy and {show_gib(engine.weights_bytes)} "
+        f"GiB of vLLM's weights, but the GPU has {show_gib(gpu_bytes)} GiB; lower policy.refit_buffer_size_gb, have "
+        "more offloaded for the refit (policy.residency.table), or raise "
+        "policy.generation.vllm_cfg.tensor_parallel_size."
     )
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from nemo_offload_rl.config import RecipeError
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan import cpu_optimizer
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
 from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
@@ -43,7 +43,7 @@ class PlannedWay:
         refusal: why the recipe cannot have it; empty where it can, and all numbers are 0 where it cannot.
         training_bytes: of the GPU, for state in training and fp32 gradients of the optimizer's step.
         generation_bytes: of the GPU, for what the policy keeps beside generation; 0 for an algorithm without.
-        engine_share: of the GPU, for the engine beside it; 0 without one that has a bound.
+        engine: what vLLM takes beside it; None without.
         host_bytes: of the rank that takes most.
         transfer_s: on the link in a step, for all targets, if nothing overlaps.
         wait_s: of the optimizer's step alone: its copies, and the CPU's kernels, which the step waits for.
@@ -53,14 +53,14 @@ class PlannedWay:
     refusal: str = ""
     training_bytes: int = 0
     generation_bytes: int = 0
-    engine_share: float = 0.0
+    engine: EngineMemory | None = None
     host_bytes: int = 0
     transfer_s: float = 0.0
     wait_s: float = 0.0
 
     def missing_bytes(self, gpu_bytes: int) -> int:
         """Returns what a GPU lacks for it, activations and logits left out; 0 or less where it fits."""
-        engine = int(self.engine_share * gpu_bytes)
+        engine = 0 if self.engine is None else int(self.engine.share_of(gpu_bytes) * gpu_bytes)
         return max(self.training_bytes, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES - gpu_bytes
 
 
@@ -148,7 +148,7 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> Plan
         generation_bytes=max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in ranks)
         if Phase.GENERATE in phases
         else 0,
-        engine_share=run.engine.share if run.engine is not None else 0.0,
+        engine=run.engine,
         host_bytes=max(rank.total_host_bytes for rank in ranks),
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
         wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s) for rank in ranks),

@@ -97,7 +97,7 @@ def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMem
     plan, rank = run.plan, run.plan.largest_rank
     yield from _residency_and_sources(plan, rank.facts.has_reference, written_at)
     yield ""
-    yield _memory(rank, of_several=len(plan.ranks) > 1)
+    yield _memory(rank, run.engine, of_several=len(plan.ranks) > 1)
     for other in plan.ranks:
         if other is not rank:
             size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(other.total_host_bytes)
@@ -195,7 +195,7 @@ def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
     return found
 
 
-def _memory(rank: RankPlan, of_several: bool) -> RichTable:
+def _memory(rank: RankPlan, engine: EngineMemory | None, of_several: bool) -> RichTable:
     facts = rank.facts
     stage = f" of pipeline stage {rank.stage}, the largest," if of_several else ""
     title = f"One rank{stage} in GiB: {facts.num_params:,} parameters"
@@ -204,14 +204,17 @@ def _memory(rank: RankPlan, of_several: bool) -> RichTable:
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
-    if rank.step_grad_bytes:
-        only = (show_gib(rank.step_grad_bytes) if phase is Phase.TRAIN else "" for phase in rank.gpu_bytes)
-        table.add_row("fp32 gradients of a step", "", *only, "")
+    beside = {"fp32 gradients of a step": (Phase.TRAIN, rank.step_grad_bytes)}
+    if engine is not None:
+        beside["refit's buckets"] = (Phase.REFIT, engine.refit_bytes)
+    for name, (where, nbytes) in beside.items():
+        if nbytes:
+            table.add_row(name, "", *(show_gib(nbytes) if phase is where else "" for phase in rank.gpu_bytes), "")
     for name, nbytes in rank.fixed_bytes.items():
         table.add_row(name, "", *("" for _ in rank.gpu_bytes), show_gib(nbytes))
     table.add_section()
     totals = [
-        sum(cells.values()) + (rank.step_grad_bytes if phase is Phase.TRAIN else 0)
+        sum(cells.values()) + sum(nbytes for where, nbytes in beside.values() if phase is where)
         for phase, cells in rank.gpu_bytes.items()
     ]
     table.add_row(
@@ -295,8 +298,13 @@ def _engine(engine: EngineMemory) -> str:
     return (
         f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights and "
         f"{engine.kv_bytes_per_token / KIB:g} KiB of KV cache a token ({show_gib(engine.sequence_bytes)} GiB for "
-        f"{engine.max_model_len:,}); all that it takes is {engine.share:.0%} of the GPU "
-        "(policy.generation.vllm_cfg.gpu_memory_utilization)"
+        f"{engine.max_model_len:,}), and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
+        + (
+            f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
+            "and the KV cache gets the rest of it"
+            if engine.own_kv_cache_bytes is None
+            else f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB (vllm_kwargs.kv_cache_memory_bytes)"
+        )
     )
 
 

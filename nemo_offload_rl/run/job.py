@@ -46,6 +46,7 @@ from nemo_offload_rl.run.folder import (
     write_recipe,
 )
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
+from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.run.setup import Preparation, with_run_length
@@ -175,8 +176,10 @@ class Job:
             stack.enter_context(lock_run_folder(run_dir, session.console))
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = for_machine(self.config, has_gpus=session.cluster.has_gpus)
-            config, kept = with_resident_params(config, self.algorithm, smallest_gpu_bytes(session.cluster))
-            for note in [*self.notes, *adaptations, *kept]:
+            gpu_bytes = smallest_gpu_bytes(session.cluster)
+            config, kept = with_resident_params(config, self.algorithm, gpu_bytes)
+            config, cache = with_kv_cache_bytes(config, self.algorithm, gpu_bytes)
+            for note in [*self.notes, *adaptations, *kept, *cache]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             session.interrupt.check()

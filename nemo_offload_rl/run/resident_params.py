@@ -50,7 +50,7 @@ def with_resident_params(
     planned = check_sizes(resident, algorithm)
     if planned is None or planned.engine is None:
         return config, []
-    if planned.engine.share > share_beside_policy(planned.plan, gpu_bytes):
+    if planned.engine.share_of(gpu_bytes) > share_beside_policy(planned.plan, gpu_bytes):
         return config, []
     params = max(rank.target_bytes[Target.PARAMS] for rank in planned.plan.ranks)
     return resident, [

@@ -183,6 +183,16 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
     return None
 
 
+@rule(f"{GENERATION}.vllm_kwargs")
+def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
+    """VLLM takes this for each GPU as it is, whatever gpu_memory_utilization says."""
+    nbytes = arguments.get("kv_cache_memory_bytes", 1)
+    if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0:
+        return None
+    path = f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"
+    return path, f"is {show(nbytes)}, where a number of bytes of each GPU must be; delete it to have it computed"
+
+
 @note(f"{GENERATION}.vllm_kwargs", BACKEND)
 def vllm_runs_so_many_rows_at_once(arguments: dict[str, Any], backend: str) -> Verdict:
     """NeMo-RL's recipes have it beside `generation_batch_size`, which is for its other backends."""

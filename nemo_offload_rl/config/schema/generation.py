@@ -31,8 +31,8 @@ class VllmConfig(TypedDict):
     # GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole experts to
     # each GPU. Recommended: 1.
     expert_parallel_size: PositiveInt
-    # Share of a GPU's memory that vLLM takes, for weights, activations and KV cache. Above 0, below 1; what the policy
-    # keeps on the GPU beside generation has to fit into the rest. Recommended: 0.6.
+    # Share of a GPU's memory that vLLM takes, for weights, activations and the KV cache, which gets what these leave.
+    # Above 0, below 1; what the policy keeps on the GPU beside generation has to fit into the rest. Recommended: 0.6.
     gpu_memory_utilization: MemoryShare
     # Most tokens of a prompt with its answer that the KV cache is made for; policy.max_total_sequence_length or more.
     # Recommended: "${policy.max_total_sequence_length}".
@@ -125,5 +125,6 @@ class GenerationConfig(TypedDict):
     # The engines of backend: vllm. Absent: no vLLM, whose sizes have no defaults. Without effect with another backend.
     vllm_cfg: NotRequired[VllmConfig]
     # Further arguments of vLLM's `LLM`, by its own names. Those that other keys of the recipe stand for, and those that
-    # quantise weights or draft tokens, are refused. Without effect with another backend. Absent: none.
+    # quantise weights or draft tokens, are refused. kv_cache_memory_bytes, of each GPU, goes before what follows from
+    # vllm_cfg.gpu_memory_utilization. Without effect with another backend. Absent: none.
     vllm_kwargs: NotRequired[dict[str, Any]]

@@ -59,6 +59,10 @@ BROKEN = {
     "vllms_own_variables_stay": [
         ([f"+{VLLM}.env_vars.VLLM_HOST_IP=1.2.3.4"], "env_vars.VLLM_HOST_IP: cannot be set: the engine sets it itself"),
     ],
+    "vllms_kv_cache_has_a_size": [
+        ([f"+{KWARGS}.kv_cache_memory_bytes=0.5"], "kv_cache_memory_bytes: is 0.5, where a number of bytes"),
+        ([f"+{KWARGS}.kv_cache_memory_bytes=0"], "kv_cache_memory_bytes: is 0, where a number of bytes of each GPU"),
+    ],
     "vllm_arguments_are_not_the_recipes": [
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits bring the policy's weights as they are"),
     ],

@@ -2,7 +2,12 @@ import pytest
 from support.tiny import policy_without_model
 
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_share_beside_policy, engine_memory
+from nemo_offload_rl.plan.generation import (
+    check_longest_sequence_fits,
+    check_refit_fits,
+    check_share_beside_policy,
+    engine_memory,
+)
 from nemo_offload_rl.plan.planner import make_plan
 from nemo_offload_rl.residency.table import ShardFacts
 
@@ -38,10 +43,12 @@ QWEN2 = {
 }
 
 
-def engine(tp, **section):
+def engine(tp, kwargs=None, **section):
     policy = policy_without_model(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
     section = {"tensor_parallel_size": tp, "precision": "bfloat16", "max_model_len": 4096} | section
-    policy["generation"] = {"backend": "vllm", "vllm_cfg": {"gpu_memory_utilization": 0.5} | section}
+    section = {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
+    policy["generation"] = {"backend": "vllm", "vllm_cfg": section, "vllm_kwargs": kwargs or {}}
+    policy |= {"generation_batch_size": 64, "refit_buffer_size_gb": 1.0}
     return engine_memory(policy, QWEN2)
 
 
@@ -60,7 +67,38 @@ def test_other_engines_are_not_planned():
     assert engine_memory(policy, QWEN2) is None
 
 
+# A pass of 16,384 tokens: residual, queries, keys, values and MLP; float32 logits thrice and indices; context, graphs.
+RESERVE = 16384 * 2 * (4 * 1536 + 16 * 128 + 3 * 8960) + 64 * 151936 * 20 + 2 * GIB
+
+
+def test_the_kv_cache_gets_what_the_share_leaves():
+    found = engine(1)
+    assert found.reserve_bytes == RESERVE
+    assert found.kv_cache_bytes(80 * GIB) == 40 * GIB - 2 * 1_543_714_304 - RESERVE
+    assert found.share_of(80 * GIB) == 0.5
+    fewer = engine(1, {"max_num_seqs": 8, "max_num_batched_tokens": 2048}, enforce_eager=True)
+    assert fewer.reserve_bytes == 2048 * 2 * (4 * 1536 + 16 * 128 + 3 * 8960) + 8 * 151936 * 20 + GIB
+
+
+def test_a_kv_cache_of_the_recipe_wins():
+    found = engine(1, {"kv_cache_memory_bytes": 3 * GIB})
+    assert found.kv_cache_bytes(80 * GIB) == found.kv_cache_bytes(8 * GIB) == 3 * GIB
+    assert found.share_of(80 * GIB) == (2 * 1_543_714_304 + RESERVE + 3 * GIB) / (80 * GIB)
+    check_longest_sequence_fits(found, GIB)
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is 1000, .* tokens 0\.109 GiB .* raise or delete"):
+        check_longest_sequence_fits(engine(1, {"kv_cache_memory_bytes": 1000}), 80 * GIB)
+
+
 def test_the_longest_sequence_has_to_fit_beside_the_weights():
-    check_longest_sequence_fits(engine(1), 8 * GIB)
-    with pytest.raises(ValueError, match=r"0\.5, which is 2\.50 .* take 2\.88 GiB .* \(4096\) tokens 0\.109 GiB"):
-        check_longest_sequence_fits(engine(1), 5 * GIB)
+    check_longest_sequence_fits(engine(1), 14 * GIB)
+    with pytest.raises(ValueError, match=r"0\.5, which is 6\.00 .* take 2\.88 GiB .* 3\.\d+ GiB, .* 0\.109 GiB"):
+        check_longest_sequence_fits(engine(1), 12 * GIB)
+
+
+def test_a_refits_buckets_have_to_fit_beside_the_policy_and_the_engines_weights():
+    found = engine(1)
+    assert found.refit_bytes == GIB
+    plan = make_plan(policy_without_model(), [FACTS])  # 2 GiB of parameters in a refit, and 2 for the process
+    check_refit_fits(plan, found, 8 * GIB)
+    with pytest.raises(ValueError, match=r"needs 1\.00 GiB .* 4\.00 GiB .* 2\.88 GiB of vLLM's .* has 7\.50"):
+        check_refit_fits(plan, found, int(7.5 * GIB))

@@ -1,0 +1,53 @@
+"""Gives vLLM its KV cache in bytes, from the plan, and not as what it finds free on a GPU that it shares."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.plan.generation import check_longest_sequence_fits
+from nemo_offload_rl.run.preflight import check_sizes
+
+ARGUMENT = "kv_cache_memory_bytes"
+
+
+def with_kv_cache_bytes(
+    config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Decide how large vLLM's KV cache is, unless the recipe says so.
+
+    Args:
+        config: a validated recipe, resolved for this machine; it is left as it is.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+
+    Returns:
+        The config with `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, and a line that says how much it is; as
+        it was where sizes are not known, and vLLM measures what is free.
+
+    Raises:
+        ValueError: the share of the GPU leaves no room for one sequence.
+    """
+    policy = config["policy"]
+    if "generation" not in policy or policy["generation"]["backend"] != "vllm" or gpu_bytes is None:
+        return config, []
+    if not is_colocated(policy):  # vLLM measures GPUs of its own by itself
+        return config, []
+    if ARGUMENT in (policy["generation"].get("vllm_kwargs") or {}):
+        return config, []
+    planned = check_sizes(config, algorithm)
+    if planned is None or planned.engine is None:
+        return config, []
+    engine = planned.engine
+    check_longest_sequence_fits(engine, gpu_bytes)
+    nbytes = engine.kv_cache_bytes(gpu_bytes)
+    given = copy.deepcopy(dict(config))
+    generation = given["policy"]["generation"]
+    generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), ARGUMENT: nbytes}
+    return given, [
+        f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, {nbytes // engine.sequence_bytes:,} sequences of "
+        f"{engine.max_model_len:,} tokens: gpu_memory_utilization less {show_gib(engine.weights_bytes)} GiB of weights "
+        f"and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
+        f"policy.generation.vllm_kwargs.{ARGUMENT} sets it"
+    ]

@@ -1,0 +1,60 @@
+"""The bytes of vLLM's KV cache, from the plan into the engine's arguments."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.generation.vllm_arguments import engine_arguments
+from nemo_offload_rl.generation.vllm_backend import cache_named_where_memory_runs_out
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
+
+RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
+
+
+def given(gpu_gib, *overrides, backend="vllm"):
+    config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
+    before = copy.deepcopy(config)
+    found, lines = with_kv_cache_bytes(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    assert config == before
+    return found["policy"], lines
+
+
+def test_an_engine_gets_it_in_bytes():
+    policy, [line] = given(80)
+    nbytes = engine_arguments(policy, Path("/folder"))["kv_cache_memory_bytes"]
+    share = policy["generation"]["vllm_cfg"]["gpu_memory_utilization"]
+    assert 0 < nbytes < share * 80 * GIB - 2 * 1_543_714_304
+    assert line.startswith(f"vLLM's KV cache has {nbytes / GIB:.2f} GiB of each GPU, ")
+    larger, _ = given(90)
+    grown = engine_arguments(larger, Path("/folder"))["kv_cache_memory_bytes"]
+    assert grown - nbytes == pytest.approx(share * 10 * GIB, abs=1)
+
+
+def test_the_recipes_own_wins():
+    policy, lines = given(80, "++policy.generation.vllm_kwargs.kv_cache_memory_bytes=5000000000")
+    assert engine_arguments(policy, Path("/folder"))["kv_cache_memory_bytes"] == 5_000_000_000
+    assert lines == []
+
+
+@pytest.mark.parametrize(("gpu_gib", "backend"), [(None, "vllm"), (80, "transformers")])
+def test_nothing_is_given_otherwise(gpu_gib, backend):
+    policy, lines = given(gpu_gib, backend=backend)
+    assert "kv_cache_memory_bytes" not in policy["generation"].get("vllm_kwargs", {})
+    assert lines == []
+
+
+def test_too_small_a_share_is_an_error_and_no_tiny_cache():
+    with pytest.raises(ValueError, match="activations and graphs an estimated"):
+        given(8)
+
+
+def test_memory_that_runs_out_while_an_engine_is_built_names_the_keys():
+    found = pytest.raises(
+        torch.OutOfMemoryError, match=r"of 3\.00 GiB \(Tried to .*kv_cache_memory_bytes \(bytes of each"
+    )
+    with found, cache_named_where_memory_runs_out({"kv_cache_memory_bytes": 3 * GIB}):
+        raise torch.OutOfMemoryError("Tried to allocate 4 GiB. GPU 0 has less")
