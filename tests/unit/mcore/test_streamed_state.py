@@ -107,6 +107,22 @@ def test_checkpoints_are_those_of_resident_state_and_load_into_streamed_state(ma
     assert run_steps(worker, 2, visit_phases=True) == wanted
 
 
+@pytest.mark.parametrize("streamed", [True, False], ids=["streamed", "around refit"])
+def test_a_run_resumes_into_and_out_of_state_that_is_not_page_locked(make_worker, tmp_path, streamed):
+    worker = make_worker(policy_of("bf16", streamed=streamed, use_pinned_optimizer_offload=False))
+    run_steps(worker, 2, visit_phases=True)
+    worker.offload_after_refit()
+    worker.save_checkpoint(str(tmp_path / "pageable"), save_optimizer=True)
+    worker.prepare_for_training()
+    wanted = run_steps(worker, 2, visit_phases=True)
+    worker.offload_after_refit()
+    worker.load_checkpoint(str(tmp_path / "pageable"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+    worker = make_worker(policy_of("bf16", streamed=streamed))
+    worker.load_checkpoint(str(tmp_path / "pageable"))
+    assert run_steps(worker, 2, visit_phases=True) == wanted
+
+
 def test_a_step_that_is_not_finite_moves_nothing_back(make_worker):
     def nan_loss(logprobs, data, counts):
         loss, metrics = NLLLoss()(logprobs, data, counts)
