@@ -1,10 +1,11 @@
 """Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, on the CPU optimizer."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from nemo_offload_rl.config import RecipeError
+from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
@@ -99,7 +100,9 @@ def plan_ways(policy: Mapping[str, Any], plan_with: Callable[[Sequence[str]], Pl
         policy: its section, validated.
         plan_with: plans the recipe with further overrides; raises a ValueError where they do not go with it.
     """
-    return tuple(_planned(way, plan_with) for way in ways(policy))
+    planned = (_planned(way, plan_with) for way in ways(policy))
+    # An engine on GPUs of its own leaves the policy's to it.
+    return tuple(one if is_colocated(policy) else replace(one, engine=None) for one in planned)
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int) -> PlannedWay | None:
