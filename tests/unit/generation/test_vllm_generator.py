@@ -156,6 +156,24 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
         generator.generate(TOO_LONG)
 
 
+def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
+    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, sleeps=False)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator.prepare_for_generation(["weights"])
+    generator.load_weights(list(WEIGHTS.items()))
+    generator.prepare_for_generation(["kv_cache"])
+    generator.finish_generation()
+    generator.prepare_for_generation(["weights", "kv_cache"])  # no refit: the policy has not changed
+    assert generator.generate(TOO_LONG).finish_reasons == ["length"]
+    generator.prepare_for_generation(["weights"])  # a refit begins
+    generator.load_weights(list(WEIGHTS.items())[:1])
+    with pytest.raises(RuntimeError, match=r"still waits for 1 of its weights \(bias\)"):
+        generator.generate(TOO_LONG)
+    assert generator._llm.calls == ["reset_prefix_cache"]
+    policy = engine_conformance.policy("vllm")
+    assert engine_arguments(policy, Path("/folder"), sleeps=False)["enable_sleep_mode"] is False
+
+
 def test_the_prefix_cache_is_reset_once_after_each_refit(generator):
     for _ in range(2):
         generator.load_weights(list(WEIGHTS.items()))
