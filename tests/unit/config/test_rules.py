@@ -22,6 +22,7 @@ from nemo_offload_rl.config.rules import (
     activations,
     architectures,
     batches,
+    colocated,
     cpu_optimizer,
     experts,
     graphs,
@@ -402,7 +403,8 @@ BROKEN = {
 OF_RECIPE = {"answers_are_sampled_where_they_are_printed": "sft", "chunks_are_of_log_prob_passes": "sft"}
 
 # Topics that have a test file of their own.
-ELSEWHERE = tuple(topic.__name__ for topic in (activations, architectures, cpu_optimizer, experts, graphs, model, vllm))
+OWN_FILE = (activations, architectures, colocated, cpu_optimizer, experts, graphs, model, vllm)
+ELSEWHERE = tuple(topic.__name__ for topic in OWN_FILE)
 
 
 @pytest.mark.parametrize(
