@@ -17,6 +17,8 @@ POLICY_OVERHEAD_BYTES = 2 * GIB
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
 # The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
+# Likewise the most sequences, where vllm_kwargs leaves them to vLLM with null.
+_MAX_SEQUENCES = 1024
 # float32 logits, their log-probs and their sorted copy, and int64 indices.
 _SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
 # The refit fills one bucket while the engine loads the other.
@@ -106,7 +108,8 @@ def _reserve_bytes(
         mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
-    logits = kwargs.get("max_num_seqs", batch_size) * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
+    sequences = kwargs.get("max_num_seqs", batch_size) or _MAX_SEQUENCES
+    logits = sequences * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
     return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
 
 
@@ -171,20 +174,31 @@ def _kept_bytes(plan: OffloadPlan) -> int:
     return max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in plan.ranks)
 
 
-def check_share_beside_policy(plan: OffloadPlan, share: float, gpu_bytes: int) -> None:
+def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
     """Refuse a share of the GPU that generation cannot have while the policy waits.
 
     Args:
         plan: With the sizes of every pipeline stage.
-        share: `policy.generation.vllm_cfg.gpu_memory_utilization`.
+        engine: What it takes.
         gpu_bytes: Memory of the smallest GPU.
 
     Raises:
         ValueError: If the two do not fit.
     """
-    kept, free = _kept_bytes(plan), share_beside_policy(plan, gpu_bytes)
+    kept, free, share = _kept_bytes(plan), share_beside_policy(plan, gpu_bytes), engine.share_of(gpu_bytes)
     if share <= free:
         return
+    if engine.own_kv_cache_bytes is not None:
+        most = int(free * gpu_bytes) - engine.weights_bytes - engine.reserve_bytes
+        raise ValueError(
+            f"policy.generation.vllm_kwargs.kv_cache_memory_bytes is {engine.own_kv_cache_bytes}, which with "
+            f"{show_gib(engine.weights_bytes)} GiB of weights and an estimated {show_gib(engine.reserve_bytes)} GiB "
+            f"for activations and graphs is {share * gpu_bytes / GIB:.1f} of the GPU's {gpu_bytes / GIB:.1f} GiB, but "
+            f"beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
+            f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; "
+            + (f"set it to {most} or less, or " if most > 0 else "raise tensor_parallel_size, or ")
+            + "have more offloaded for generation (policy.residency.table)."
+        )
     raise ValueError(
         f"policy.generation.vllm_cfg.gpu_memory_utilization is {share}, which is {share * gpu_bytes / GIB:.1f} of the "
         f"GPU's {gpu_bytes / GIB:.1f} GiB, but beside generation the policy keeps {kept / GIB:.1f} GiB there and about "

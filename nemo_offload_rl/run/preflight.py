@@ -58,7 +58,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
     if planned is not None and planned.engine is not None and sizes:
         if is_colocated(policy):
-            check_share_beside_policy(planned.plan, planned.engine.share_of(min(sizes)), min(sizes))
+            check_share_beside_policy(planned.plan, planned.engine, min(sizes))
             check_refit_fits(planned.plan, planned.engine, min(sizes))
         check_longest_sequence_fits(planned.engine, min(sizes))
 

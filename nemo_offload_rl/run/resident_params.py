@@ -4,6 +4,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
+import ray
+
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.placement.cluster import Cluster
@@ -16,8 +18,10 @@ CELL = f"policy.residency.table.{Phase.GENERATE}.{Target.PARAMS}"
 
 
 def smallest_gpu_bytes(cluster: Cluster) -> int | None:
-    """Returns the memory of the smallest GPU; None without one, or where ranks may be on other machines than this."""
+    """Returns the memory of the smallest GPU; None without one, or where ranks are on other machines than this."""
     if not cluster.has_gpus or cluster.num_nodes > 1:
+        return None
+    if any(node.address != ray.util.get_node_ip_address() for node in cluster.nodes):  # of a cluster that was joined
         return None
     sizes = [gpu.total_bytes for gpu in gpu_facts()]
     known = [size for size in sizes if size is not None]

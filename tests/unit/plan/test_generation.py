@@ -1,3 +1,5 @@
+import re
+
 import pytest
 from support.tiny import policy_without_model
 
@@ -26,9 +28,19 @@ FACTS = ShardFacts(
 @pytest.mark.parametrize(("offloads", "most"), [(True, 0.97), (False, 0.85)])
 def test_a_share_of_the_gpu_has_to_fit_beside_what_the_policy_keeps(offloads, most):
     plan = make_plan(policy_without_model(offload_optimizer_for_refit=offloads), [FACTS])
-    check_share_beside_policy(plan, most, 80 * GIB)
+    check_share_beside_policy(plan, engine(1, gpu_memory_utilization=most), 80 * GIB)
     with pytest.raises(ValueError, match=rf"gpu_memory_utilization is 0\.98, which is 78\.4 of .*set it to {most} or"):
-        check_share_beside_policy(plan, 0.98, 80 * GIB)
+        check_share_beside_policy(plan, engine(1, gpu_memory_utilization=0.98), 80 * GIB)
+
+
+def test_a_kv_cache_that_does_not_fit_beside_the_policy_is_what_the_message_names():
+    plan = make_plan(policy_without_model(), [FACTS])
+    with pytest.raises(ValueError, match=r"kv_cache_memory_bytes is \d+, .* set it to (\d+) or less") as found:
+        check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": 79 * GIB}), 80 * GIB)
+    most = int(re.search(r"set it to (\d+)", str(found.value))[1])
+    check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most}), 80 * GIB)
+    with pytest.raises(ValueError, match="kv_cache_memory_bytes"):
+        check_share_beside_policy(plan, engine(1, {"kv_cache_memory_bytes": most + 2}), 80 * GIB)
 
 
 QWEN2 = {
@@ -78,6 +90,8 @@ def test_the_kv_cache_gets_what_the_share_leaves():
     assert found.share_of(80 * GIB) == 0.5
     fewer = engine(1, {"max_num_seqs": 8, "max_num_batched_tokens": 2048}, enforce_eager=True)
     assert fewer.reserve_bytes == 2048 * 2 * (4 * 1536 + 16 * 128 + 3 * 8960) + 8 * 151936 * 20 + GIB
+    vllms_own = engine(1, {"max_num_seqs": None})
+    assert vllms_own.reserve_bytes == RESERVE + (1024 - 64) * 151936 * 20
 
 
 def test_a_kv_cache_of_the_recipe_wins():

@@ -49,8 +49,15 @@ def test_they_leave_otherwise(gpu_gib, overrides, backend):
 def test_the_smallest_gpu_counts_where_all_ranks_are_on_this_machine(monkeypatch):
     gpus = [SimpleNamespace(total_bytes=8), SimpleNamespace(total_bytes=6)]
     monkeypatch.setattr(resident_params, "gpu_facts", lambda: gpus)
-    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=1)) == 6
-    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=2)) is None
-    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=False, num_nodes=1)) is None
+    monkeypatch.setattr(resident_params.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+
+    def smallest(has_gpus=True, num_nodes=1, address="10.0.0.1"):
+        nodes = [SimpleNamespace(address=address)] * num_nodes
+        return smallest_gpu_bytes(SimpleNamespace(has_gpus=has_gpus, num_nodes=num_nodes, nodes=nodes))
+
+    assert smallest() == 6
+    assert smallest(num_nodes=2) is None
+    assert smallest(has_gpus=False) is None
+    assert smallest(address="10.0.0.2") is None  # the one node of a Ray cluster that the driver is not on
     gpus.append(SimpleNamespace(total_bytes=None))
-    assert smallest_gpu_bytes(SimpleNamespace(has_gpus=True, num_nodes=1)) is None
+    assert smallest() is None
