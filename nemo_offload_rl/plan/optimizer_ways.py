@@ -9,7 +9,7 @@ from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
-from nemo_offload_rl.plan.plan import TWO_WAY_SHARE, RankPlan
+from nemo_offload_rl.plan.plan import RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -43,6 +43,8 @@ class PlannedWay:
         way: the way.
         refusal: why the recipe cannot have it; empty where it can, and all numbers are 0 where it cannot.
         training_bytes: of the GPU, for state in training and fp32 gradients of the optimizer's step.
+        state_bytes: of the GPU, for state in training alone, which activations and logits lie beside.
+        activation_bytes: the least that these need there.
         generation_bytes: of the GPU, for what the policy keeps beside generation; 0 for an algorithm without.
         engine: what vLLM takes beside it; None without.
         host_bytes: of the rank that takes most.
@@ -53,6 +55,8 @@ class PlannedWay:
     way: Way
     refusal: str = ""
     training_bytes: int = 0
+    state_bytes: int = 0
+    activation_bytes: int = 0
     generation_bytes: int = 0
     engine: EngineMemory | None = None
     host_bytes: int = 0
@@ -60,9 +64,13 @@ class PlannedWay:
     wait_s: float = 0.0
 
     def missing_bytes(self, gpu_bytes: int) -> int:
-        """Returns what a GPU lacks for it, activations and logits left out; 0 or less where it fits."""
+        """Returns what a GPU lacks for it with the least for activations and logits; 0 or less where it fits.
+
+        Activations are gone when the optimizer's step makes its fp32 gradients, so the larger of the two counts.
+        """
         engine = 0 if self.engine is None else int(self.engine.share_of(gpu_bytes) * gpu_bytes)
-        return max(self.training_bytes, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES - gpu_bytes
+        training = max(self.training_bytes, self.state_bytes + self.activation_bytes)
+        return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES - gpu_bytes
 
 
 def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
@@ -119,10 +127,12 @@ def reason(planned: Sequence[PlannedWay], gpu_bytes: int) -> str:
     if chosen is None:
         least = min((one.missing_bytes(gpu_bytes) for one in others), default=0)
         return (
-            f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them; more GPUs, "
-            "a smaller policy.generation.vllm_cfg.gpu_memory_utilization or model parallelism would help."
+            f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them with "
+            "the least for activations and logits; smaller micro-batches, "
+            "policy.megatron_cfg.activation_checkpointing, more GPUs, model parallelism or a smaller share for "
+            "generation on the same GPUs would help."
         )
-    left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.training_bytes)
+    left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.state_bytes)
     faster = [one for one in others if one.wait_s <= chosen.wait_s and one.missing_bytes(gpu_bytes) > 0]
     why = "a step waits for no copies of it"
     if faster:
@@ -132,7 +142,7 @@ def reason(planned: Sequence[PlannedWay], gpu_bytes: int) -> str:
         why = "it is the fastest that the recipe can have"
     return (
         f"For a GPU of {size} GiB take {chosen.way.name}, since {why}; it leaves {left} GiB in training for "
-        "activations and logits, which are not counted here."
+        f"activations and logits, which need at least {show_gib(chosen.activation_bytes)}."
     )
 
 
@@ -145,9 +155,12 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> Plan
         return PlannedWay(way, refusal=str(error).partition("\n")[0])
     ranks = run.plan.ranks
     phases = ranks[0].gpu_bytes
+    fullest = max(ranks, key=lambda rank: _state_bytes(rank) + rank.least_activation_bytes)
     return PlannedWay(
         way,
-        training_bytes=max(_training_bytes(rank) for rank in ranks),
+        training_bytes=max(_state_bytes(rank) + rank.step_grad_bytes for rank in ranks),
+        state_bytes=_state_bytes(fullest),
+        activation_bytes=fullest.least_activation_bytes,
         generation_bytes=max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in ranks)
         if Phase.GENERATE in phases
         else 0,
@@ -158,8 +171,8 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> Plan
     )
 
 
-def _training_bytes(rank: RankPlan) -> int:
-    return sum(rank.gpu_bytes[Phase.TRAIN].values()) + rank.step_grad_bytes
+def _state_bytes(rank: RankPlan) -> int:
+    return sum(rank.gpu_bytes[Phase.TRAIN].values())
 
 
 def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
@@ -168,15 +181,14 @@ def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
 
 
 def _wait_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    # With overlap, copies run beside the kernels: the slower of the two is waited for.
-    on_cpu = max(rank.facts.num_cpu_optimizer_params / CPU_ADAM_PARAMS_PER_S, _cpu_copies_s(rank, link_bytes_per_s))
+    # What overlap gains has not been measured: the CPU's kernels and their copies are waited for one behind the other.
+    on_cpu = rank.facts.num_cpu_optimizer_params / CPU_ADAM_PARAMS_PER_S + _cpu_copies_s(rank, link_bytes_per_s)
     return sum(move.seconds for move in rank.step_traffic) + on_cpu
 
 
 def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    """Both ways at once, as with overlap."""
-    nbytes = rank.facts.num_cpu_optimizer_params * cpu_optimizer.COPIED_SIZE
-    return nbytes / (link_bytes_per_s * TWO_WAY_SHARE)
+    """Gradients to the host, then parameters back."""
+    return 2 * rank.facts.num_cpu_optimizer_params * cpu_optimizer.COPIED_SIZE / link_bytes_per_s
 
 
 def _flags(*, refit: bool) -> dict[str, str]:

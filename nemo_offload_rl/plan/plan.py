@@ -81,6 +81,7 @@ class RankPlan:
         activations: None where they stay on the GPU.
         fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
         step_grad_bytes: of the GPU, for fp32 copies of bf16 gradients during the optimizer's step.
+        least_activation_bytes: of the GPU, what activations and logits need in training before that step, at least.
     """
 
     stage: int
@@ -93,6 +94,7 @@ class RankPlan:
     activations: RankActivations | None = None
     fixed_bytes: Mapping[str, int] = field(default_factory=dict)
     step_grad_bytes: int = 0
+    least_activation_bytes: int = 0
 
     @property
     def total_host_bytes(self) -> int:

@@ -23,6 +23,7 @@ from nemo_offload_rl.plan.plan import (
     settings,
 )
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+from nemo_offload_rl.plan.training_memory import least_activation_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, ShardFacts, Table, Target
 
 
@@ -119,10 +120,11 @@ def plan_run(
     world_size = split.policy_ranks
     spec = ALGORITHMS[algorithm]
     facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
+    activations = activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size)
     plan = make_plan(
         policy,
         facts,
-        activations=activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size),
+        activations=activations,
         fixed_bytes=[
             {
                 **cpu_optimizer.host_bytes(policy, shard),
@@ -133,7 +135,13 @@ def plan_run(
         cycle=spec.phases,
         link_bytes_per_s=link_bytes_per_s,
     )
-    ranks = tuple(dataclasses.replace(rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts)) for rank in plan.ranks)
+    least = least_activation_bytes(hf_config, policy, activations)
+    ranks = tuple(
+        dataclasses.replace(
+            rank, step_grad_bytes=fp32_grad_bytes(policy, rank.facts), least_activation_bytes=least[rank.stage]
+        )
+        for rank in plan.ranks
+    )
     plan = dataclasses.replace(plan, ranks=ranks)
     needs = rank_needs(plan, ranks_per_host=split.policy_per_node, num_hosts=split.policy_nodes)
     needs = checkpoint_snapshot.without_weights_of_replicas(needs, facts, policy["megatron_cfg"])

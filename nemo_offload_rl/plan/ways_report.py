@@ -44,8 +44,9 @@ def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str)
         if one.refusal:
             yield Text(f"  not with this recipe: {one.way.name}: {one.refusal}", style="dim")
     yield Text(
-        "  GPU memory without activations and logits; transfers if nothing overlaps;\n"
-        f"  the CPU optimizer with overlap, its kernels at an assumed {CPU_ADAM_PARAMS_PER_S / 1e9:g} G parameters a s",
+        "  GPU memory without activations and logits, which are counted where a way has to fit, at least\n"
+        "  with what layers save and the logits; transfers if nothing overlaps; the CPU optimizer without a gain of\n"
+        f"  overlap, its kernels at an assumed {CPU_ADAM_PARAMS_PER_S / 1e9:g} G parameters a s (16 threads)",
         style="dim",
     )
     if gpu_bytes is None:
