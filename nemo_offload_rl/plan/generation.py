@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
@@ -63,6 +64,11 @@ class EngineMemory:
     def sequence_bytes(self) -> int:
         """Bytes of the KV cache of one sequence of the greatest length."""
         return self.kv_bytes_per_token * self.max_model_len
+
+
+def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
+    """Whether vLLM generates on the GPUs of this policy, a validated section."""
+    return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
 def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:

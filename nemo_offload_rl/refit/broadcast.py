@@ -168,7 +168,8 @@ class BroadcastSender:
 
     def _watch(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
         """Wait for something, unless an engine fails or takes too long."""
-        deadline = time.monotonic() + (self._timeout_s if timeout_s is None else timeout_s)
+        limit_s = self._timeout_s if timeout_s is None else timeout_s
+        deadline = time.monotonic() + limit_s
         while not is_done():
             done: list[Any] = []
             if self._loads:
@@ -182,7 +183,7 @@ class BroadcastSender:
             if time.monotonic() > deadline:
                 waiting = "; ".join(map(str, self._loads.values())) or "the sender, though all engines have answered"
                 raise RefitTimeoutError(
-                    f"A refit waits since {self._timeout_s:g} s for {waiting}; see the engine's log, and whether its "
+                    f"A refit waits since {limit_s:g} s for {waiting}; see the engine's log, and whether its "
                     "node can be reached from that of the policy's rank 0."
                 )
 

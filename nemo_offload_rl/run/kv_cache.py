@@ -4,9 +4,8 @@ import copy
 from collections.abc import Mapping
 from typing import Any
 
-from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.generation import check_longest_sequence_fits
+from nemo_offload_rl.plan.generation import check_longest_sequence_fits, has_vllm_beside_it
 from nemo_offload_rl.run.preflight import check_sizes
 
 ARGUMENT = "kv_cache_memory_bytes"
@@ -30,9 +29,7 @@ def with_kv_cache_bytes(
         ValueError: the share of the GPU leaves no room for one sequence.
     """
     policy = config["policy"]
-    if "generation" not in policy or policy["generation"]["backend"] != "vllm" or gpu_bytes is None:
-        return config, []
-    if not is_colocated(policy):  # vLLM measures GPUs of its own by itself
+    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # vLLM measures GPUs of its own by itself
         return config, []
     if ARGUMENT in (policy["generation"].get("vllm_kwargs") or {}):
         return config, []

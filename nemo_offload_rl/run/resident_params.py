@@ -6,11 +6,10 @@ from typing import Any
 
 import ray
 
-from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.plan.generation import share_beside_policy
+from nemo_offload_rl.plan.generation import has_vllm_beside_it, share_beside_policy
 from nemo_offload_rl.residency.table import Phase, Target
 from nemo_offload_rl.run.preflight import check_sizes
 
@@ -44,9 +43,7 @@ def with_resident_params(
     policy = config["policy"]
     table = policy["residency"]["table"] or {}
     is_written = Phase.GENERATE in table and Target.PARAMS in table[Phase.GENERATE]
-    if "generation" not in policy or policy["generation"]["backend"] != "vllm" or is_written or gpu_bytes is None:
-        return config, []
-    if not is_colocated(policy):  # they stay on GPUs of their own
+    if not has_vllm_beside_it(policy) or is_written or gpu_bytes is None:  # they stay on GPUs of their own
         return config, []
     resident = copy.deepcopy(dict(config))
     cells = {**(table.get(Phase.GENERATE) or {}), Target.PARAMS.value: "gpu"}

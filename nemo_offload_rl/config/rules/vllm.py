@@ -186,7 +186,9 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
 @rule(f"{GENERATION}.vllm_kwargs")
 def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
     """VLLM takes this for each GPU as it is, whatever gpu_memory_utilization says."""
-    nbytes = arguments.get("kv_cache_memory_bytes", 1)
+    if "kv_cache_memory_bytes" not in arguments:
+        return None
+    nbytes = arguments["kv_cache_memory_bytes"]
     if isinstance(nbytes, int) and not isinstance(nbytes, bool) and nbytes > 0:
         return None
     path = f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"
