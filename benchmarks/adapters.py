@@ -17,6 +17,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -25,6 +26,7 @@ from adapter_ways.measure import Made, measure
 from adapter_ways.ways import NEED_CUDA, WAYS
 from offload_ways import memory_saver
 from result_file import TableValue, print_rows, write_result
+from turns import in_turn, my_turn
 
 Row = dict[str, TableValue]
 RESIDENT = "resident"
@@ -42,7 +44,8 @@ def compared(found: Mapping[str, tuple[Row, Made]]) -> list[Row]:
 
 def child(case: str, way: str, scale: str, cycles: int, out: Path) -> None:
     try:
-        found = measure(CASES[case].scaled(scale), way, cycles=cycles)
+        with my_turn():
+            found = measure(CASES[case].scaled(scale), way, cycles=cycles)
     except (ImportError, torch.OutOfMemoryError) as error:
         found = {"case": case, "way": way, "not_run": str(error).splitlines()[0]}, []
     out.write_text(json.dumps(found))
@@ -81,9 +84,12 @@ def main() -> None:
         return
     rows: list[Row] = []
     for case in arguments.cases:
-        found = {way: in_own_process(case, way, arguments.scale, arguments.cycles) for way in arguments.ways}
+        found: dict[str, tuple[Row, Made]] = {}
+        run = partial(in_own_process, case, scale=arguments.scale, cycles=arguments.cycles)
+        for way, measured in zip(arguments.ways, in_turn(run, arguments.ways), strict=True):
+            found[way] = measured
+            write_result(arguments.out, rows + compared(found))
         rows += compared(found)
-        write_result(arguments.out, rows)
         print_rows([row for row in rows if row["case"] == case])
     print(f"written to {arguments.out}")
 

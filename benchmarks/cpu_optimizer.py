@@ -17,12 +17,14 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from model_shapes import TINY_SIZES
 from optimizer_ways.ways import CASES, WAYS, Case
 from result_file import TableValue, print_rows, write_result
+from turns import in_turn, my_turn
 
 
 def scaled(case: Case, scale: str) -> Case:
@@ -47,7 +49,8 @@ def child(case: str, way: str, scale: str, out: Path) -> None:
     from optimizer_ways.measure import measure
 
     try:
-        found = measure(scaled(CASES[case], scale), WAYS[way])
+        with my_turn():
+            found = measure(scaled(CASES[case], scale), WAYS[way])
     except torch.OutOfMemoryError as error:
         reason = str(error).splitlines()[0]
         found = {"case": case, "way": way, "fraction": WAYS[way].fraction, "refused": reason}, []
@@ -79,8 +82,9 @@ def main() -> None:
     rows: list[dict[str, TableValue]] = []
     for case in (CASES[name] for name in arguments.cases):
         found: list[tuple[dict[str, TableValue], list[Any]]] = []
-        for way in (way for way in case.ways if way in arguments.ways):
-            found.append(in_own_process(case, way, arguments.scale))
+        run = partial(in_own_process, case, scale=arguments.scale)
+        for measured in in_turn(run, [way for way in case.ways if way in arguments.ways]):
+            found.append(measured)
             write_result(arguments.out, rows + compared(found))
         rows += compared(found)
         print_rows(rows)

@@ -14,6 +14,7 @@ import multiprocessing
 import statistics
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from gpu_watch import GpuWatch
 from model_shapes import QWEN2_1_5B
 from one_rank import one_rank_worker
 from result_file import TableValue, print_rows, write_result
+from turns import in_turn, my_turn
 
 from nemo_offload_rl.algorithms.losses import DPOLoss
 from nemo_offload_rl.data.batch import BatchedData
@@ -42,25 +44,37 @@ PHASES = ("reference_logprobs", "training")
 def main() -> None:
     """Measures each way and writes the result."""
     arguments = parse_arguments()
-    context = multiprocessing.get_context("spawn")
     rows: list[Mapping[str, TableValue]] = []
-    for way in arguments.ways:
-        ours, theirs = context.Pipe(duplex=False)
-        process = context.Process(target=measure, args=(way, arguments, theirs))
-        process.start()
-        theirs.close()
-        try:
-            rows.append(ours.recv())
-        except EOFError:
-            raise SystemExit(f"the way {way!r} failed; see above") from None
-        finally:
-            process.join()
+    for row in in_turn(partial(in_own_process, arguments), arguments.ways):
+        rows.append(row)
         write_result(Path(arguments.out), rows)
     print_rows(rows)
 
 
+def in_own_process(arguments: argparse.Namespace, way: str) -> Mapping[str, TableValue]:
+    """Measures a way in a process that it starts."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe(duplex=False)
+    process = context.Process(target=measure, args=(way, arguments, theirs))
+    process.start()
+    theirs.close()
+    try:
+        row: Mapping[str, TableValue] = ours.recv()
+    except EOFError:
+        raise SystemExit(f"the way {way!r} failed; see above") from None
+    finally:
+        process.join()
+    return row
+
+
 def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
     """Trains one way and sends its row."""
+    with my_turn():
+        pipe.send(measured(way, arguments))
+
+
+def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue]:
+    """Trains one way and returns its row."""
     from nemo_offload_rl.config import for_machine, load
     from nemo_offload_rl.run.setup import fields_from, with_run_length
 
@@ -110,7 +124,7 @@ def measure(way: str, arguments: argparse.Namespace, pipe: Any) -> None:
         "seq_length": arguments.seq_length,
         "steps": arguments.steps,
     }
-    pipe.send(row)
+    return row
 
 
 def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> BatchedData:
