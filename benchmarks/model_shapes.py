@@ -2,6 +2,18 @@
 
 from typing import Any
 
+QWEN2_0_5B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 896,
+    "num_hidden_layers": 24,
+    "num_attention_heads": 14,
+    "num_key_value_heads": 2,
+    "intermediate_size": 4864,
+    "tie_word_embeddings": True,
+    "vocab_size": 151936,
+}
+"""Qwen2.5-0.5B's."""
+
 QWEN2_1_5B: dict[str, Any] = {
     "model_type": "qwen2",
     "hidden_size": 1536,
@@ -13,6 +25,55 @@ QWEN2_1_5B: dict[str, Any] = {
     "vocab_size": 151936,
 }
 """Qwen2.5-1.5B's."""
+
+QWEN2_7B: dict[str, Any] = {
+    "model_type": "qwen2",
+    "hidden_size": 3584,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 28,
+    "num_key_value_heads": 4,
+    "intermediate_size": 18944,
+    "tie_word_embeddings": False,
+    "vocab_size": 152064,
+}
+"""Qwen2.5-7B's, and those of Qwen2.5-Math-7B."""
+
+_LLAMA_3_ROPE: dict[str, Any] = {
+    "rope_type": "llama3",
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 8192,
+    "rope_theta": 500000.0,
+}
+
+LLAMA_1B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 2048,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 64,
+    "intermediate_size": 8192,
+    "tie_word_embeddings": True,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": _LLAMA_3_ROPE | {"factor": 32.0},
+}
+"""Llama-3.2-1B's."""
+
+LLAMA_8B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": _LLAMA_3_ROPE | {"factor": 8.0},
+}
+"""Llama-3.1-8B's."""
 
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",

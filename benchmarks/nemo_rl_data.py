@@ -1,0 +1,150 @@
+"""Writes small local data for recipes of NeMo-RL: folders with the columns of named datasets, and a tokenizer of it.
+
+The rows are made from templates, the same in every run. `data.dataset_root` names the folder that has the datasets.
+"""
+
+import json
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from random import Random
+from typing import Any
+
+Rows = list[dict[str, Any]]
+
+SEED = 42
+OPEN_MATH_ROWS = 6_000
+"""Ten steps of 512 rows, and 5% for validation."""
+PAIR_ROWS = {"train": 400, "validation": 100}
+WORD_PROBLEM_ROWS = {"train": 48, "test": 16}
+VOCABULARY = 512
+
+END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+# Question and solution of a word problem; `result` is computed from a, b and c, with a > b.
+WORD_PROBLEMS = (
+    (
+        "{name} has {a} {thing}. {other} brings {b} more, and each of them buys {c}. How many {thing} are there now?",
+        "There are {a} + {b} = {sum} {thing} first. Both buy {c}, so 2 x {c} = {twice} are added: {sum} + {twice} = "
+        "{result}.",
+        lambda a, b, c: a + b + 2 * c,
+    ),
+    (
+        "{name} packs {c} boxes with {a} {thing} each and gives {b} {thing} to {other}. How many {thing} are left?",
+        "The boxes hold {c} x {a} = {product} {thing}. {b} are given away: {product} - {b} = {result}.",
+        lambda a, b, c: a * c - b,
+    ),
+    (
+        "A shop sells {thing} for {c} coins each. {name} wants {a} of them and has {b} already. How many coins does "
+        "{name} need to buy the rest?",
+        "{a} - {b} = {difference} {thing} are missing. They cost {difference} x {c} = {result} coins.",
+        lambda a, b, c: (a - b) * c,
+    ),
+)
+NAMES = ("Ada", "Emmy", "Carl", "Sofia", "Leon", "Mary", "Kurt", "Grace")
+THINGS = ("apples", "books", "pencils", "stamps", "shells", "marbles")
+
+
+def write_datasets(root: Path) -> None:
+    """Writes every dataset as `NAME/SPLIT.jsonl` below a folder."""
+    for name, splits in datasets().items():
+        for split, rows in splits.items():
+            path = root / name / f"{split}.jsonl"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+
+
+def datasets() -> Mapping[str, Mapping[str, Rows]]:
+    """The rows of each split of each dataset, with the columns that it has on the hub."""
+    return {
+        "OpenMathInstruct-2": {"train_1M": open_math_rows(OPEN_MATH_ROWS)},
+        "HelpSteer3": {split: pair_rows(split, number) for split, number in PAIR_ROWS.items()},
+        "gsm8k": {split: word_problem_rows(split, number) for split, number in WORD_PROBLEM_ROWS.items()},
+    }
+
+
+def open_math_rows(number: int) -> Rows:
+    """Rows of OpenMathInstruct-2: sums, products and word problems, with their solutions."""
+    rows: Rows = []
+    for question, solution, result in word_problems("open math", number):
+        rows.append(
+            {
+                "problem": question,
+                "generated_solution": f"{solution}\n\nThe result is $\\boxed{{{result}}}$.",
+                "expected_answer": str(result),
+                "problem_source": "template",
+            }
+        )
+    return rows
+
+
+def word_problem_rows(split: str, number: int) -> Rows:
+    """Rows of gsm8k: the result stands behind `####`."""
+    return [
+        {"question": question, "answer": f"{solution}\n#### {result}"}
+        for question, solution, result in word_problems(split, number)
+    ]
+
+
+def pair_rows(split: str, number: int) -> Rows:
+    """Rows of HelpSteer3: a worked answer and a curt, wrong one, in either order."""
+    rows: Rows = []
+    for index, (question, solution, result) in enumerate(word_problems(f"pairs {split}", number)):
+        worked = f"{solution} The result is {result}."
+        responses = (worked, f"Perhaps {result + 1}.")
+        first_is_better = index % 2 == 0
+        rows.append(
+            {
+                "domain": "general",
+                "language": "english",
+                "context": [{"role": "user", "content": question}],
+                "response1": responses[0 if first_is_better else 1],
+                "response2": responses[1 if first_is_better else 0],
+                "overall_preference": -2 if first_is_better else 2,
+                "individual_preference": [],
+            }
+        )
+    return rows
+
+
+def word_problems(role: str, number: int) -> Iterator[tuple[str, str, int]]:
+    """Question, solution and result of each problem.
+
+    Args:
+        role: other roles have other problems.
+        number: of them.
+    """
+    random = Random(f"{SEED} {role}")
+    for _ in range(number):
+        question, solution, compute = random.choice(WORD_PROBLEMS)
+        b, c = random.randint(2, 20), random.randint(2, 12)
+        a = b + random.randint(1, 30)
+        name, other = random.sample(NAMES, 2)
+        result = compute(a, b, c)
+        numbers = {"sum": a + b, "twice": 2 * c, "product": a * c, "difference": a - b, "result": result}
+        words = {"name": name, "other": other, "thing": random.choice(THINGS), "a": a, "b": b, "c": c} | numbers
+        yield question.format(**words), solution.format(**words), result
+
+
+def write_tokenizer(folder: Path) -> None:
+    """Trains a byte-level tokenizer with a chat template on the datasets, and writes it into a folder."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+    from transformers import PreTrainedTokenizerFast
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=VOCABULARY,
+        special_tokens=[PADDING, "<|im_start|>", END_OF_TURN],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    texts = (f"{question}\n{solution}" for question, solution, _ in word_problems("tokenizer", 500))
+    tokenizer.train_from_iterator(texts, trainer)
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PADDING)
+    fast.chat_template = CHAT_TEMPLATE
+    fast.save_pretrained(folder)

@@ -1,0 +1,105 @@
+"""The data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
+
+import json
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+from gpu_watch import GpuWatch
+from nemo_rl_data import VOCABULARY, datasets, write_datasets, write_tokenizer
+from nemo_rl_runs import Case, figures, override_lines, overrides_of, page_of, row_of, status_of
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.data.named import load_named
+from nemo_offload_rl.data.tokenizer import load_tokenizer
+
+REPOSITORY = Path(__file__).parents[3]
+EXEMPLAR = REPOSITORY / "examples/configs/grpo_math_1B_megatron.yaml"
+
+
+def test_the_loader_of_named_datasets_reads_every_row(tmp_path):
+    write_datasets(tmp_path)
+    for name, splits in datasets().items():
+        for split, rows in splits.items():
+            assert len(load_named(name, split=split, root=tmp_path)) == len(rows)
+    for row in load_named("gsm8k", split="train", root=tmp_path):
+        assert row.answer.isdecimal()
+    problem = load_named("OpenMathInstruct-2", split="train_1M", root=tmp_path)[0]
+    solution = load_named("OpenMathInstruct-2", split="train_1M", output_key="generated_solution", root=tmp_path)[0]
+    assert rf"\boxed{{{problem.answer}}}" in solution.answer
+    pairs = load_named("HelpSteer3", split="train", root=tmp_path)
+    assert all(pair.rejected.startswith("Perhaps") and not pair.chosen.startswith("Perhaps") for pair in pairs)
+
+
+def test_the_tokenizer_has_a_chat_template_and_gives_back_its_text(tmp_path):
+    write_tokenizer(tmp_path)
+    tokenizer = load_tokenizer(str(tmp_path))
+    text = tokenizer.apply_chat_template([{"role": "user", "content": "2 x 3 = π?"}], tokenize=False)
+    ids = tokenizer.encode(text)
+    assert len(tokenizer) <= VOCABULARY
+    assert ids.count(tokenizer.eos_token_id) == 1
+    assert tokenizer.decode(ids) == text
+
+
+def test_a_recipe_for_many_gpus_gets_what_one_needs_and_each_key_once(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(
+        f"defaults: {EXEMPLAR}\n"
+        "cluster: {gpus_per_node: 8}\n"
+        "policy: {model_name: Qwen/Qwen2.5-Math-7B, megatron_cfg: {tensor_model_parallel_size: 2}}\n"
+    )
+    case = Case("own", "recipe.yaml", 3, ["policy.generation.max_new_tokens=2"])
+    config = load(recipe).config
+    overrides = overrides_of(case, config, "grpo", "own", tmp_path)
+    assert "policy.megatron_cfg.tensor_model_parallel_size=1" in overrides and "cluster.gpus_per_node=1" in overrides
+    assert [line for line in overrides if "max_new_tokens" in line] == ["policy.generation.max_new_tokens=2"]
+    assert not [line for line in overrides if "pipeline_model_parallel_size" in line]
+    changed = load(recipe, overrides).config
+    assert changed["policy"]["hf_config"]["hidden_size"] == 3584
+    assert changed["grpo"]["max_num_steps"] == 3
+
+    small = load(recipe, overrides_of(case, config, "grpo", "small", tmp_path)).config["policy"]["hf_config"]
+    assert (small["hidden_size"], small["model_type"]) == (1536, "qwen2")
+    with pytest.raises(SystemExit, match="names the model org/another; sizes are known of Qwen"):
+        overrides_of(case, load(recipe, ["policy.model_name=org/another"]).config, "grpo", "own", tmp_path)
+
+
+def test_what_ends_a_run_is_told_with_the_last_error_or_line_of_its_log(tmp_path):
+    def status(script, limit_s=60.0):
+        return status_of(["sh", "-c", script], tmp_path / "log", limit_s)
+
+    assert status("echo all is well") == "done"
+    assert status("echo first; echo no such thing; exit 2") == "exit status 2: no such thing"
+    assert status("echo 'ValueError: of 7'; echo 3 steps are lost; exit 1") == "exit status 1: ValueError: of 7"
+    assert status("exit 3") == "exit status 3: no output"
+    assert status("echo begun; exec sleep 600", 0.5) == "not done after 0.5 s: begun"
+
+
+def test_a_row_has_the_figures_of_the_newest_run(tmp_path):
+    assert figures(tmp_path) == {"steps": 0}
+    for number, losses in ((1, [9.0]), (2, [3.0, 2.0, 1.5])):
+        folder = tmp_path / f"exp_{number:03d}"
+        folder.mkdir()
+        rows: list[dict] = [{"step": 0, "validation/accuracy": 0.5}]
+        rows += [
+            {"step": step, "train/loss": loss, "train/reward": step / 4, "timing/train/total_step_time": float(step)}
+            for step, loss in enumerate(losses, start=1)
+        ]
+        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    assert figures(tmp_path) == {
+        "steps": 3, "median_step_s": 2.0, "first_loss": 3.0, "last_loss": 1.5, "mean_reward": 0.5, "last_reward": 0.75
+    }  # fmt: skip
+
+
+def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
+    (tmp_path / "recipe.yaml").write_text(f"defaults: {EXEMPLAR}\n")
+    arguments = Namespace(folder=tmp_path, scale="small", change=["x:a=1", "one:grpo.no_such_key=1"], limit_s=60)
+    with GpuWatch() as watch:
+        row = row_of(Case("one", "recipe.yaml", 3), arguments, tmp_path, watch)
+    assert row["steps"] == 0 and "no_such_key" in row["status"]
+    assert row["overrides"].endswith("grpo.no_such_key=1")
+    assert row["status"].startswith("exit status 2: ")
+    page = page_of({"rows": [row], "machine": "m", "commit": "c", "date": "d", "command": "run"}, "rows.json")
+    assert "| one | grpo | 0 |" in page
+    assert "Of 1 runs 0 are done." in " ".join(page.split())
+    assert f"Its end: {row['status']}" in "".join(override_lines(row))
