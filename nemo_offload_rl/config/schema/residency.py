@@ -44,18 +44,18 @@ class ResidencyConfig(TypedDict):
     """Section `policy.residency`."""
 
     # Compare a checksum of everything that moves before it leaves and after it is back, and stop where they differ.
-    # Recommended: false; true to look for a fault, since it reads all state at every move.
-    verify: bool
+    # Recommended: false; true to look for a fault, since it reads all state at every move. Absent: false.
+    verify: NotRequired[bool]
     # Ask the kernel for 2 MiB pages under the page-locked host buffers: no less exact, and sooner ready (18 GB in 0.9 s
     # for 1.4 s on an H200).
-    # Recommended: true; false where the kernel is slow to find them.
-    huge_pages: bool
+    # Recommended: true; false where the kernel is slow to find them. Absent: true.
+    huge_pages: NotRequired[bool]
     # Most host memory that one rank may take for everything that moves, in GiB. Above 0; null for what the machine and
-    # its cgroup have free, shared by the ranks of a host. Recommended: null.
-    host_memory_limit_gib: PositiveGib | None
+    # its cgroup have free, shared by the ranks of a host. Recommended: null. Absent: null.
+    host_memory_limit_gib: NotRequired[PositiveGib | None]
     # GPU memory that streamed optimizer state passes through, in MiB; read only with table.train.optimizer_state
     # streamed. 1 or more; recommended 512: less slows the copies, more shortens the step by hardly anything.
     # Absent: 512.
     stream_window_mib: NotRequired[PositiveInt]
-    # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}.
-    table: ResidencyTable | None
+    # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}. Absent: null.
+    table: NotRequired[ResidencyTable | None]

@@ -27,10 +27,22 @@ def without_them():
     )
 
 
+SECTIONS = {
+    "policy.activation_offload": {"strict": False, "host_memory_limit_gib": None},
+    "policy.residency": {
+        "verify": False,
+        "huge_pages": True,
+        "host_memory_limit_gib": None,
+        "stream_window_mib": 512,
+        "table": None,
+    },
+}
+
+
 @pytest.mark.parametrize("path", IF_ABSENT)
 def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(without_them, path):
     assert not schema_keys(GRPOMasterConfig)[path].required
-    expected = {"strict": False, "host_memory_limit_gib": None} if IF_ABSENT[path] == {} else IF_ABSENT[path]
+    expected = SECTIONS.get(path, IF_ABSENT[path])
     assert at(without_them.config, path) == at(without_them.recipe.config, path) == expected
     assert path not in without_them.recipe.origins
 
@@ -47,3 +59,10 @@ def test_what_a_recipe_says_stays_and_sections_that_it_lacks_are_not_made():
     assert config["policy"]["numa"] == 1
     assert config["policy"]["activation_offload"] == {"strict": True, "host_memory_limit_gib": None}
     assert config.keys() == {"policy", "sft"}
+
+
+def test_a_recipe_without_a_section_takes_one_key_of_it(tmp_path):
+    """As those of NeMo-RL, which have no policy.residency."""
+    overrides = ["~policy.residency", "+policy.residency.table={generate: {params: keep}}"]
+    residency = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["policy"]["residency"]
+    assert residency == SECTIONS["policy.residency"] | {"table": {"generate": {"params": "keep"}}}

@@ -168,7 +168,7 @@ MEGATRON = "policy.megatron_cfg"
         ("+policy.residency.table.train.reference_weights=gpu", "must be 'host'; found 'gpu'"),
         ("policy.residency.table={generate: null}", "table.generate: must be a section (a mapping); found null"),
         ("policy.residency.host_memory_limit_gib=0", "must be above 0.0; found 0"),
-        ("~policy.residency.verify", "policy.residency.verify: missing (its meaning: Compare a checksum"),
+        ("~policy.max_grad_norm", "policy.max_grad_norm: missing (its meaning: "),
         ("policy.numa=atuo", "policy.numa: must be auto, none or the number of a NUMA node (0 or more); found 'atuo'"),
         ("policy.numa=-1", "(0 or more); found -1"),
         ("policy.numa=true", "(0 or more); found true"),

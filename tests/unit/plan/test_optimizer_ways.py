@@ -121,6 +121,10 @@ def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
     assert "No way fits a GPU of 16.00 GiB, which lacks " in text
 
 
+def test_a_recipe_without_the_section_of_residency_has_every_way():
+    assert planned("~policy.residency") == planned()
+
+
 def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "16")
     assert row(text, "streamed")[-1] == "yes"
