@@ -2,9 +2,9 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
@@ -194,14 +194,23 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
+    from nemo_offload_rl.plan.row_tokens import with_row_tokens
 
-    config, link = validated.config, _link_bytes_per_s(options)
+    link = _link_bytes_per_s(options)
+    gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
 
     def written_at(key: str) -> str:
         return str(validated.recipe.origin(key))
 
-    check_model_folder(config, needs_weights=False)
-    model = hf_config(config["policy"]).to_dict()
+    check_model_folder(validated.config, needs_weights=False)
+    model = hf_config(validated.config["policy"]).to_dict()
+    config: Mapping[str, Any] = validated.config
+    try:
+        config, rows = with_row_tokens(config, model, algorithm=validated.algorithm, gpu_bytes=gpu_bytes)
+    except ValueError as error:  # the ways below say what would make room
+        rows = [str(error)]
+    if rows and gpu_bytes is None:
+        rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
     try:
         run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
     except UnknownArchitectureError as error:
@@ -219,7 +228,9 @@ def _plan(options: argparse.Namespace) -> None:
     print_plan(
         run,
         ways=plan_ways(config["policy"], plan_with),
-        gpu_bytes=None if options.gpu_memory is None else int(options.gpu_memory * GIB),
+        gpu_bytes=gpu_bytes,
+        packing=config["policy"]["sequence_packing"],
+        row_lines=rows,
         link_source=_link_source(options),
         written_at=written_at,
         here=host_facts(),

@@ -2,13 +2,17 @@
 
 import math
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Literal
 
 from nemo_offload_rl.memory.units import round_up
 from nemo_offload_rl.plan.activations import chunks_in_flight
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError, read_architecture
 from nemo_offload_rl.plan.model_facts import num_layers_of_stage
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+
+AUTO = "auto"
+TRAIN_TOKENS: Literal["train_mb_tokens"] = "train_mb_tokens"
+LOGPROB_TOKENS: Literal["logprob_mb_tokens"] = "logprob_mb_tokens"
 
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 
@@ -75,6 +79,22 @@ def activation_facts(
     )
 
 
+def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> int:
+    """Returns the most tokens of a packed row: the recipe's number, or those of a micro-batch where it has none.
+
+    Args:
+        policy: the recipe's section, validated.
+        key: `TRAIN_TOKENS` or `LOGPROB_TOKENS`.
+        group_size: rows of a sample that belong together.
+    """
+    stated = policy["sequence_packing"][key]
+    if stated != AUTO:
+        return int(stated)
+    is_logprob = key == LOGPROB_TOKENS and "logprob_batch_size" in policy
+    samples = policy["logprob_batch_size" if is_logprob else "train_micro_batch_size"]
+    return int(policy["max_total_sequence_length"] * samples * group_size)
+
+
 def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
     """Returns the tokens of the longest micro-batch, as the worker pads it."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
@@ -82,7 +102,9 @@ def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
     if not packing["enabled"]:
         return int(length * policy["train_micro_batch_size"] * group_size)
     # A group of sequences longer than a row gets a row of its own.
-    return round_up(max(packing["train_mb_tokens"], length * group_size), packing["sequence_length_round"])
+    return round_up(
+        max(stated_row_tokens(policy, TRAIN_TOKENS, group_size), length * group_size), packing["sequence_length_round"]
+    )
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:

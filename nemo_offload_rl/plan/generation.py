@@ -71,6 +71,18 @@ def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
     return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
+def asleep_bytes(policy: Mapping[str, Any]) -> int:
+    """Returns what generation keeps on the policy's GPUs while the policy computes: a context, and vLLM's graphs.
+
+    Args:
+        policy: the recipe's section, validated.
+    """
+    if "generation" not in policy or not is_colocated(policy):
+        return 0
+    has_graphs = has_vllm_beside_it(policy) and not policy["generation"]["vllm_cfg"]["enforce_eager"]
+    return _CONTEXT_BYTES + (_CUDA_GRAPH_BYTES if has_graphs else 0)
+
+
 def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:
     """What an engine takes of each of its GPUs; None where the recipe has no vLLM.
 

@@ -35,6 +35,8 @@ def print_plan(
     link_source: str,
     written_at: Callable[[str], str],
     here: HostMemory,
+    packing: Mapping[str, Any],
+    row_lines: Sequence[str],
     as_json: bool,
     console: Console | None = None,
 ) -> None:
@@ -47,15 +49,22 @@ def print_plan(
         link_source: where the speed of the link is from.
         written_at: where a key of the recipe was written.
         here: memory of the machine that prints this.
+        packing: the recipe's policy.sequence_packing, with numbers where they are known.
+        row_lines: what is said of the numbers that the recipe left open.
         as_json: print JSON instead of tables.
         console: where to; None for the standard output.
     """
     if as_json:
-        in_json = {"link_source": link_source, "optimizer_state_ways": ways_json(ways, gpu_bytes)}
+        in_json = {
+            "link_source": link_source,
+            "sequence_packing": packing,
+            "optimizer_state_ways": ways_json(ways, gpu_bytes),
+        }
         _print_json(plan_json(run, here) | in_json, console)
     else:
         of_ways = ways_tables(ways, gpu_bytes, f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}")
-        _print_tables(itertools.chain(plan_tables(run, written_at, here), of_ways), console)
+        rows = (Text(f"  {line}", style="dim") for line in row_lines)
+        _print_tables(itertools.chain(plan_tables(run, written_at, here), rows, of_ways), console)
 
 
 def print_residency(

@@ -1,10 +1,18 @@
-"""Estimates the least that activations and logits take of a GPU in a training step."""
+"""Estimates what activations and logits take of a GPU: the least in a training step, and what a pass takes at most."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from nemo_offload_rl.plan.architecture import read_architecture
+from nemo_offload_rl.activation_offload.schedule import ActivationOptions
+from nemo_offload_rl.config.rules.memory import recomputes_layers
+from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
+from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
+
+# Tokens whose log-probs are computed in float32 at one time, and the copies that this makes at most.
+_FLOAT32_TOKENS, _FLOAT32_COPIES = 1024, 3
+# Layers whose activations are on the GPU while they are copied.
+_LAYERS_UNDER_WAY = 2
 
 
 def least_activation_bytes(
@@ -28,6 +36,93 @@ def least_activation_bytes(
         tokens = min(tokens, cfg["fused_linear_logprobs_chunk_size"])
     saved[-1] += 2 * tokens * -(-model.vocab_size // tensor) * stages[-1].element_size
     return tuple(saved)
+
+
+def training_pass_bytes(
+    hf_config: Mapping[str, Any],
+    policy: Mapping[str, Any],
+    stages: Sequence[ActivationFacts],
+    offloaded: ActivationOptions | None,
+) -> tuple[int, ...]:
+    """Returns the GPU memory that one rank of each pipeline stage takes for a training step's longest micro-batch.
+
+    Beside what `least_activation_bytes` counts: the layer that is computed again or differentiated, what offloading
+    leaves on the GPU, and the float32 log-probs of some tokens.
+
+    Args:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        policy: the recipe's section, validated.
+        stages: the facts of activations of each stage.
+        offloaded: what activation offloading moves; None where it is off.
+    """
+    cfg = policy["megatron_cfg"]
+    model = read_architecture(hf_config, cfg)
+    chunk = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
+    logits = _logits_bytes(model, cfg, stages[-1], chunk)
+    out = []
+    for number, facts in enumerate(stages, start=1):
+        layer = _layer_bytes(model, cfg, facts)
+        in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
+        if recomputes_layers(cfg["activation_checkpointing"], cfg["recompute_granularity"]):
+            kept = in_flight * facts.num_residual_tokens * facts.hidden_size * facts.element_size
+        else:
+            kept = in_flight * layer - _moved_bytes(facts, offloaded)
+        # Logits are gone when the last layer's gradients are made.
+        working = max(layer, logits) if number == len(stages) else layer
+        out.append((kept + working) // cfg["context_parallel_size"])
+    return tuple(out)
+
+
+def forward_pass_bytes(
+    hf_config: Mapping[str, Any], policy: Mapping[str, Any], stages: Sequence[ActivationFacts]
+) -> tuple[int, ...]:
+    """Returns the GPU memory that one rank of each pipeline stage takes where only log-probs are computed.
+
+    Args:
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        policy: the recipe's section, validated.
+        stages: the facts of each stage, with the tokens of such a pass.
+    """
+    cfg = policy["megatron_cfg"]
+    model = read_architecture(hf_config, cfg)
+    fused = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
+    logits = _logits_bytes(model, cfg, stages[-1], policy.get("logprob_chunk_size") or fused)
+    # Nothing is kept for a backward pass; one layer's tensors are freed while the next one's are made.
+    layers = [_LAYERS_UNDER_WAY * _layer_bytes(model, cfg, facts) for facts in stages]
+    layers[-1] = max(layers[-1], logits)
+    return tuple(nbytes // cfg["context_parallel_size"] for nbytes in layers)
+
+
+def _layer_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts) -> int:
+    """All that a layer saves of a micro-batch; the larger where some layers have experts and others none."""
+    residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
+    storages = {tensor.name: tensor.nbytes for saves in SAVED_BY.values() for tensor in saves(facts)}
+    nbytes = sum(storages.values())
+    if not facts.is_moe or model.has_dense_layers:
+        # Gate and up projection in one, their product, and where these are not one kernel the activated gate.
+        ffn = facts.num_tokens * (model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]) * facts.element_size
+        dense = 2 * residual + (3 if facts.fused_swiglu else 4) * ffn
+        nbytes += dense  # with experts too much: their tensors are counted, too
+    return nbytes
+
+
+def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) -> int:
+    """What offloading frees of all micro-batches in flight, at the time when least of it is on the GPU."""
+    if offloaded is None:
+        return 0
+    modules = [module for module in module_bytes(facts, offloaded).values() if module.distinct]
+    freed = sum(module.in_flight * (module.distinct - module.held) // module.distinct for module in modules)
+    under_way = _LAYERS_UNDER_WAY * sum(module.distinct for module in modules)
+    return max(0, min(freed, slab_bytes(facts, offloaded)) - under_way)
+
+
+def _logits_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts, chunk: int | None) -> int:
+    """Logits and their gradient, and the float32 copies of some; in chunks also the hidden states' gradient."""
+    columns = -(-model.vocab_size // cfg["tensor_model_parallel_size"])
+    at_once = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
+    in_float32 = min(at_once, _FLOAT32_TOKENS if chunk is None else at_once)
+    hidden = 0 if chunk is None else facts.num_tokens * facts.hidden_size * 4
+    return columns * (2 * at_once * facts.element_size + _FLOAT32_COPIES * in_float32 * 4) + hidden
 
 
 def _saved_bytes(facts: ActivationFacts, cfg: Mapping[str, Any], dense_ffn_size: int) -> int:

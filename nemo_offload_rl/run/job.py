@@ -49,6 +49,7 @@ from nemo_offload_rl.run.interrupt import Interrupt, Progress
 from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
+from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of, with_row_tokens_here
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason
 from nemo_offload_rl.storage.checksum import FileSum
@@ -146,7 +147,7 @@ class Job:
             run_dir = new_run_folder(Path(self.config["logger"]["log_dir"]))
         else:
             run_dir = Path(RunState.read(newest).run_dir)
-            changed = changed_keys(read_recipe(newest) or {}, self.config)
+            changed = changed_keys(as_left_open(read_recipe(newest) or {}, self.config), self.config)
             suffix = f", with other values than before: {', '.join(changed)}" if changed else ""
             _say(session.console, f"Going on from {newest}{suffix}.")
         ending = self.run_in(run_dir, session, checkpoints, newest)
@@ -179,7 +180,8 @@ class Job:
             gpu_bytes = smallest_gpu_bytes(session.cluster)
             config, kept = with_resident_params(config, self.algorithm, gpu_bytes)
             config, cache = with_kv_cache_bytes(config, self.algorithm, gpu_bytes)
-            for note in [*self.notes, *adaptations, *kept, *cache]:
+            config, rows = with_row_tokens_here(config, self.algorithm, gpu_bytes)
+            for note in [*self.notes, *adaptations, *kept, *cache, *rows]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             session.interrupt.check()
@@ -189,7 +191,8 @@ class Job:
             self.when_built()
             gpus = _gpu_metrics(config["logger"], session.cluster)
             stack.callback(gpus.close)
-            ending = self._train(algorithm, run_dir, session, checkpoints, newest, gpus)
+            job = replace(self, config=with_numbers_of(config, self.config))  # which checkpoints keep
+            ending = job._train(algorithm, run_dir, session, checkpoints, newest, gpus)
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             if ending.reason is not StopReason.INTERRUPTED:
                 session.interrupt.check()  # a signal that came behind the last step

@@ -20,6 +20,8 @@ from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_r
 from nemo_offload_rl.plan.host_budget import check_host_budget, check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
+from nemo_offload_rl.plan.row_tokens import open_keys
+from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 from nemo_offload_rl.worker.environment import library_environment
 
 
@@ -35,7 +37,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
             GPUs, as the only node, for what its ranks keep in host memory.
         ValueError: as `check_sizes`; the model's config cannot be had from the hub; the environment does not go with
             CUDA graphs; vLLM is missing, its share of the GPU does not fit beside the policy's, its KV cache
-            holds no sequence, or a refit's buckets find no room.
+            holds no sequence, a refit's buckets find no room, or packed rows of the longest sequence do not.
     """
     policy = config["policy"]
     uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
@@ -50,12 +52,14 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
     megatron = policy["megatron_cfg"]
     if megatron["cuda_graph_impl"] != "none":
         check_graph_environment(os.environ | library_environment(megatron))
+    asks_gpus = uses_vllm or open_keys(config)
+    sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if asks_gpus else []
+    config, _ = with_row_tokens_here(config, algorithm, min(sizes, default=None))
     planned = check_sizes(config, algorithm)
     if planned is not None and torch.cuda.device_count() == 0:
         check_state_fits_host(planned.first_host_state_bytes, host_facts())
     elif planned is not None and config["cluster"]["num_nodes"] == 1:
         check_host_budget(planned.needs, {planned.needs[0].host: host_facts()}, planned.plan.host_memory_limit_bytes)
-    sizes = [gpu.total_bytes for gpu in gpu_facts() if gpu.total_bytes is not None] if uses_vllm else []
     if planned is not None and planned.engine is not None and sizes:
         if is_colocated(policy):
             check_share_beside_policy(planned.plan, planned.engine, min(sizes))

@@ -4,7 +4,7 @@ from typing import Literal
 
 import torch
 
-from nemo_offload_rl.config.schema.policy import PolicyConfig
+from nemo_offload_rl.config.schema.policy import PolicyConfig, SequencePackingConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.mcore.batches.microbatches import (
     MicroBatch,
@@ -17,6 +17,7 @@ from nemo_offload_rl.mcore.batches.microbatches import (
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.model.model_config import packs
 from nemo_offload_rl.memory.units import round_up
+from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS
 
 
 class MicroBatcher:
@@ -25,12 +26,16 @@ class MicroBatcher:
     Args:
         config: the recipe's policy section.
         device: where padded micro-batches are put.
+
+    Raises:
+        ValueError: the tokens of a packed row are left open.
     """
 
     def __init__(self, config: PolicyConfig, device: torch.device) -> None:
         self._divisible_by = config["make_sequence_length_divisible_by"]
         self._limit = config["max_total_sequence_length"]
         self._packing = config["sequence_packing"] if packs(config) else None
+        self._row_tokens = {} if self._packing is None else _row_tokens(self._packing)
         self._device = device
 
     def cut(
@@ -57,7 +62,7 @@ class MicroBatcher:
         if self._packing is None:
             on_device = data.to(self._device)  # one copy of each field, not of each cut
             return padded_microbatches(on_device, mbs * data.group_size), None
-        row_tokens = self._packing[tokens_key]
+        row_tokens = self._row_tokens[tokens_key]
         lengths = [padded_length(n, self._divisible_by, length) for n in data["input_lengths"].tolist()]
         bins = pack_bins(lengths, row_tokens, group_size=data.group_size)
         bins = pack_bins(lengths, row_tokens, min_bins=self._common(len(bins)), group_size=data.group_size)
@@ -74,3 +79,14 @@ class MicroBatcher:
         held = torch.tensor([value], device=self._device)
         torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
         return int(held.item())
+
+
+def _row_tokens(packing: SequencePackingConfig) -> dict[str, int]:
+    stated = {key: packing[key] for key in (TRAIN_TOKENS, LOGPROB_TOKENS) if key in packing}
+    for key, tokens in stated.items():
+        if tokens == "auto":
+            raise ValueError(
+                f"policy.sequence_packing.{key} is auto, which a run replaces before its workers begin; give a worker "
+                "of your own a number of tokens."
+            )
+    return {key: tokens for key, tokens in stated.items() if tokens != "auto"}

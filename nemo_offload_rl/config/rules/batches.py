@@ -89,8 +89,8 @@ def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
 )
 def packing_has_its_sizes(
     enabled: bool,
-    train: int | None,
-    logprob: int | None,
+    train: int | str | None,
+    logprob: int | str | None,
     rounding: int | None,
     algorithm: str | None,
     longest: int,
@@ -120,6 +120,23 @@ def packing_has_its_sizes(
     return None
 
 
+@rule(PACKING, "policy.sequence_packing.train_mb_tokens?", "policy.sequence_packing.logprob_mb_tokens?", GRAPHS)
+def packed_rows_beside_graphs_have_a_stated_size(
+    enabled: bool, train: int | str | None, logprob: int | str | None, impl: str
+) -> Verdict:
+    """The plan does not count what captured graphs keep, so it cannot say how many tokens there is room for."""
+    if not enabled or impl == "none":
+        return None
+    for name, size in (("train_mb_tokens", train), ("logprob_mb_tokens", logprob)):
+        if size == "auto":
+            return (
+                f"policy.sequence_packing.{name}",
+                f"is auto, but with {GRAPHS} {impl} graphs keep GPU memory that the plan does not count; give a number "
+                "of tokens",
+            )
+    return None
+
+
 @rule("policy.sequence_packing.algorithm?", PACKING)
 def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
     """NeMo-RL's recipes without packing have a name that its own packer does not know."""
@@ -137,13 +154,13 @@ def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
     TP,
 )
 def packed_rows_are_split_evenly(
-    enabled: bool, train: int | None, rounding: int | None, impl: str, sequence_parallel: bool, tp: int
+    enabled: bool, train: int | str | None, rounding: int | None, impl: str, sequence_parallel: bool, tp: int
 ) -> Verdict:
     """Each tensor-parallel rank has an equal part of a row; with graphs, of one that is filled up to all its tokens."""
     if not enabled or not sequence_parallel:
         return None
     for name, size in (("sequence_length_round", rounding), ("train_mb_tokens", train if impl != "none" else None)):
-        if size is not None and size % tp:
+        if isinstance(size, int) and size % tp:
             return (
                 f"policy.sequence_packing.{name}",
                 f"must be a multiple of {TP} ({tp}), over whose ranks sequence parallelism splits a row; found {size}",

@@ -18,6 +18,7 @@ from nemo_offload_rl.config.schema.value_types import (
     PositiveFloat,
     PositiveInt,
     Precision,
+    RowTokens,
 )
 
 
@@ -41,12 +42,13 @@ class SequencePackingConfig(TypedDict):
 
     # Pack micro-batches. Needs Transformer Engine; on a CPU batches are padded instead. Recommended: true on GPUs.
     enabled: bool
-    # Most tokens of a packed row while training. Recommended: max_total_sequence_length x train_micro_batch_size.
-    # Absent: enabled is false.
-    train_mb_tokens: NotRequired[PositiveInt]
-    # Most tokens of a packed row of a log-prob pass. Recommended: max_total_sequence_length x logprob_batch_size.
-    # Absent: enabled is false, or the algorithm has no log-prob pass.
-    logprob_mb_tokens: NotRequired[PositiveInt]
+    # Most tokens of a packed row while training: a number, or auto for as many as the plan has room for on the GPU, up
+    # to 32,768; where the GPU's memory or the model's sizes are not known, auto is max_total_sequence_length x
+    # train_micro_batch_size (of pairs twice that). Recommended: auto. Absent: enabled is false.
+    train_mb_tokens: NotRequired[RowTokens]
+    # Most tokens of a packed row of a log-prob pass: a number, or auto likewise, with logprob_batch_size where there is
+    # one. Recommended: auto. Absent: enabled is false, or the algorithm has no log-prob pass.
+    logprob_mb_tokens: NotRequired[RowTokens]
     # How samples are dealt out to rows: modified_first_fit_decreasing; or modified_ffd, as recipes of NeMo-RL
     # have it, where enabled is false. Absent: enabled is false.
     algorithm: NotRequired[Literal["modified_first_fit_decreasing", "modified_ffd"]]

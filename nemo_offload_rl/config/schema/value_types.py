@@ -36,6 +36,16 @@ def _numa_setting(value: Any) -> Any:
 
 NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]
 
+
+def _row_tokens(value: Any) -> Any:
+    """Tokens of a packed row, checked whole likewise."""
+    if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
+        return value
+    raise PydanticCustomError("row_tokens", "must be auto or a number of tokens (1 or more)")
+
+
+RowTokens = Annotated[int | Literal["auto"], BeforeValidator(_row_tokens)]
+
 # Tags of a value that is one section, a list of sections, or null; they stand in pydantic's places of problems.
 ONE, SEVERAL, NONE = "(one)", "(several)", "(none)"
 

@@ -155,6 +155,11 @@ BROKEN = {
         ["policy.sequence_packing.enabled=true", "~policy.sequence_packing.logprob_mb_tokens"],
         "policy.sequence_packing.enabled: is true, which needs policy.sequence_packing.logprob_mb_tokens too",
     ),
+    "packed_rows_beside_graphs_have_a_stated_size": (
+        [*CAPTURED_AND_PACKED, "policy.sequence_packing.logprob_mb_tokens=auto"],
+        f"policy.sequence_packing.logprob_mb_tokens: is auto, but with {MEGATRON}.cuda_graph_impl transformer_engine "
+        "graphs keep GPU memory that the plan does not count; give a number of tokens",
+    ),
     "packed_rows_are_split_evenly": (
         [*PACKED, *TENSOR_PARALLEL, "policy.sequence_packing.sequence_length_round=3"],
         f"policy.sequence_packing.sequence_length_round: must be a multiple of {TP} (2), over whose ranks sequence "
@@ -607,6 +612,12 @@ def test_packed_rows_have_room_for_what_is_padded(overrides, message, one_proble
 def test_eager_rows_that_only_padding_makes_longer_pass():
     overrides = [*PACKED, DIVISIBLE_BY_64, "policy.sequence_packing.train_mb_tokens=63"]
     load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
+
+
+def test_rows_may_have_as_many_tokens_as_there_is_room_for():
+    tokens = [f"policy.sequence_packing.{name}_mb_tokens=auto" for name in ("train", "logprob")]
+    for parallel in ([], TENSOR_PARALLEL):
+        load(CONFIGS / "grpo_tiny_cpu.yaml", [*PACKED, *parallel, *tokens])
 
 
 def test_two_ranks_pass():

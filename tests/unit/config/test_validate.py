@@ -171,6 +171,11 @@ MEGATRON = "policy.megatron_cfg"
         ("~policy.max_grad_norm", "policy.max_grad_norm: missing (its meaning: "),
         ("policy.numa=atuo", "policy.numa: must be auto, none or the number of a NUMA node (0 or more); found 'atuo'"),
         ("policy.numa=-1", "(0 or more); found -1"),
+        (
+            "policy.sequence_packing.train_mb_tokens=most",
+            "must be auto or a number of tokens (1 or more); found 'most'",
+        ),
+        ("policy.sequence_packing.logprob_mb_tokens=0", "must be auto or a number of tokens (1 or more); found 0"),
         ("policy.numa=true", "(0 or more); found true"),
         ("policy.numa=[0]", "(0 or more); found [0]"),
         ("policy.numa='0'", "(0 or more); found '0'"),

@@ -43,6 +43,23 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert "This machine can give " in text
 
 
+def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
+    text = printed(capsys, BENCHMARK, "--gpu-memory", "139.8")
+    assert "packed rows of training have up to 32,768 tokens: beside 20.13 GiB of training state they take" in text
+    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "79.6", "--json"))
+    assert 16384 <= values["sequence_packing"]["train_mb_tokens"] < 32768
+    assert values["sequence_packing"]["logprob_mb_tokens"] == 32768
+    text = printed(capsys, BENCHMARK)
+    assert "packed rows of training have up to 2,048 tokens, max_total_sequence_length times the micro-batch" in text
+    assert "--gpu-memory GIB names the tokens for a GPU of that size" in text
+
+
+def test_a_gpu_without_room_for_a_row_is_shown_with_the_ways(capsys):
+    text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23").split())
+    assert "train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2.27 GiB for rows of 512 tokens" in text
+    assert "For a GPU of 23.00 GiB take streamed" in text
+
+
 def test_streamed_optimizer_state_has_its_window_and_the_time_of_its_step(capsys):
     text = printed(capsys, BENCHMARK, "++policy.residency.table.train.optimizer_state=streamed")
     residency, memory, traffic = text.split("┏")[1:4]

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+import yaml
 from rich.console import Console
 from safetensors.torch import load_file
 from support.limits import files_of_at_most
@@ -23,6 +24,7 @@ from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
 from nemo_offload_rl.metrics.names import MEASUREMENTS
+from nemo_offload_rl.run import job as job_module
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
 from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
 from nemo_offload_rl.run.train_loop import StopReason
@@ -123,6 +125,32 @@ def test_a_second_run_goes_on_where_the_first_ended(tmp_path, session):
     assert not (tmp_path / "parts/logs/exp_002").exists()
     assert not leftover.exists()
     assert "with other values than before: sft.max_num_steps, sft.val_at_end." in shown(session)
+
+
+def test_row_tokens_are_chosen_once_told_and_kept_in_checkpoints(tmp_path, monkeypatch):
+    monkeypatch.setattr(job_module, "smallest_gpu_bytes", lambda cluster: 80 << 30)
+    packing, built = "policy.sequence_packing", []
+    rows_of = [f"{packing}.enabled=true", f"{packing}.train_mb_tokens=auto"]
+
+    def run_on_gpus(num_steps):
+        session = replace(make_session(), cluster=SimpleNamespace(has_gpus=True))
+        job = make_job(tmp_path, *rows_of, f"sft.max_num_steps={num_steps}", "sft.export_hf=false")
+        build = job.preparation.build
+
+        def recorded(policy, cluster):
+            built.append(policy["sequence_packing"]["train_mb_tokens"])
+            return build(policy, cluster)
+
+        replace(job, preparation=replace(job.preparation, build=recorded)).run(session)
+        return shown(session)
+
+    text = run_on_gpus(2)
+    tokens = built[0]
+    assert f"packed rows of training have up to {tokens:,} tokens: beside" in text
+    written = yaml.safe_load((tmp_path / "checkpoints" / "step_2" / "recipe.yaml").read_text())
+    assert written["policy"]["sequence_packing"]["train_mb_tokens"] == tokens > 16
+    assert "with other values than before: sft.max_num_steps." in run_on_gpus(4)
+    assert built == [tokens, tokens]
 
 
 def test_steps_after_the_checkpoint_are_done_and_logged_again(tmp_path, session):

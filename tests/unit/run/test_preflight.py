@@ -79,6 +79,15 @@ def test_vllm_has_to_be_installed(check):
         check("policy.generation.backend=vllm", recipe=TINY)
 
 
+def test_packed_rows_of_the_longest_sequence_have_to_fit(check, monkeypatch):
+    has_room_for(monkeypatch, 1 << 36)
+    monkeypatch.setattr(preflight, "gpu_facts", lambda: [SimpleNamespace(total_bytes=23 << 30)])
+    recipe = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
+    with pytest.raises(ValueError, match=r"train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2\.27"):
+        check(recipe=recipe)
+    check(*(f"policy.sequence_packing.{name}_mb_tokens=512" for name in ("train", "logprob")), recipe=recipe)
+
+
 def test_activations_of_unknown_sizes_need_a_limit(check):
     message = (
         rf"cannot be computed \({MEGATRON}.softmax_type is 'learnable', with which the sizes are not known here; they "

@@ -1,0 +1,244 @@
+"""Chooses how many tokens a packed row may have where the recipe says `auto`: as many as a GPU has room for."""
+
+import bisect
+import copy
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from nemo_offload_rl.config.algorithms import ALGORITHMS
+from nemo_offload_rl.config.megatron.device_split import split_devices
+from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
+from nemo_offload_rl.memory.units import round_up, show_gib
+from nemo_offload_rl.plan.activation_facts import (
+    AUTO,
+    LOGPROB_TOKENS,
+    TRAIN_TOKENS,
+    activation_facts,
+    stated_row_tokens,
+)
+from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
+from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, asleep_bytes
+from nemo_offload_rl.plan.host_budget import HostBudgetError, HostMemory, check_host_budget
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.planner import PlannedRun, plan_run
+from nemo_offload_rl.plan.saved_tensors import ActivationFacts
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
+from nemo_offload_rl.residency.table import Phase
+
+MARGIN = 1.15
+"""What a pass may take over the estimate, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
+estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
+
+MOST_TOKENS = 32768
+"""More bring nothing: of a 1.5 B model rows of 8,192 tokens trained at 94% of the speed of 16,384 on an H200."""
+
+# The tokens chosen are a multiple of this, unless the limit is another.
+_STEP = 1024
+_SECTION = "policy.sequence_packing"
+_PASSES = {TRAIN_TOKENS: (Phase.TRAIN, "training"), LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes")}
+
+
+def with_row_tokens(
+    config: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
+    *,
+    algorithm: str,
+    gpu_bytes: int | None,
+    host: HostMemory | None = None,
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Give `auto` of policy.sequence_packing its number.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine; it is left as it is.
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+        host: the memory of the only host, which offloaded activations have to fit into; None to leave that open.
+
+    Returns:
+        The config with numbers, and a line for each that was chosen; as it was where rows are not packed, or no key is
+        `auto`.
+
+    Raises:
+        ValueError: not even a row of the longest sequence fits, or the model cannot be split as the recipe says.
+        HostBudgetError: a rank needs more host memory than the recipe's limit, with the shortest rows.
+    """
+    keys = open_keys(config)
+    if not keys:
+        return config, []
+    group_size = ALGORITHMS[algorithm].group_size
+    try:
+        if gpu_bytes is not None:
+            return _chosen(config, hf_config, algorithm, keys, gpu_bytes, host)
+        unknown = "the GPU's memory is not known here"
+    except UnknownArchitectureError:
+        unknown = "the model's sizes are not known before it is built"
+    tokens = {key: stated_row_tokens(config["policy"], key, group_size) for key in keys}
+    lines = [
+        f"packed rows of {_PASSES[key][1]} have up to {number:,} tokens, max_total_sequence_length times the "
+        f"micro-batch size, since {unknown}; {_SECTION}.{key} sets another number"
+        for key, number in tokens.items()
+    ]
+    return with_tokens(config, tokens), lines
+
+
+def open_keys(config: Mapping[str, Any]) -> list[str]:
+    """The keys that leave the tokens of a packed row open; none where rows are not packed."""
+    packing = config["policy"]["sequence_packing"]
+    return [key for key in _PASSES if packing["enabled"] and key in packing and packing[key] == AUTO]
+
+
+def _chosen(
+    config: Mapping[str, Any],
+    hf_config: Mapping[str, Any],
+    algorithm: str,
+    keys: Sequence[str],
+    gpu_bytes: int,
+    host: HostMemory | None,
+) -> tuple[Mapping[str, Any], list[str]]:
+    limits = _Limits.of(config, ALGORITHMS[algorithm].group_size)
+    tokens, lines = dict.fromkeys(keys, limits.least), []
+    run = plan_run(with_tokens(config, tokens), hf_config, algorithm=algorithm)
+    room = _Room(config, hf_config, algorithm, gpu_bytes, host, run)
+    for key in keys:
+        tokens[key] = room.most_tokens(key, limits)
+        lines.append(room.line(key, tokens[key]))
+    return with_tokens(config, tokens), lines
+
+
+@dataclass(frozen=True)
+class _Limits:
+    """Bounds of the tokens of a row.
+
+    Attributes:
+        least: of the longest sample.
+        most: beyond which more bring nothing: `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
+        multiple: of which every number is one.
+    """
+
+    least: int
+    most: int
+    multiple: int
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any], group_size: int) -> "_Limits":
+        policy = config["policy"]
+        cfg, packing = policy["megatron_cfg"], policy["sequence_packing"]
+        tensor = cfg["tensor_model_parallel_size"]
+        multiple = math.lcm(packing["sequence_length_round"], tensor if cfg["sequence_parallel"] else 1)
+        sample = group_size * round_up(policy["max_total_sequence_length"], policy["make_sequence_length_divisible_by"])
+        ranks = split_devices(config["cluster"], policy).policy_ranks
+        shared = tensor * cfg["pipeline_model_parallel_size"] * cfg["context_parallel_size"]
+        samples = policy["train_global_batch_size"] // (data_parallel_size(ranks, shared) or 1)
+        least = round_up(sample, multiple)
+        return cls(least, max(least, min(MOST_TOKENS, round_up(sample * samples, multiple))), multiple)
+
+    def candidates(self) -> list[int]:
+        """In ascending order."""
+        step = math.lcm(self.multiple, _STEP)
+        between = range(round_up(self.least + 1, step), self.most, step)
+        return sorted({self.least, *between, self.most})
+
+
+@dataclass(frozen=True)
+class _Room:
+    """What a GPU, and the host for activations that leave it, have room for.
+
+    Attributes:
+        config: the recipe.
+        hf_config: of the model.
+        algorithm: of the recipe.
+        gpu_bytes: of the smallest GPU.
+        host: memory of the only host.
+        run: the plan with the shortest rows; state takes the same with all.
+    """
+
+    config: Mapping[str, Any]
+    hf_config: Mapping[str, Any]
+    algorithm: str
+    gpu_bytes: int
+    host: HostMemory | None
+    run: PlannedRun
+
+    def most_tokens(self, key: str, limits: _Limits) -> int:
+        """The most that fit.
+
+        Raises:
+            ValueError: the longest sample does not.
+        """
+        candidates = limits.candidates()
+        first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self._fits(key, tokens))
+        if first_too_long:
+            return candidates[first_too_long - 1]
+        missing = self._missing_bytes(key, limits.least, margin=1.0)
+        if missing <= 0:
+            return limits.least
+        raise ValueError(
+            f"{_SECTION}.{key} is auto, but a GPU of {show_gib(self.gpu_bytes)} GiB lacks an estimated "
+            f"{show_gib(missing)} GiB for rows of {limits.least:,} tokens, as long as the longest sample, in "
+            f"{_PASSES[key][1]}; nemo-offload-rl plan names ways to make room, or give a number of tokens if the "
+            "estimate is too high."
+        )
+
+    def line(self, key: str, tokens: int) -> str:
+        """What the user is told of a choice."""
+        where = _PASSES[key][1]
+        state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
+        return (
+            f"packed rows of {where} have up to {tokens:,} tokens: beside {show_gib(state)} GiB of training state they "
+            f"take an estimated {show_gib(pass_bytes)} of the GPU's {show_gib(self.gpu_bytes)} GiB; "
+            f"{_SECTION}.{key} sets another number"
+        )
+
+    def _fits(self, key: str, tokens: int) -> bool:
+        if self._missing_bytes(key, tokens, margin=MARGIN) > 0:
+            return False
+        if key != TRAIN_TOKENS or self.run.plan.activations is None:
+            return True
+        try:
+            longer = plan_run(with_tokens(self.config, {key: tokens}), self.hf_config, algorithm=self.algorithm)
+            if self.host is not None:
+                first = {longer.needs[0].host: self.host}
+                check_host_budget(longer.needs, first, longer.plan.host_memory_limit_bytes)
+        except HostBudgetError:
+            return False
+        return True
+
+    def _missing_bytes(self, key: str, tokens: int, *, margin: float) -> int:
+        """What the GPU lacks; 0 or less where it fits."""
+        passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
+        needed = max(state + int(margin * nbytes) for state, nbytes in passes)
+        return needed + POLICY_OVERHEAD_BYTES + asleep_bytes(self.config["policy"]) - self.gpu_bytes
+
+    def _state_bytes(self, key: str) -> list[int]:
+        """Training state on the GPU of one rank of each pipeline stage.
+
+        Optimizer state comes back for training beside the last of the log-prob passes.
+        """
+        phases = {_PASSES[key][0], Phase.TRAIN}
+        return [max(sum(rank.gpu_bytes[phase].values()) for phase in phases) for rank in self.run.plan.ranks]
+
+    def _pass_bytes(self, key: str, tokens: int) -> tuple[int, ...]:
+        policy = with_tokens(self.config, {TRAIN_TOKENS: tokens})["policy"]
+        world_size = split_devices(self.config["cluster"], policy).policy_ranks
+        group_size = ALGORITHMS[self.algorithm].group_size
+        stages = activation_facts(self.hf_config, policy, world_size=world_size, group_size=group_size)
+        busy = [_with_busy_experts(facts) for facts in stages]
+        if key == LOGPROB_TOKENS:
+            return forward_pass_bytes(self.hf_config, policy, busy)
+        return training_pass_bytes(self.hf_config, policy, busy, settings(policy).activations)
+
+
+def _with_busy_experts(facts: ActivationFacts) -> ActivationFacts:
+    return dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
+
+
+def with_tokens(config: Mapping[str, Any], tokens: Mapping[str, int | str]) -> dict[str, Any]:
+    """Returns a copy of a config with other values of policy.sequence_packing."""
+    given = copy.deepcopy(dict(config))
+    given["policy"]["sequence_packing"] |= tokens
+    return given

@@ -1,0 +1,49 @@
+"""Gives `auto` of policy.sequence_packing its number, by this machine's GPU and the plan."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.placement.machine import host_facts
+from nemo_offload_rl.plan.activation_facts import AUTO
+from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens, with_tokens
+
+
+def with_row_tokens_here(
+    config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Choose how many tokens packed rows have, where the recipe leaves that open.
+
+    Args:
+        config: a validated recipe, resolved for this machine; it is left as it is.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+
+    Returns:
+        The config with numbers, and a line for each that was chosen; as it was where none is open.
+
+    Raises:
+        HostBudgetError: a rank needs more host memory than the recipe's limit, with the shortest rows.
+        ValueError: not even a row of the longest sequence fits, or the model's config cannot be had.
+    """
+    if not open_keys(config):
+        return config, []
+    host = host_facts() if config["cluster"]["num_nodes"] == 1 else None
+    fields = {} if gpu_bytes is None else hf_config(config["policy"]).to_dict()
+    return with_row_tokens(config, fields, algorithm=algorithm, gpu_bytes=gpu_bytes, host=host)
+
+
+def with_numbers_of(resolved: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a recipe's config, with the numbers of a resolved one where its own leaves them open."""
+    packing = resolved["policy"]["sequence_packing"]
+    return with_tokens(config, {key: packing[key] for key in open_keys(config)})
+
+
+def as_left_open(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns a checkpoint's recipe with `auto` where that of this run leaves open what then was chosen."""
+    keys = open_keys(config)
+    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys and _packs(written) else dict(written)
+
+
+def _packs(written: Mapping[str, Any]) -> bool:
+    return "sequence_packing" in written.get("policy", {})

@@ -1,0 +1,186 @@
+"""The tokens of a packed row that `auto` stands for."""
+
+import copy
+import json
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.plan.activation_facts import activation_facts
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_row_tokens
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
+from tests.unit.config.conftest import CONFIGS
+from tools.public_models import QWEN2_5_1_5B, QWEN3_30B_A3B
+
+ROOT = CONFIGS.parents[1]
+GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
+DENSE = ROOT / "benchmarks" / "activation_cases" / "recipes" / "dense.yaml"
+MEASURED = ROOT / "docs" / "results" / "activation_offload.json"
+MEGATRON = "policy.megatron_cfg"
+OFFLOAD = [
+    f"{MEGATRON}.fine_grained_activation_offloading=true",
+    f"{MEGATRON}.offload_modules=[qkv_linear,core_attn,attn_proj]",
+]
+N = 1_543_714_304
+HOST = SimpleNamespace(hostname="here", available_bytes=1 << 38, cgroup_free_bytes=None, memlock_bytes=None)
+
+
+def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_5_1_5B, host=None):
+    validated = load(recipe, list(overrides))
+    before = copy.deepcopy(validated.config)
+    config, lines = with_row_tokens(
+        validated.config, model, algorithm=validated.algorithm, gpu_bytes=gpu_gib and int(gpu_gib * GIB), host=host
+    )
+    assert validated.config == before
+    packing = config["policy"]["sequence_packing"]
+    return packing["train_mb_tokens"], packing["logprob_mb_tokens"], lines
+
+
+def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
+    config = load(GRPO, ["policy.sequence_packing.train_mb_tokens=16384"]).config
+    facts = activation_facts(QWEN2_5_1_5B, config["policy"], world_size=1)
+    tokens, logits = 16384, 2 * 16384 * 151_936 * 2 + 3 * 4 * 1024 * 151_936
+    layer = tokens * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960)
+    [training] = training_pass_bytes(QWEN2_5_1_5B, config["policy"], facts, None)
+    assert training == pytest.approx(28 * layer + logits, rel=0.01)
+    [forward] = forward_pass_bytes(QWEN2_5_1_5B, config["policy"], facts)
+    assert forward == logits
+
+
+@pytest.mark.parametrize(("part", "overrides"), [("dense/off/tries", []), ("dense/offloaded/tries", OFFLOAD)])
+def test_what_was_measured_is_above_the_estimate_and_within_its_margin(part, overrides):
+    rows = [row for row in json.loads(MEASURED.read_text())["rows"] if row["part"] == part and row["fits"]]
+    assert len(rows) == 2
+    for row in rows:
+        number = f"policy.max_total_sequence_length={row['seq_length']}"
+        policy = load(DENSE, [number, "policy.train_micro_batch_size=1", *overrides]).config["policy"]
+        model = hf_config(policy).to_dict()
+        facts = activation_facts(model, policy, world_size=1)
+        [estimate] = training_pass_bytes(model, policy, facts, settings(policy).activations)
+        state_and_context = 14 * 1_137_774_592 + GIB
+        assert estimate < row["driver_peak_mib"] * MIB - state_and_context < MARGIN * estimate
+
+
+def test_a_larger_gpu_has_longer_rows_and_they_fit():
+    sizes = [26, 30, 40, 60, 79.6, 139.8]
+    found = [chosen(size)[0] for size in sizes]
+    assert found == sorted(found)
+    assert found[0] < found[2] < found[4] < found[5] == MOST_TOKENS
+    config = load(GRPO).config
+    for size, tokens in zip(sizes, found, strict=True):
+        assert tokens % 1024 == 0 or tokens == 512
+        for more, fits in ((0, True), (1024, tokens == MOST_TOKENS)):
+            policy = copy.deepcopy(config["policy"])
+            policy["sequence_packing"]["train_mb_tokens"] = tokens + more
+            facts = activation_facts(QWEN2_5_1_5B, policy, world_size=1)
+            [taken] = training_pass_bytes(QWEN2_5_1_5B, policy, facts, None)
+            assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its process and generation's
+
+
+def test_the_lines_say_what_is_taken():
+    train, logprob, [of_train, of_logprob] = chosen(40)
+    assert of_train.startswith(f"packed rows of training have up to {train:,} tokens: beside 20.13 GiB of training ")
+    assert of_train.endswith("GPU's 40.00 GiB; policy.sequence_packing.train_mb_tokens sets another number")
+    assert of_logprob.startswith(f"packed rows of log-prob passes have up to {logprob:,} tokens: beside 20.13 GiB of")
+    assert logprob > train
+
+
+def test_one_key_alone_and_none():
+    train, logprob, lines = chosen(139.8, "policy.sequence_packing.train_mb_tokens=4096")
+    assert (train, logprob, len(lines)) == (4096, MOST_TOKENS, 1)
+    stated = ["policy.sequence_packing.train_mb_tokens=4096", "policy.sequence_packing.logprob_mb_tokens=4096"]
+    assert chosen(139.8, *stated) == (4096, 4096, [])
+    assert chosen(139.8, "policy.sequence_packing.enabled=false") == ("auto", "auto", [])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "tokens"),
+    [
+        # All samples of a rank's optimizer step.
+        (["grpo.num_prompts_per_step=1", "policy.train_micro_batch_size=1"], 16 * 512),
+        (["grpo.num_prompts_per_step=2", "policy.train_micro_batch_size=1", "cluster.gpus_per_node=4"], 8 * 512),
+        # The longest sample.
+        (["policy.max_total_sequence_length=40000"], 40_000),
+        (["policy.max_total_sequence_length=40001"], 40_064),
+    ],
+)
+def test_no_more_than_brings_something_and_no_less_than_a_sample(overrides, tokens):
+    assert chosen(139.8, *overrides)[:2] == (tokens, tokens)
+
+
+def test_tensor_parallel_ranks_get_equal_parts():
+    parallel = [f"{MEGATRON}.tensor_model_parallel_size=2", f"{MEGATRON}.sequence_parallel=true"]
+    overrides = [*parallel, "cluster.gpus_per_node=2", "policy.sequence_packing.sequence_length_round=6"]
+    train, _, _ = chosen(20, *overrides)
+    assert train % 6 == 0
+    assert 512 < train < MOST_TOKENS
+
+
+def test_a_pair_stays_together():
+    packed = [f"policy.sequence_packing.{key}" for key in ("enabled=true", "train_mb_tokens=auto")]
+    recipe = CONFIGS / "dpo_tiny_cpu.yaml"
+    pair = 2 * load(recipe).config["policy"]["max_total_sequence_length"]
+    model = hf_config(load(recipe).config["policy"]).to_dict()
+    small = chosen(2.2, *packed, recipe=recipe, model=model)
+    assert small[0] >= pair
+    unknown, same, lines = chosen(None, *packed, recipe=recipe, model=model)
+    assert unknown == same == pair * load(recipe).config["policy"]["train_micro_batch_size"]
+    assert len(lines) == 2
+
+
+def test_a_gpu_too_small_for_the_longest_sample_is_an_error():
+    with pytest.raises(
+        ValueError, match=r"train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated .* rows of 5"
+    ):
+        chosen(23)
+
+
+def test_the_margin_alone_refuses_nothing():
+    """State, two processes and the estimate are 25.28 GiB."""
+    assert chosen(25.4)[0] == 512
+    with pytest.raises(ValueError, match="lacks an estimated"):
+        chosen(25.2)
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "overrides", "why"),
+    [
+        (None, [], "the GPU's memory is not known here"),
+        (80, [f"+{MEGATRON}.softmax_type=learnable"], "the model's sizes are not known before it is built"),
+    ],
+)
+def test_where_sizes_are_not_known_it_is_that_of_padded_micro_batches(gpu_gib, overrides, why):
+    train, logprob, lines = chosen(gpu_gib, *overrides, "policy.logprob_batch_size=8")
+    assert (train, logprob) == (4 * 512, 8 * 512)
+    assert [why in line for line in lines] == [True, True]
+
+
+def test_offloaded_activations_make_rows_longer_as_far_as_the_host_holds_them():
+    plain = chosen(60)[0]
+    offloaded = chosen(60, *OFFLOAD, host=HOST)[0]
+    assert plain < offloaded < MOST_TOKENS
+    small = SimpleNamespace(**{**vars(HOST), "available_bytes": 24 << 30})
+    assert 512 < chosen(60, *OFFLOAD, host=small)[0] < offloaded
+    limited = [*OFFLOAD, "++policy.residency.host_memory_limit_gib=23"]
+    assert 512 < chosen(60, *limited)[0] < offloaded
+
+
+def test_recomputation_and_logits_in_chunks_make_rows_longer():
+    plain = chosen(40)[0]
+    again = chosen(40, f"{MEGATRON}.activation_checkpointing=true")[0]
+    chunks = chosen(40, f"{MEGATRON}.activation_checkpointing=true", f"{MEGATRON}.use_fused_linear_logprobs=true")[0]
+    assert plain < again < chunks
+    assert chosen(26)[1] < chosen(26, "policy.logprob_chunk_size=512")[1]
+
+
+def test_experts_and_pipeline_stages_are_counted():
+    experts = ["policy.hf_config=null", "cluster.gpus_per_node=8", f"{MEGATRON}.expert_model_parallel_size=8"]
+    one = chosen(139.8, *experts, model=QWEN3_30B_A3B)[0]
+    stages = [f"{MEGATRON}.pipeline_model_parallel_size=2", "cluster.num_nodes=2"]
+    two = chosen(100, *experts, *stages, model=QWEN3_30B_A3B)[0]
+    assert 512 < one < MOST_TOKENS
+    assert 512 < two < MOST_TOKENS
