@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import shlex
+import shutil
 import signal
 import statistics
 import subprocess
@@ -76,14 +77,16 @@ ON_A_CPU: Mapping[str, Sequence[str]] = {
 WORD_PROBLEMS: Sequence[str] = (
     "policy.generation.max_new_tokens=64",
     "grpo.num_prompts_per_step=8",
-    "grpo.num_generations_per_prompt=8",
     "grpo.max_num_epochs=100",
-    "policy.train_global_batch_size=64",
+    "policy.train_global_batch_size=128",
     "data.train.dataset_name=gsm8k",
     "data.validation={dataset_name: gsm8k, split: test}",
     "data.default.prompt_file=null",
     "data.default.system_prompt_file=examples/prompts/gsm8k.txt",
 )
+
+# Its vocabulary is the tokenizer's alone, so that some answers are right by chance and there is something to learn.
+GUESSING_MODEL: Mapping[str, Any] = QWEN2_0_5B | {"vocab_size": VOCABULARY}
 
 
 @dataclass(frozen=True)
@@ -127,7 +130,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
         Case("grpo", arguments.grpo, arguments.grpo_steps),
         Case("sft", arguments.sft, arguments.sft_steps),
         Case("dpo", arguments.dpo, arguments.dpo_steps),
-        Case("gsm8k", arguments.grpo, arguments.gsm8k_steps, WORD_PROBLEMS, QWEN2_0_5B),
+        Case("gsm8k", arguments.grpo, arguments.gsm8k_steps, WORD_PROBLEMS, GUESSING_MODEL),
     ]
     yield from (case for case in every if case.name in arguments.cases)
 
@@ -136,13 +139,16 @@ def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatc
     """Runs a case to its end, or to the end of its time."""
     path = arguments.folder / case.recipe
     recipe = load(path)
+    model_name = recipe.config["policy"]["model_name"]
+    model = hf_config(case, model_name, arguments.scale)
     overrides = [
         *overrides_of(case, recipe.config, recipe.algorithm, arguments.scale, work),
         *(change.partition(":")[2] for change in arguments.change if change.startswith(f"{case.name}:")),
     ]
     command = [sys.executable, f"examples/run_{recipe.algorithm}.py", "--config", str(path.resolve()), *overrides]
     print(f"{case.name}: {shlex.join(command)}", flush=True)
-    log = work / f"{case.name}.log"
+    log, log_dir = work / f"{case.name}.log", work / "logs" / case.name
+    shutil.rmtree(log_dir, ignore_errors=True)  # figures of an earlier run are not this one's
     peaks_gib: dict[str, float] = {}
     start = time.perf_counter()
     with watch.peak(case.name, peaks_gib):
@@ -152,12 +158,13 @@ def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatc
         "case": case.name,
         "recipe": case.recipe,
         "algorithm": recipe.algorithm,
-        "model": recipe.config["policy"]["model_name"],
+        "named_model": model_name,
         "scale": arguments.scale,
+        "sizes": f"{model['model_type']}, {model['num_hidden_layers']} layers of {model['hidden_size']}",
         "status": status,
         "seconds": round(seconds, 1),
         "peak_gpu_gib": round(peaks_gib[case.name], 2) if case.name in peaks_gib else None,
-        **figures(work / "logs" / case.name),
+        **figures(log_dir),
         "overrides": shlex.join(overrides),
     }
     print(f"{case.name}: {row['status']}, {row['steps']} steps, {seconds:.0f} s", flush=True)
@@ -248,9 +255,8 @@ def status_of(command: Sequence[str], log: Path, limit_s: float) -> str:
 
 
 def figures(log_dir: Path) -> dict[str, TableValue]:
-    """What a run has logged in its folder."""
-    files = sorted(log_dir.glob(f"exp_*/{METRICS_FILE}"))
-    rows = [row for row in (read_metrics(files[-1]) if files else []) if "train/loss" in row]
+    """What a run has logged, in the only folder of its log_dir."""
+    rows = [row for row in read_metrics(log_dir / "exp_001" / METRICS_FILE) if "train/loss" in row]
 
     def logged(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
@@ -332,7 +338,7 @@ def cell(row: Mapping[str, Any], name: str) -> str:
 def override_lines(row: Mapping[str, Any]) -> Iterator[str]:
     """A run's recipe with its overrides, a line each."""
     ending = "" if row["status"] == "done" else f" Its end: {row['status']}"
-    yield f"`{row['case']}` runs `{row['recipe']}` ({row['model']}, scale {row['scale']}).{ending}"
+    yield f"`{row['case']}` runs `{row['recipe']}` with {row['sizes']}, for {row['named_model']}.{ending}"
     yield ""
     for override in shlex.split(row["overrides"]):
         first, *others = textwrap.wrap(override, 110, break_long_words=False, break_on_hyphens=False)

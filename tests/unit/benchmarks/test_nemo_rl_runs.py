@@ -75,17 +75,15 @@ def test_what_ends_a_run_is_told_with_the_last_error_or_line_of_its_log(tmp_path
     assert status("echo begun; exec sleep 600", 0.5) == "not done after 0.5 s: begun"
 
 
-def test_a_row_has_the_figures_of_the_newest_run(tmp_path):
+def test_a_row_has_the_figures_of_its_run(tmp_path):
     assert figures(tmp_path) == {"steps": 0}
-    for number, losses in ((1, [9.0]), (2, [3.0, 2.0, 1.5])):
-        folder = tmp_path / f"exp_{number:03d}"
-        folder.mkdir()
-        rows: list[dict] = [{"step": 0, "validation/accuracy": 0.5}]
-        rows += [
-            {"step": step, "train/loss": loss, "train/reward": step / 4, "timing/train/total_step_time": float(step)}
-            for step, loss in enumerate(losses, start=1)
-        ]
-        (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    rows: list[dict] = [{"step": 0, "validation/accuracy": 0.5}]
+    rows += [
+        {"step": step, "train/loss": loss, "train/reward": step / 4, "timing/train/total_step_time": float(step)}
+        for step, loss in enumerate([3.0, 2.0, 1.5], start=1)
+    ]
+    (tmp_path / "exp_001").mkdir()
+    (tmp_path / "exp_001" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert figures(tmp_path) == {
         "steps": 3, "median_step_s": 2.0, "first_loss": 3.0, "last_loss": 1.5, "mean_reward": 0.5, "last_reward": 0.75
     }  # fmt: skip
@@ -94,6 +92,8 @@ def test_a_row_has_the_figures_of_the_newest_run(tmp_path):
 def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     (tmp_path / "recipe.yaml").write_text(f"defaults: {EXEMPLAR}\n")
     arguments = Namespace(folder=tmp_path, scale="small", change=["x:a=1", "one:grpo.no_such_key=1"], limit_s=60)
+    (tmp_path / "logs" / "one" / "exp_001").mkdir(parents=True)  # of an earlier run
+    (tmp_path / "logs" / "one" / "exp_001" / "metrics.jsonl").write_text('{"step": 1, "train/loss": 1.0}\n')
     with GpuWatch() as watch:
         row = row_of(Case("one", "recipe.yaml", 3), arguments, tmp_path, watch)
     assert row["steps"] == 0 and "no_such_key" in row["status"]
