@@ -58,9 +58,8 @@ def in_own_process(case: str, way: str, scale: str, cycles: int) -> tuple[Row, M
         out = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--child", case, way, "--scale", scale, "--cycles", str(cycles)]
         try:
-            with memory_saver.preloaded(way) as environ:
-                environ = os.environ | environ | {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}  # steps are compared
-                done = subprocess.run([*command, "--out", str(out)], env=environ, check=False, timeout=_TIMEOUT_S)
+            environ = os.environ | memory_saver.preloading(way) | {"NVTE_ALLOW_NONDETERMINISTIC_ALGO": "0"}
+            done = subprocess.run([*command, "--out", str(out)], env=environ, check=False, timeout=_TIMEOUT_S)
             why = f"its process ended with status {done.returncode}"
         except (ImportError, subprocess.TimeoutExpired) as error:
             why = str(error)

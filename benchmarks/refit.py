@@ -29,12 +29,14 @@ from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.interface import GenerationInterface
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.refit import TRANSPORTS, make_transport
+from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
 CASES: Mapping[str, Mapping[str, Any]] = {"1.5B": QWEN2_1_5B, "experts": QWEN3_EXPERTS}
+SHARED_GPU = ["object_store", "cuda_ipc"]
+"""The transports to an engine on the policy's GPU."""
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -114,7 +116,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
-    parser.add_argument("--transports", nargs="+", default=list(TRANSPORTS), choices=list(TRANSPORTS))
+    parser.add_argument("--transports", nargs="+", default=SHARED_GPU, choices=SHARED_GPU)
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("build/refit.json"), help="the result file")

@@ -1,11 +1,11 @@
 """torch_memory_saver, in a child process for each way to run it, since it hooks into a process by LD_PRELOAD."""
 
-import contextlib
 import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+import threading
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -17,6 +17,7 @@ WAYS: Mapping[str, Mapping[str, str]] = {
 }
 _CHILD = Path(__file__).parent / "memory_saver_child.py"
 _TIMEOUT_S = 120
+_ENVIRONMENT_LOCK = threading.Lock()
 
 
 @dataclass(frozen=True)
@@ -31,20 +32,18 @@ class Job:
     warmups: int
 
 
-@contextlib.contextmanager
-def preloaded(way: str) -> Iterator[Mapping[str, str]]:
-    """Have processes that are started meanwhile, with the environment that this gives, run a way; others as they are.
+def preloading(way: str) -> Mapping[str, str]:
+    """Return the environment of a process that runs a way; torch_memory_saver's own names its library there.
 
     Raises:
         ImportError: torch_memory_saver is the way, and not installed.
     """
     if way not in WAYS:
-        yield {}
-        return
+        return {}
     import torch_memory_saver
 
-    with torch_memory_saver.configure_subprocess():
-        yield os.environ | WAYS[way] | {"LD_LIBRARY_PATH": _library_path()}
+    with _ENVIRONMENT_LOCK, torch_memory_saver.configure_subprocess():  # it changes this process' while it lasts
+        return os.environ | WAYS[way] | {"LD_LIBRARY_PATH": _library_path()}
 
 
 def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
@@ -55,16 +54,15 @@ def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
         RuntimeError: the child failed, or gave no memory back.
         subprocess.TimeoutExpired: it took too long.
     """
-    with preloaded(way) as environ:
-        done = subprocess.run(
-            [sys.executable, str(_CHILD)],
-            input=json.dumps([asdict(job) for job in jobs]),
-            env=os.environ | environ,
-            capture_output=True,
-            text=True,
-            timeout=_TIMEOUT_S,
-            check=False,
-        )
+    done = subprocess.run(
+        [sys.executable, str(_CHILD)],
+        input=json.dumps([asdict(job) for job in jobs]),
+        env=os.environ | preloading(way),
+        capture_output=True,
+        text=True,
+        timeout=_TIMEOUT_S,
+        check=False,
+    )
     if done.returncode:
         raise RuntimeError(f"its process ended with status {done.returncode}: {done.stderr.strip()[-400:]}")
     found = json.loads(done.stdout.splitlines()[-1])

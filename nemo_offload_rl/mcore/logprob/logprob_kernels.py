@@ -3,8 +3,6 @@
 In torch's own operations each of them is five or more passes over memory, and a copy of the logits in float32.
 """
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -14,16 +12,17 @@ _STATISTICS_BLOCK, _GRADIENT_BLOCK = 4096, 2048
 _LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
 
 
+# Annotations are part of a kernel: only names of triton's own can stand there.
 @triton.jit
 def _statistics_kernel(
-    logits: Any,
-    local: Any,
-    maximum: Any,
-    total: Any,
-    chosen: Any,
-    num_columns: Any,
-    limit: Any,
-    temperature: Any,
+    logits: tl.tensor,
+    local: tl.tensor,
+    maximum: tl.tensor,
+    total: tl.tensor,
+    chosen: tl.tensor,
+    num_columns: tl.tensor,
+    limit: tl.tensor,
+    temperature: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
@@ -46,13 +45,13 @@ def _statistics_kernel(
 
 @triton.jit
 def _gradient_kernel(
-    logits: Any,
-    own: Any,
-    log_total: Any,
-    factor: Any,
-    num_columns: Any,
-    limit: Any,
-    temperature: Any,
+    logits: tl.tensor,
+    own: tl.tensor,
+    log_total: tl.tensor,
+    factor: tl.tensor,
+    num_columns: tl.tensor,
+    limit: tl.tensor,
+    temperature: tl.tensor,
     block: tl.constexpr,
 ) -> None:
     row = tl.program_id(0).to(tl.int64)

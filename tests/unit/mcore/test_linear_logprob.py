@@ -6,13 +6,16 @@ import sys
 
 import pytest
 import torch
+import triton
 from support.ranks import run_ranks
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 from torch.utils._python_dispatch import TorchDispatchMode
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
 
 from nemo_offload_rl.algorithms.losses import ClippedPGLoss, DPOLoss, NLLLoss
 from nemo_offload_rl.mcore.batches.microbatches import packed_microbatches, padded_microbatches
-from nemo_offload_rl.mcore.logprob import linear_logprob
+from nemo_offload_rl.mcore.logprob import linear_logprob, logprob_kernels
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions, _process_output
 from nemo_offload_rl.mcore.logprob.linear_logprob import LinearLogprobs
 from nemo_offload_rl.mcore.logprob.logprob import token_logprobs
@@ -158,6 +161,20 @@ def test_the_kernels_compute_the_same():
         [sys.executable, "-c", IN_TRITONS_INTERPRETER], env=environ, capture_output=True, text=True, check=False
     )
     assert ran.stdout.endswith("all equal\n"), ran.stderr
+
+
+@pytest.mark.parametrize("kernel", ["_statistics_kernel", "_gradient_kernel"])
+def test_a_kernel_compiles_for_a_gpu(kernel):
+    """The interpreter takes more than the compiler does, which needs no GPU."""
+    function = getattr(logprob_kernels, kernel)
+    types = dict.fromkeys(function.arg_names, "*fp32") | {
+        "logits": "*bf16",
+        "temperature": "fp32",
+        "block": "constexpr",
+    }
+    types |= {name: "*i64" for name in ("local", "own") if name in types} | {"num_columns": "i32", "limit": "i32"}
+    source = ASTSource(function, types, constexprs={"block": 64})
+    assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["ptx"]
 
 
 @pytest.mark.gpu
