@@ -1,12 +1,12 @@
 """How trainers move a model's and an optimizer's state: theirs as it is called there, and the engine in its place."""
 
-import gc
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar
 
 import torch
 from offload_ways.memory_saver import WAYS as SAVER_WAYS
 
+from adapter_ways.nemo_rl_moves import move_model, move_optimizer, release
 from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
 from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
 from nemo_offload_rl.residency.table import Target
@@ -86,29 +86,16 @@ class NemoRl(Resident):
 
     def leave(self) -> None:
         """See `Resident`."""
-        self._move_buffers("cpu", params=False)
-        self._move_state("cpu")
-        _release()
-        self._move_buffers("cpu", params=True)
-        _release()
+        move_model(self.model, "cpu", move_params=False, move_grads=True)
+        move_optimizer(self.optimizer, "cpu")
+        release()
+        move_model(self.model, "cpu", move_params=True, move_grads=True)
+        release()
 
     def come_back(self) -> None:
         """See `Resident`."""
-        self._move_buffers("cuda", params=True)
-        self._move_state("cuda")
-
-    def _move_buffers(self, device: str, *, params: bool) -> None:
-        for chunk in self.model:
-            for buffer in [*chunk.buffers, *chunk.expert_parallel_buffers]:
-                move = buffer.offload_to_cpu if device == "cpu" else buffer.reload_from_cpu
-                move(move_params=params, move_grads=True)
-
-    def _move_state(self, device: str) -> None:
-        for part in getattr(self.optimizer, "chained_optimizers", [self.optimizer]):
-            for state in part.optimizer.state.values():
-                for name, value in state.items():
-                    if torch.is_tensor(value) and value.ndim:
-                        state[name] = value.to(device)
+        move_model(self.model, "cuda", move_params=True, move_grads=True)
+        move_optimizer(self.optimizer, "cuda")
 
 
 class Engine(Resident):
@@ -159,9 +146,9 @@ class OursInNemoRl(Engine):
         """See `Resident`."""
         self.state.move_grads("cpu")
         self.state.move_optimizer("cpu")
-        _release()
+        release()
         self.state.move_params("cpu")
-        _release()
+        release()
 
     def come_back(self) -> None:
         """See `Resident`."""
@@ -188,12 +175,6 @@ class MemorySaver(Resident):
     def pinned_bytes(self) -> None:
         """See `Resident`; its library does not say."""
         return
-
-
-def _release() -> None:
-    gc.collect()
-    if torch.cuda.is_available():
-        torch.cuda.empty_cache()
 
 
 def _torch_pinned_bytes() -> int | None:

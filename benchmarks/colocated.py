@@ -1,0 +1,118 @@
+"""How long is the switch between trainer and vLLM on one GPU, ours and as NeMo-RL does it?
+
+Both settings run the same GRPO recipe, each in processes of its own, one after the other:
+
+- `ours`: the run as it is;
+- `upstream_way`: NeMo-RL's calls, replayed in our code (`colocated_ways/upstream_*.py` and `engines.py` name each with
+  its file): vLLM sleeps at level 1, parameters, gradients and moments all move, one after the other, and the refit
+  goes through buckets that are made anew.
+
+After the GRPO steps both switch to and fro without log-probs, training a step each time, and then generate greedily.
+Losses of all those steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the same.
+
+    python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...]
+    python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
+
+`--cycles` measures something else: that memory, threads and file descriptors do not grow over cycles of varying
+lengths. `--scale tiny` runs without a GPU, too.
+"""
+
+import argparse
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported; else it builds a second venv
+
+from colocated_ways.marks import FOLDER_VARIABLE
+from colocated_ways.run import RECIPES, START_VARIABLE, Measured, run_setting
+from colocated_ways.settings import OURS, SETTINGS, UPSTREAM
+from result_file import TableValue, print_rows, write_result
+
+
+def main() -> int:
+    """Measures every setting and writes the result after each."""
+    arguments = parse_arguments()
+    if arguments.child is not None:
+        measured = run_setting(arguments.settings[0], arguments)
+        arguments.child.write_text(json.dumps(dataclasses.asdict(measured)))
+        return 0
+    found: dict[str, Measured] = {}
+    for setting in arguments.settings:
+        found[setting] = in_own_process(setting)
+        rows = rows_of(found, arguments)
+        write_result(arguments.out, rows)
+    print_rows(rows)
+    return 0
+
+
+def parse_arguments() -> argparse.Namespace:
+    """Reads the command line."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--scale", choices=list(RECIPES), default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--config", type=Path, help="another GRPO recipe than the scale's")
+    parser.add_argument("--model", help="its name in the rows; the recipe's policy.model_name where it is left out")
+    parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
+    parser.add_argument("--backend", choices=["vllm", "transformers"], default="vllm")
+    parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs, in every setting")
+    parser.add_argument("--steps", type=int, default=5, help="GRPO steps; the first is not counted; at least 2")
+    parser.add_argument("--switches", type=int, default=5, help="switches to and fro that count, behind a first one")
+    parser.add_argument("--cycles", type=int, default=0, help="measure so many cycles of varying lengths instead")
+    parser.add_argument("--out", type=Path, default=Path("build/colocated.json"), help="the result file")
+    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
+    arguments = parser.parse_intermixed_args()
+    if arguments.steps < 2:
+        parser.error(f"--steps {arguments.steps}: the first step is not counted, so take at least 2")
+    return arguments
+
+
+def in_own_process(setting: str) -> Measured:
+    """Runs this command again for one setting alone, and reads what it measured."""
+    with tempfile.TemporaryDirectory() as folder:
+        result = Path(folder) / "result.json"
+        environment = {FOLDER_VARIABLE: folder, START_VARIABLE: str(time.monotonic())}
+        command = [sys.executable, __file__, *sys.argv[1:], "--settings", setting, "--child", str(result)]
+        subprocess.run(command, env=os.environ | environment, check=True)
+        return Measured(**json.loads(result.read_text()))
+
+
+def rows_of(found: Mapping[str, Measured], arguments: argparse.Namespace) -> list[dict[str, TableValue]]:
+    """The result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`."""
+    model = arguments.model or ("1.5B" if arguments.scale == "full" else arguments.scale)
+    rows: list[dict[str, TableValue]] = []
+
+    def add(setting: str, metric: str, value: TableValue, unit: str) -> None:
+        rows.append({"setting": setting, "gpus": 1, "model": model, "metric": metric, "value": value, "unit": unit})
+
+    for setting, measured in found.items():
+        for metric, value, unit in measured.figures:
+            add(setting, metric, round(value, 5), unit)
+        for number, (loss, norm) in enumerate(zip(measured.losses, measured.grad_norms, strict=True), start=1):
+            add(setting, f"loss of step {number}", loss, "")
+            add(setting, f"gradient norm of step {number}", norm, "")
+    if len(found) == len(SETTINGS) and not arguments.cycles:
+        ours, upstream = found[OURS], found[UPSTREAM]
+        both = "both"
+        add(both, "losses of all steps are equal", ours.losses == upstream.losses, "")
+        differences = [abs(one - other) for one, other in zip(ours.losses, upstream.losses, strict=True)]
+        add(both, "largest difference of losses", max(differences), "")
+        add(both, "greedy tokens are equal", ours.greedy_ids == upstream.greedy_ids, "")
+        for metric in ("refit, by itself", "switch to training", "switch to generation", "switch both ways"):
+            ratio = _value(upstream, metric) / _value(ours, metric)
+            add(both, f"{metric}: upstream_way over ours", round(ratio, 2), "times")
+    return rows
+
+
+def _value(measured: Measured, metric: str) -> float:
+    return next(value for name, value, _ in measured.figures if name == metric)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Cycles of refit, generation and training without log-probs, and what the processes hold between them."""
+
+import math
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+import ray
+import torch
+
+from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
+from nemo_offload_rl.memory.units import GIB
+
+WARM_UP = 10
+"""Cycles before the first that counts: buffers grow, kernels are compiled."""
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """Sizes of one cycle.
+
+    Attributes:
+        num_prompts: rows of the generation request.
+        prompt_tokens: tokens of each of its prompts.
+        new_tokens: that each of them gets.
+        row_tokens: tokens of each row that is trained on.
+    """
+
+    num_prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    row_tokens: int
+
+
+class Cycles:
+    """Drives the parts of a GRPO run by themselves.
+
+    Args:
+        algorithm: a `GRPO` that is built.
+        vocab_size: of its model.
+        max_tokens: of a sequence.
+    """
+
+    def __init__(self, algorithm: Any, *, vocab_size: int, max_tokens: int) -> None:
+        self._weights = algorithm._weights
+        self._loss_fn = algorithm._loss_fn
+        self._sizes = algorithm._batch_sizes
+        self._vocab_size = vocab_size
+        self._max_tokens = max_tokens
+        self._num_requests = 0
+        self.generation = algorithm._generation
+        self.policy = algorithm._policy
+
+    def prepare(self, lengths: Lengths) -> tuple[GenerationRequest, BatchedData]:
+        """Makes what a cycle generates from and trains on."""
+        return self._request(lengths, temperature=1.0), self._batch(lengths)
+
+    def run(
+        self, request: GenerationRequest, batch: BatchedData, while_asleep: Callable[[], None] = lambda: None
+    ) -> dict[str, Any]:
+        """Refit, generate, train; returns what `train` does.
+
+        Args:
+            request: what is generated.
+            batch: what is trained on.
+            while_asleep: called while the engine sleeps and nothing else has moved.
+        """
+        self._weights.mark_stale()
+        self._weights.refresh()
+        self.generation.generate(request)
+        self.generation.finish_generation()
+        while_asleep()
+        sizes = self._sizes
+        result: dict[str, Any] = self.policy.train(batch, self._loss_fn, gbs=sizes.train_global, mbs=sizes.train_micro)
+        return result
+
+    def greedy(self, lengths: Lengths) -> GenerationOutput:
+        """The likeliest tokens under the policy as it is."""
+        self._weights.mark_stale()
+        self._weights.refresh()
+        output: GenerationOutput = self.generation.generate(self._request(lengths, temperature=0.0))
+        self.generation.finish_generation()
+        return output
+
+    def varying(self, number: int) -> Lengths:
+        """Lengths of a cycle, by its number."""
+        choose = random.Random(number)
+        prompt = choose.randint(1, self._max_tokens // 2)
+        row = choose.randint(self._max_tokens // 4 + 1, self._max_tokens)
+        return Lengths(choose.randint(1, 64), prompt, choose.randint(1, self._max_tokens // 2), row)
+
+    def _request(self, lengths: Lengths, *, temperature: float) -> GenerationRequest:
+        self._num_requests += 1
+        choose = random.Random(lengths.num_prompts)
+        prompts = [
+            [choose.randrange(self._vocab_size) for _ in range(lengths.prompt_tokens)]
+            for _ in range(lengths.num_prompts)
+        ]
+        sampling = SamplingParams(
+            max_new_tokens=lengths.new_tokens, temperature=temperature, top_p=1.0, top_k=None, stop_token_ids=(), seed=0
+        )
+        return GenerationRequest(prompts, list(range(lengths.num_prompts)), self._num_requests, sampling)
+
+    def _batch(self, lengths: Lengths) -> BatchedData:
+        choose = torch.Generator().manual_seed(lengths.row_tokens)
+        num_rows, middle = self._sizes.train_global, max(1, lengths.row_tokens // 2)
+        rows = torch.randint(self._vocab_size, (num_rows, lengths.row_tokens), generator=choose).tolist()
+        batch = response_batch([row[:middle] for row in rows], [row[middle:] for row in rows], 0)
+        for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"):
+            batch[name] = batch["token_mask"] * -math.log(self._vocab_size)
+        batch["advantages"] = torch.randn((num_rows, 1), generator=choose) * batch["token_mask"]
+        return batch
+
+    def processes(self) -> dict[str, psutil.Process]:
+        """The first rank of the policy and of the engine."""
+        actors = {"policy": self.policy._actors[0], "engine": self.generation.receivers[0].actor}
+        places = {name: ray.get(actor.process.remote()) for name, actor in actors.items()}
+        return {name: psutil.Process(pid) for name, (_, pid) in places.items()}
+
+
+class Holdings:
+    """Reads what the processes of a run hold.
+
+    Args:
+        cycles: whose.
+    """
+
+    def __init__(self, cycles: Cycles) -> None:
+        self._cycles = cycles
+        self._processes = cycles.processes()
+
+    def read(self) -> dict[str, float]:
+        """Returns quantities by name; those of the GPU only where there is one."""
+        values: dict[str, float] = {}
+        stats = {"policy": self._cycles.policy.memory_stats(), "engine": self._cycles.generation.memory_stats()}
+        for owner, process in self._processes.items():
+            values[f"{owner}: threads"] = process.num_threads()
+            values[f"{owner}: file descriptors"] = process.num_fds()
+            values[f"{owner}: host memory GiB"] = stats[owner]["host_rss_gib"]
+            if "gpu_reserved_gib" in stats[owner]:
+                values[f"{owner}: reserved GPU GiB"] = stats[owner]["gpu_reserved_gib"]
+        if torch.cuda.is_available():
+            free, total = torch.cuda.mem_get_info()
+            values["GPU: used GiB, by the driver"] = (total - free) / GIB
+            values |= _by_process({process.pid: owner for owner, process in self._processes.items()})
+        return values
+
+
+def _by_process(owners: Mapping[int, str]) -> dict[str, float]:
+    """By the driver's count, where it knows this machine's process numbers: a container may have its own."""
+    import pynvml
+
+    pynvml.nvmlInit()
+    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+    running = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    return {
+        f"{owner}: used GPU GiB, by the driver": running[pid] / GIB
+        for pid, owner in owners.items()
+        if running.get(pid) is not None
+    }
+
+
+def flatness(readings: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Of each quantity the first, last and largest value.
+
+    Args:
+        readings: one a counted cycle.
+    """
+    figures: list[tuple[str, float]] = []
+    for name in readings[0]:
+        values = [reading[name] for reading in readings if name in reading]
+        figures += [(f"{name}, first", values[0]), (f"{name}, last", values[-1]), (f"{name}, largest", max(values))]
+    return figures

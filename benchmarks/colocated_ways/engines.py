@@ -1,0 +1,166 @@
+"""Generation engines that note their moments; for `upstream_way` vLLM sleeps and wakes as NeMo-RL has it do.
+
+What is replayed is named with its file of NeMo-RL, below nemo_rl/models/generation/vllm/.
+"""
+
+import gc
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+import torch
+
+from colocated_ways.marks import Marks
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.transformers_backend import GeneratorActor
+from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+from nemo_offload_rl.generation.vllm_backend import VllmActor
+
+# ---- vLLM
+
+
+class MarkedVllmActor(VllmActor):
+    """The actor of a run, whose `vllm.LLM` notes its own moments."""
+
+    like_upstream = False
+
+    def build(self, policy: Mapping[str, Any], *, rank: int, **arguments: Any) -> None:
+        """See `VllmActor.build`."""
+        marks = Marks(f"engine-{rank}")
+        try:
+            with marks.span("vllm_import"):
+                import vllm
+
+                llm = vllm.LLM
+        except ImportError:  # the actor says what to do about it
+            super().build(policy, rank=rank, **arguments)
+            return
+        with mock.patch.object(vllm, "LLM", marked_llm(llm, marks, like_upstream=self.like_upstream)):
+            super().build(policy, rank=rank, **arguments)
+        marks.note("engine_built")
+
+
+class UpstreamVllmActor(MarkedVllmActor):
+    """An engine that sleeps at level 1."""
+
+    like_upstream = True
+
+    def complete_refit(self) -> None:
+        """Replays vllm_backend.py, update_weights_via_ipc_zmq, on the message that all has been sent."""
+        from vllm.config import set_current_vllm_config
+        from vllm.model_executor.model_loader.utils import process_weights_after_loading
+
+        worker = _vllm_worker(self._generator._llm)
+        with set_current_vllm_config(worker.vllm_config):
+            process_weights_after_loading(worker.get_model(), worker.model_config, worker.device)
+
+
+def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
+    """Derives a class from `vllm.LLM`.
+
+    Args:
+        base: the class.
+        marks: gets `first_prefill_kernel`, `first_token` and `last_token` of each generation, and how long sleep and
+            wake-up take.
+        like_upstream: whether it sleeps as in NeMo-RL.
+    """
+
+    class MarkedLLM(base):  # type: ignore[misc]
+        def __init__(self, *arguments: Any, **named: Any) -> None:
+            with marks.span("vllm_build"):
+                super().__init__(*arguments, **named)
+            self.awaited: list[str] = []
+            _vllm_worker(self).get_model().register_forward_pre_hook(lambda *_: self.reach("first_prefill_kernel"))
+            step = self.llm_engine.step
+
+            def marked_step(*of_step: Any, **named_of_step: Any) -> Any:
+                outputs = step(*of_step, **named_of_step)
+                self.reach("first_token")
+                return outputs
+
+            self.llm_engine.step = marked_step
+
+        def reach(self, name: str) -> None:
+            if name in self.awaited:
+                self.awaited.remove(name)
+                marks.note(name)
+
+        def generate(self, *arguments: Any, **named: Any) -> Any:
+            self.awaited = ["first_prefill_kernel", "first_token"]
+            outputs = super().generate(*arguments, **named)
+            marks.note("last_token")
+            return outputs
+
+        def sleep(self, level: int = 1, **named: Any) -> Any:
+            if like_upstream:  # vllm_worker.py, `sleep`, all of it
+                self.reset_prefix_cache()
+                level = 1
+            with marks.span("sleep"):
+                result = super().sleep(level=level, **named)
+            if like_upstream:
+                gc.collect()
+                torch.cuda.empty_cache()
+            return result
+
+        def wake_up(self, tags: list[str] | None = None) -> Any:
+            # vllm_worker.py, `wake_up`, is this call, too.
+            with marks.span(f"wake_up {' and '.join(tags or ['all'])}"):
+                return super().wake_up(tags)
+
+    return MarkedLLM
+
+
+def _vllm_worker(llm: Any) -> Any:
+    return llm.llm_engine.model_executor.driver_worker.worker
+
+
+# ---- transformers, for a try without a GPU
+
+
+class MarkedGeneratorActor(GeneratorActor):
+    """The actor of a run, whose generator notes its moments."""
+
+    def build(self, model: Mapping[str, Any], **arguments: Any) -> None:
+        """See `GeneratorActor.build`."""
+        module = "nemo_offload_rl.generation.transformers_generator.TransformersGenerator"
+        with mock.patch(module, MarkedTransformersGenerator):
+            super().build(model, **arguments)
+        Marks("engine").note("engine_built")
+
+    def complete_refit(self) -> None:
+        """This engine takes weights as they are."""
+
+
+class MarkedTransformersGenerator(TransformersGenerator):
+    """A generator that notes what `marked_llm` does."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._marks = Marks("engine")
+        self._is_first_batch = False
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """See `TransformersGenerator.generate`."""
+        self._is_first_batch = True
+        output = super().generate(request)
+        self._marks.note("last_token")
+        return output
+
+    def _prefill(self, prompts: list[list[int]]) -> Any:
+        is_first, self._is_first_batch = self._is_first_batch, False
+        if is_first:
+            self._marks.note("first_prefill_kernel")
+        batch = super()._prefill(prompts)
+        if is_first:
+            self._marks.note("first_token")
+        return batch
+
+    def prepare_for_generation(self) -> None:
+        """See `TransformersGenerator.prepare_for_generation`."""
+        with self._marks.span("wake_up weights"):
+            super().prepare_for_generation()
+
+    def finish_generation(self) -> None:
+        """See `TransformersGenerator.finish_generation`."""
+        with self._marks.span("sleep"):
+            super().finish_generation()

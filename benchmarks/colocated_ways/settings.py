@@ -1,0 +1,40 @@
+"""The settings of a run: ours as it is, and `upstream_way`, which replaces the verbs around refit and generation."""
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+from unittest import mock
+
+from colocated_ways import engines, policy
+from colocated_ways.upstream_refit import UpstreamTransport, UpstreamWeightSync
+from nemo_offload_rl.worker.group import PolicyWorkerGroup
+
+OURS, UPSTREAM = "ours", "upstream_way"
+SETTINGS = (OURS, UPSTREAM)
+
+
+@contextlib.contextmanager
+def built_as(setting: str) -> Iterator[None]:
+    """Have what is built in the context note its moments, and for `upstream_way` do what NeMo-RL does.
+
+    Args:
+        setting: one of `SETTINGS`.
+    """
+    like_upstream = setting == UPSTREAM
+    worker = policy.UPSTREAM if like_upstream else policy.OURS
+    vllm_actor = engines.UpstreamVllmActor if like_upstream else engines.MarkedVllmActor
+    replaced: dict[str, Any] = {
+        "nemo_offload_rl.worker.group.PolicyWorkerGroup": partial(PolicyWorkerGroup, worker_cls=worker),
+        "nemo_offload_rl.generation.vllm_backend.VllmActor": vllm_actor,
+        "nemo_offload_rl.generation.transformers_backend.GeneratorActor": engines.MarkedGeneratorActor,
+    }
+    if like_upstream:
+        replaced |= {
+            "nemo_offload_rl.refit.make_transport": lambda _, receivers, verify: UpstreamTransport(receivers),
+            "nemo_offload_rl.algorithms.grpo.WeightSync": UpstreamWeightSync,
+        }
+    with contextlib.ExitStack() as stack:
+        for name, value in replaced.items():
+            stack.enter_context(mock.patch(name, value))
+        yield

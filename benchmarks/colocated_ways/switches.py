@@ -1,0 +1,54 @@
+"""The switch between trainer and generator, from the marks of the processes."""
+
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from colocated_ways.marks import Mark
+
+
+@dataclass(frozen=True)
+class Switch:
+    """One cycle's.
+
+    Attributes:
+        to_training_s: from the last generated token to the first kernel of training.
+        to_generation_s: from the last kernel of the optimizer to the first of the next prefill.
+    """
+
+    to_training_s: float
+    to_generation_s: float
+
+    @property
+    def both_s(self) -> float:
+        """Both ways."""
+        return self.to_training_s + self.to_generation_s
+
+
+def switches(marks: Sequence[Mark], start_s: float) -> list[Switch]:
+    """Finds the whole cycles after a moment.
+
+    Args:
+        marks: of all processes, the earliest first.
+        start_s: when the first cycle began.
+    """
+    names = ("first_prefill_kernel", "last_token", "first_training_kernel", "last_optimizer_kernel")
+    # From the first prefill on: the update before it may have ended a little later than the driver knew.
+    first_s = next((mark.at_s for mark in marks if mark.name == names[0] and mark.at_s > start_s), start_s)
+    at_s = {name: [mark.at_s for mark in marks if mark.name == name and mark.at_s >= first_s] for name in names}
+    starts, tokens, trainings, updates = (at_s[name] for name in names)
+    return [
+        Switch(training - token, start - update)
+        for token, training, update, start in zip(tokens, trainings, updates, starts[1:], strict=False)
+    ]
+
+
+def median_seconds(marks: Iterable[Mark], name: str, start_s: float = 0.0) -> float | None:
+    """Returns the median of the spans of a name after a moment; None where there is none."""
+    found = [mark.seconds for mark in marks if mark.name == name and mark.at_s > start_s]
+    return statistics.median(found) if found else None
+
+
+def names_of_spans(marks: Iterable[Mark], beginning: str) -> list[str]:
+    """Returns the names of marks that begin so, each once."""
+    return list(dict.fromkeys(mark.name for mark in marks if mark.name.startswith(beginning)))
