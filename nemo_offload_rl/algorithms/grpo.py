@@ -19,7 +19,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.schema.grpo import GRPOConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.problem import Conversation
-from nemo_offload_rl.data.tokenizer import check_token_ids
+from nemo_offload_rl.data.tokenizer import check_stop_strings, check_token_ids
 from nemo_offload_rl.environments import Judge, make_math_reward, make_reward
 from nemo_offload_rl.generation.interface import GenerationInterface, SamplingParams
 from nemo_offload_rl.metrics.names import memory_metrics
@@ -238,6 +238,8 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
     generation_config = policy_config["generation"]
     stop_token_ids = generation_config["stop_token_ids"]
     check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")
+    stop_strings = generation_config["stop_strings"] or []
+    check_stop_strings(tokenizer, stop_strings, "policy.generation.stop_strings")
     sampling = SamplingParams(
         max_new_tokens=generation_config["max_new_tokens"],
         temperature=generation_config["temperature"],
@@ -245,6 +247,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         top_k=generation_config["top_k"],
         stop_token_ids=(tokenizer.eos_token_id,) if stop_token_ids is None else tuple(stop_token_ids),
         seed=section["seed"],
+        stop_strings=tuple(stop_strings),
     )
     validation_sampling = replace(
         sampling,

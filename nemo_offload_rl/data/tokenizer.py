@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nemo_offload_rl.data.errors import DataError
+from nemo_offload_rl.data.vocabulary import ClosedVocabulary
 from nemo_offload_rl.hub import cache_only, why_missing
 from nemo_offload_rl.storage.disk import system_error
 
 if TYPE_CHECKING:
+    from tokenizers import Tokenizer
     from transformers import PreTrainedTokenizerFast
 
 ARITHMETIC = "arithmetic"
@@ -68,6 +70,44 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
             f"{key} has {unknown[0]}, which is no token of policy.tokenizer.name; its {len(known)} tokens have ids "
             f"from {min(known)} to {max(known)}."
         )
+
+
+def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
+    """The tokenizer of the library `tokenizers` in one of transformers.
+
+    Raises:
+        DataError: it has none.
+    """
+    backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
+    if backend is None:
+        raise DataError(
+            f"policy.generation.stop_strings needs a fast tokenizer, but policy.tokenizer.name is a "
+            f"{type(tokenizer).__name__}, which is in Python; give one with a tokenizer.json, or use stop_token_ids."
+        )
+    return backend
+
+
+def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequence[str], key: str) -> None:
+    """Refuses stop strings that no answer can have.
+
+    Args:
+        tokenizer: whose tokens answers are of.
+        stop_strings: what ends an answer.
+        key: of the recipe, for the message.
+
+    Raises:
+        DataError: one of them has a word that is no token, or the tokenizer cannot spell answers token by token.
+    """
+    if not stop_strings:
+        return
+    fast_tokenizer(tokenizer)
+    vocabulary = ClosedVocabulary.of(tokenizer)
+    for text in stop_strings if vocabulary is not None else ():
+        if vocabulary is not None and (word := vocabulary.unknown_word(text)) is not None:
+            raise DataError(
+                f"{key} has {text!r}, in which {word!r} is no token of policy.tokenizer.name; no answer would end with "
+                "it."
+            )
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:

@@ -17,12 +17,14 @@ class SamplingParams:
     """Settings of sampling.
 
     Attributes:
-        max_new_tokens: The most tokens a sequence gets, its stop token included.
+        max_new_tokens: The most tokens a sequence gets, its stop token or stop string included.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: Keeps the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
         top_k: Keeps this many most probable tokens, before top_p; None keeps all.
         stop_token_ids: Tokens that end a sequence; they are part of its output.
         seed: With a request's step and a row's prompt and sample id, the only source of randomness.
+        stop_strings: What ends a sequence as soon as its text has it; the token that completes it is the last. The text
+            is that of the answer alone, special tokens as they are written. For engines of a recipe with stop strings.
     """
 
     max_new_tokens: int
@@ -31,6 +33,7 @@ class SamplingParams:
     top_k: int | None
     stop_token_ids: tuple[int, ...]
     seed: int
+    stop_strings: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.max_new_tokens < 1:
@@ -41,6 +44,8 @@ class SamplingParams:
             raise ValueError(f"top_p is {self.top_p}; it must be above 0 and at most 1 (1 keeps every token).")
         if self.top_k is not None and self.top_k < 1:
             raise ValueError(f"top_k is {self.top_k}; it must be at least 1, or null to keep every token.")
+        if "" in self.stop_strings:
+            raise ValueError("stop_strings has an empty string, which every text has; leave it out.")
 
 
 @dataclass
@@ -75,11 +80,11 @@ class GenerationOutput:
     """The generated tokens, row by row of the request.
 
     Attributes:
-        output_ids: New tokens, the stop token included.
+        output_ids: New tokens, the stop token included, and all of the token that completes a stop string.
         logprobs: Of each new token, under the temperature-scaled distribution (temperature 1 where greedy). Those of
             `transformers` are before top_k and top_p, those of `vllm` after them; what training compares its own with
             follows the engine (`worker.sampling`).
-        finish_reasons: "stop" after a stop token, "length" at the limit.
+        finish_reasons: "stop" after a stop token or a stop string, also at the limit; "length" at the limit else.
     """
 
     output_ids: list[list[int]]

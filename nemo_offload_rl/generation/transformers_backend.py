@@ -8,6 +8,7 @@ import ray
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
+from nemo_offload_rl.generation.stop_strings import stop_strings_of
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -25,11 +26,18 @@ class GeneratorActor(WeightLoader):
         return ray.util.get_node_ip_address(), os.getpid()
 
     def build(
-        self, model: Mapping[str, Any], *, device: str, generation_batch_size: int, max_sequence_length: int
+        self,
+        model: Mapping[str, Any],
+        *,
+        device: str,
+        generation_batch_size: int,
+        max_sequence_length: int,
+        tokenizer_name: str | None,
     ) -> None:
         """Build the model, whose weights come by refit (`build_model`'s arguments, then `TransformersGenerator`'s)."""
         import torch  # here, not above: the driver needs none of these
 
+        from nemo_offload_rl.data.tokenizer import fast_tokenizer, load_tokenizer
         from nemo_offload_rl.generation.hf_model import build_model
         from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 
@@ -40,6 +48,7 @@ class GeneratorActor(WeightLoader):
             generation_batch_size=generation_batch_size,
             max_sequence_length=max_sequence_length,
             has_weights=False,
+            tokenizer=None if tokenizer_name is None else fast_tokenizer(load_tokenizer(tokenizer_name)),
         )
 
     def load_weights(self, bucket: WeightBucket) -> None:
@@ -68,6 +77,7 @@ class TransformersGeneration(ActorEngines):
         precision: str,
         generation_batch_size: int,
         max_sequence_length: int,
+        tokenizer_name: str | None = None,
     ) -> None:
         """Start to build every replica and return at once; `wait_until_ready`, or the first verb, waits for them.
 
@@ -80,6 +90,8 @@ class TransformersGeneration(ActorEngines):
             precision: "bfloat16" or "float32".
             generation_batch_size: Most rows in one batch of a replica.
             max_sequence_length: Most tokens of a prompt and its continuation together.
+            tokenizer_name: As `policy.tokenizer.name`, of what spells answers where they end at stop strings; None
+                where none do.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
@@ -107,6 +119,7 @@ class TransformersGeneration(ActorEngines):
                 device="cuda" if cluster.has_gpus else "cpu",
                 generation_batch_size=generation_batch_size,
                 max_sequence_length=max_sequence_length,
+                tokenizer_name=tokenizer_name,
             )
             for one in actors
         ]
@@ -134,6 +147,7 @@ def _start(
         precision=policy_config["precision"],
         generation_batch_size=policy_config["generation_batch_size"],
         max_sequence_length=policy_config["max_total_sequence_length"],
+        tokenizer_name=policy_config["tokenizer"]["name"] if stop_strings_of(policy_config) else None,
     )
 
 

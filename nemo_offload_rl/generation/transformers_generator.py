@@ -5,11 +5,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
+from tokenizers import Tokenizer
 from transformers import DynamicCache, PreTrainedModel
 
 from nemo_offload_rl.generation.hf_model import optional_names, weights_by_name
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.sampling import choose_tokens, row_uniforms
+from nemo_offload_rl.generation.stop_strings import AnswerText
 from nemo_offload_rl.metrics.memory import memory_stats
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor, TensorSpec
@@ -50,6 +52,7 @@ class TransformersGenerator:
         generation_batch_size: int,
         max_sequence_length: int,
         has_weights: bool,
+        tokenizer: Tokenizer | None = None,
     ) -> None:
         """Take over a model, which stays on the host until `prepare_for_generation`.
 
@@ -59,6 +62,7 @@ class TransformersGenerator:
             generation_batch_size: Most rows in one batch.
             max_sequence_length: Most tokens of a prompt and its continuation together.
             has_weights: Whether the model's weights are meaningful already; otherwise `generate` waits for a refit.
+            tokenizer: Spells answers for requests that have stop strings; None where none has.
 
         Raises:
             ValueError: If a size is not positive.
@@ -73,6 +77,7 @@ class TransformersGenerator:
         self._device = torch.device(device)
         self._generation_batch_size = generation_batch_size
         self._max_sequence_length = max_sequence_length
+        self._tokenizer = tokenizer
         self._optional_names = optional_names(model)
         self._refit_names = sorted(set(weights_by_name(model)) - self._optional_names)
         self._never_loaded = set() if has_weights else set(self._refit_names)
@@ -176,6 +181,7 @@ class TransformersGenerator:
         logprobs = torch.zeros((num_rows, max_tokens), dtype=torch.float32, device=device)
         lengths = torch.zeros(num_rows, dtype=torch.int64, device=device)
         stopped = torch.zeros(num_rows, dtype=torch.bool, device=device)
+        texts = self._texts(prompts, sampling)
         active = torch.ones(num_rows, dtype=torch.bool, device=device)
 
         batch = self._prefill(prompts)
@@ -190,6 +196,8 @@ class TransformersGenerator:
             )
             lengths += active
             stopped |= active & torch.isin(tokens[:, position], stop_ids)
+            if texts:
+                stopped[_with_stop_string(texts, tokens[:, position], active)] = True
             active = ~stopped & (lengths < limits)
             num_active = int(active.sum())
             if num_active == 0:
@@ -198,6 +206,14 @@ class TransformersGenerator:
                 batch.keep(active[rows].nonzero().squeeze(-1))
             self._decode(batch, tokens[batch.rows, position])
         return tokens, logprobs, lengths, stopped
+
+    def _texts(self, prompts: list[list[int]], sampling: SamplingParams) -> list[AnswerText]:
+        """The text of each row's answer; none where nothing is looked for in it."""
+        if not sampling.stop_strings:
+            return []
+        if self._tokenizer is None:
+            raise RuntimeError("A request has stop strings, but the recipe had none when the engine was built.")
+        return [AnswerText(self._tokenizer, sampling.stop_strings, prompt) for prompt in prompts]
 
     def _prefill(self, prompts: list[list[int]]) -> _Batch:
         """Run each distinct prompt once, left-padded, and give its cache to every row that has it."""
@@ -244,6 +260,12 @@ class TransformersGenerator:
             )
         if self._model.device.type != self._device.type:
             raise RuntimeError("The generation model is not on its GPU; call prepare_for_generation first.")
+
+
+def _with_stop_string(texts: Sequence[AnswerText], tokens: torch.Tensor, active: torch.Tensor) -> list[int]:
+    """Rows whose new token (int64 [rows]) completes a stop string; only active ones (bool [rows]) are looked at."""
+    added = tokens.tolist()
+    return [row for row in active.nonzero().squeeze(-1).tolist() if texts[row].add(added[row])]
 
 
 def _require_fits(spec: TensorSpec, weights: dict[str, torch.Tensor]) -> None:

@@ -1,11 +1,12 @@
 """What vLLM is started with: arguments, environment, and the settings of a request's rows; imports no vLLM."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from nemo_offload_rl.generation.interface import GenerationRequest
 from nemo_offload_rl.generation.sampling import row_seed
+from nemo_offload_rl.generation.stop_strings import stop_strings_of
 
 WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 
@@ -36,7 +37,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
-        folder: Has the model's config.json.
+        folder: Has the model's config.json, and with stop strings the tokenizer.
         sleeps: Whether it leaves its GPUs to the policy between generations.
     """
     generation = policy["generation"]
@@ -44,7 +45,7 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
     tp = section["tensor_parallel_size"]
     arguments: dict[str, Any] = {
         "model": str(folder),
-        "skip_tokenizer_init": True,
+        "skip_tokenizer_init": not stop_strings_of(policy),
         "load_format": "dummy",
         "dtype": section["precision"],
         "tensor_parallel_size": tp,
@@ -86,7 +87,18 @@ def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length
         "top_k": 0 if greedy or sampling.top_k is None else sampling.top_k,
         "seed": None if greedy else row_seed(sampling.seed, request.step, prompt, request.sample_ids[row]),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # stop_token_ids is all that stops
+        "ignore_eos": True,  # what is given here is all that stops
         "logprobs": 0,  # of the sampled token alone
-        "detokenize": False,
+        **_stop_arguments(sampling.stop_strings),
+    }
+
+
+def _stop_arguments(stop_strings: Sequence[str]) -> dict[str, Any]:
+    if not stop_strings:
+        return {"detokenize": False}
+    return {
+        "stop": list(stop_strings),
+        "include_stop_str_in_output": True,
+        "detokenize": True,
+        "skip_special_tokens": False,  # a stop string may have some
     }

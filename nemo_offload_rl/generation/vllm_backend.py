@@ -13,6 +13,7 @@ import torch
 
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
+from nemo_offload_rl.generation.stop_strings import stop_strings_of
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
@@ -84,11 +85,14 @@ class VllmActor(WeightLoader):
                 f"policy.generation.backend is vllm, which cannot be imported on {socket.gethostname()} ({error}); run "
                 'make setup EXTRAS="te vllm" there, or set policy.generation.backend to transformers.'
             ) from error
+        from nemo_offload_rl.data.tokenizer import load_tokenizer, save_tokenizer
         from nemo_offload_rl.generation.vllm_generator import VllmGenerator
         from nemo_offload_rl.hf_config import hf_config
 
         self._folder = tempfile.TemporaryDirectory()  # vLLM reads a model's config from a folder, also later
         hf_config(policy).save_pretrained(self._folder.name)
+        if stop_strings_of(policy):
+            save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
         arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
         with cache_named_where_memory_runs_out(arguments):
             llm = LLM(**arguments)

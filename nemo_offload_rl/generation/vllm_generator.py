@@ -144,7 +144,7 @@ def read_answer(answer: Any) -> tuple[list[int], list[float], str]:
     """Tokens, log-probs of what was sampled, and finish reason of a `vllm.RequestOutput`.
 
     Raises:
-        RuntimeError: If the request ended for another reason than a stop token or its limit.
+        RuntimeError: If the request ended for another reason than a stop or its limit.
     """
     [completion] = answer.outputs
     if completion.finish_reason not in ("stop", "length"):

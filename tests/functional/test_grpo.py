@@ -42,6 +42,21 @@ def test_four_ranks_of_two_parallel_kinds_take_the_same_first_step(grpo_run, tmp
         assert got[name] == pytest.approx(want[name], rel=1e-3, abs=1e-5), name
 
 
+def test_stop_strings_end_the_answers_of_training_and_validation(tmp_path):
+    """Every token is one here, so each answer has one token and none is cut off."""
+    strings = ",".join(f"'{token}'" for token in [*"0123456789+=", "<eos>", "<pad>"])
+    overrides = [
+        *(*SHORT_GRPO, "grpo.max_num_steps=1", "checkpointing.enabled=false"),
+        *(f"policy.generation.stop_strings=[{strings}]", "policy.generation.stop_token_ids=[]"),
+    ]
+    done = run_example("run_grpo.py", tmp_path, overrides)
+    assert done.status == 0, done.output
+    metrics = done.metrics()
+    assert metrics[0]["validation/mean_gen_tokens_per_sample"] == 1.0
+    assert metrics[1]["train/mean_gen_tokens_per_sample"] == 1.0
+    assert metrics[1]["train/truncation_rate"] == 0.0
+
+
 def test_a_checkpoint_exports_to_a_folder_that_transformers_loads(grpo_run, tmp_path):
     from transformers import AutoModelForCausalLM, AutoTokenizer
 

@@ -5,11 +5,15 @@ these weights on the CPU.
 """
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
 from nemo_offload_rl.refit import make_transport
@@ -35,8 +39,16 @@ SAMPLED = dataclasses.replace(GREEDY, temperature=0.8)
 Weights = Mapping[str, torch.Tensor]
 
 
-def policy(backend: str) -> dict[str, Any]:
-    """A recipe's policy section, as far as engines read it."""
+def save_numbers_tokenizer(folder: Path) -> None:
+    """Write a tokenizer that spells token 12 as <12>."""
+    words = {f"<{number}>": number for number in range(QWEN3["vocab_size"])}
+    tokenizer = Tokenizer(models.WordLevel(words))
+    tokenizer.decoder = decoders.Fuse()
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<0>", pad_token="<0>").save_pretrained(folder)
+
+
+def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
+    """A recipe's policy section, as far as engines read it; with the folder of a tokenizer they take stop strings."""
     section = {
         "tensor_parallel_size": 1,
         "expert_parallel_size": 1,
@@ -51,7 +63,8 @@ def policy(backend: str) -> dict[str, Any]:
         "precision": "float32",
         "generation_batch_size": 8,
         "max_total_sequence_length": MAX_LENGTH,
-        "generation": {"backend": backend, "vllm_cfg": section},
+        "tokenizer": {"name": str(tokenizer)},
+        "generation": {"backend": backend, "vllm_cfg": section, "stop_strings": tokenizer and ["<no number>"]},
     }
 
 
@@ -122,6 +135,22 @@ def a_stop_token_ends_its_row(engine: GenerationInterface) -> None:
     assert len(output.logprobs[0]) == len(output.output_ids[0])
 
 
+def a_stop_string_ends_its_row(engine: GenerationInterface) -> None:
+    """With all of the token that completes it, also at the limit, and only where the answer itself has it."""
+    prompt = PROMPTS[0]
+    free = engine.generate(request(GREEDY, [prompt])).output_ids[0]
+    for num_tokens in (4, len(free)):
+        first, last = free[num_tokens - 2 : num_tokens]
+        end = next(end for end in range(2, len(free) + 1) if free[end - 2 : end] == [first, last])
+        # Half of one token, and the other without its last character; the prompt's own text has the second string.
+        strings = (f"{first}><{last}", f"<{prompt[-2]}><{prompt[-1]}>")
+        assert all(list(pair) != prompt[-2:] for pair in itertools.pairwise(free))
+        output = engine.generate(request(dataclasses.replace(GREEDY, stop_strings=strings), [prompt]))
+        assert output.output_ids == [free[:end]]
+        assert output.finish_reasons == ["stop"]
+        assert len(output.logprobs[0]) == end
+
+
 def seeds_decide(engine: GenerationInterface) -> None:
     """The same request gives the same tokens; another seed, step or sample id others; a row has no neighbours."""
     first = engine.generate(request(SAMPLED)).output_ids
@@ -175,6 +204,7 @@ def check(
         lambda: logprobs_are_of_what_was_sampled(engine, reference, tolerance),
         lambda: filters_keep_the_likeliest(engine, reference, tolerance, filtered=filtered),
         lambda: a_stop_token_ends_its_row(engine),
+        lambda: a_stop_string_ends_its_row(engine),
         lambda: seeds_decide(engine),
         lambda: empty_and_overlong_prompts_are_answered(engine),
         lambda: a_refit_changes_the_answers(engine, weights),

@@ -108,7 +108,7 @@ LAYERS = {
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
-        "data.batch", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
+        "data.batch", "data.tokenizer", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
         never="megatron transformer_engine",
     ),
     "worker": layer(

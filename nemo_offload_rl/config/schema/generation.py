@@ -6,6 +6,7 @@ from pydantic import Field, with_config
 
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
+    NonEmptyStr,
     NonNegativeFloat,
     NonNegativeInt,
     PositiveFloat,
@@ -53,7 +54,8 @@ class VllmConfig(TypedDict):
     kv_cache_dtype: NotRequired[str]
     # vLLM's asynchronous engine; false alone. Absent: false.
     async_engine: NotRequired[bool]
-    # Leave the tokenizer out of the engine; true alone, as prompts and answers are token ids here. Absent: true.
+    # Leave the tokenizer out of the engine; true alone, as prompts and answers are token ids here; with
+    # policy.generation.stop_strings the engine has one all the same. Absent: true.
     skip_tokenizer_init: NotRequired[bool]
     # Whose log-probs the engine reports; processed_logprobs alone: those of the distribution that is sampled, after
     # temperature, top_k and top_p. Absent: processed_logprobs.
@@ -122,6 +124,9 @@ class GenerationConfig(TypedDict):
     val_top_k: PositiveInt | None
     # Token ids that end an answer; null for the tokenizer's end of sequence. Recommended: null.
     stop_token_ids: list[NonNegativeInt] | None
+    # Strings that end an answer, too, as soon as its text has one; the answer keeps it. Special tokens count as they
+    # are written. Null or [] for none. Recommended: null, since the end of sequence costs no search. Absent: null.
+    stop_strings: NotRequired[list[NonEmptyStr] | None]
     # The engines of backend: vllm. Absent: no vLLM, whose sizes have no defaults. Without effect with another backend.
     vllm_cfg: NotRequired[VllmConfig]
     # Further arguments of vLLM's `LLM`, by its own names. Those that other keys of the recipe stand for, and those that

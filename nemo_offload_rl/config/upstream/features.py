@@ -102,7 +102,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
     OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
-    OffOnly("policy.generation.stop_strings", _NULL, "stop strings", "use stop_token_ids"),
     OffOnly(
         "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
     ),

@@ -175,6 +175,8 @@ MEGATRON = "policy.megatron_cfg"
             "policy.sequence_packing.train_mb_tokens=most",
             "must be auto or a number of tokens (1 or more); found 'most'",
         ),
+        ("policy.generation.stop_strings=['']", "policy.generation.stop_strings.0: "),
+        ("policy.generation.stop_strings=x", "policy.generation.stop_strings: must be a list"),
         ("policy.sequence_packing.logprob_mb_tokens=0", "must be auto or a number of tokens (1 or more); found 0"),
         ("policy.numa=true", "(0 or more); found true"),
         ("policy.numa=[0]", "(0 or more); found [0]"),

@@ -1,7 +1,9 @@
+from types import SimpleNamespace
+
 import pytest
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, check_token_ids, load_tokenizer
+from nemo_offload_rl.data.tokenizer import arithmetic_tokenizer, check_stop_strings, check_token_ids, load_tokenizer
 
 
 def test_the_arithmetic_tokenizer_has_one_token_a_character():
@@ -33,6 +35,21 @@ def test_a_tokenizer_without_padding_pads_with_its_end(tmp_path):
 def test_a_folder_without_a_tokenizer_is_one_clear_error(tmp_path):
     with pytest.raises(DataError, match=r"policy\.tokenizer\.name: no tokenizer could be loaded"):
         load_tokenizer(str(tmp_path))
+
+
+def test_stop_strings_are_of_the_tokenizers_words():
+    tokenizer, key = load_tokenizer("arithmetic"), "policy.generation.stop_strings"
+    check_stop_strings(tokenizer, ["1+", "<eos>"], key)
+    with pytest.raises(
+        DataError, match=r"stop_strings has '2\\n', in which '\\n' is no token of policy.tokenizer.name"
+    ):
+        check_stop_strings(tokenizer, ["1", "2\n"], key)
+    in_python = SimpleNamespace()
+    check_stop_strings(in_python, [], key)
+    with pytest.raises(
+        DataError, match=r"stop_strings needs a fast tokenizer, but .* is a SimpleNamespace, which is in"
+    ):
+        check_stop_strings(in_python, ["1"], key)
 
 
 def test_token_ids_outside_the_vocabulary_are_refused():

@@ -29,14 +29,15 @@ HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not
         ),
     ],
 )
-def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster):
+def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster, tmp_path):
     reference = build_model("tiny", engine_conformance.QWEN3, "float32")
     generator = torch.Generator().manual_seed(0)
     for parameter in reference.parameters():
         noise = torch.randn(parameter.shape, generator=generator)
         parameter.copy_(1 + 0.1 * noise if parameter.dim() == 1 else 0.2 * noise)
     weights = {name: tensor for name, tensor in weights_by_name(reference).items() if name != "lm_head.weight"}
-    engine = make_generation(engine_conformance.policy(backend), ray_cluster)
+    engine_conformance.save_numbers_tokenizer(tmp_path)
+    engine = make_generation(engine_conformance.policy(backend, tmp_path), ray_cluster)
     try:
         engine_conformance.check(
             engine, weights, reference, filtered=backend in FILTERED_LOGPROBS, tolerance=TOLERANCES[backend]

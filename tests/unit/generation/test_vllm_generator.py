@@ -1,5 +1,6 @@
 """The part of generation with vLLM that needs no GPU: arguments, seeds, answers, and which weights are there."""
 
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -75,6 +76,20 @@ def test_each_row_has_its_limit_its_stops_and_its_seed():
     assert rows[0]["stop_token_ids"] == [2, 3]
     greedy = sampling_arguments(request(SamplingParams(10, 0.0, 0.9, 5, (), 11)), 0, 64)
     assert (greedy["temperature"], greedy["top_p"], greedy["top_k"], greedy["seed"]) == (0.0, 1.0, 0, None)
+
+
+def test_stop_strings_need_a_tokenizer_and_are_part_of_an_answer():
+    assert sampling_arguments(request(), 0, 64)["detokenize"] is False
+    assert "stop" not in sampling_arguments(request(), 0, 64)
+    row = sampling_arguments(request(replace(SAMPLING, stop_strings=("\n\n", "<|end|>"))), 0, 64)
+    expected = {"stop": ["\n\n", "<|end|>"], "include_stop_str_in_output": True, "skip_special_tokens": False}
+    assert {name: row[name] for name in expected} == expected
+    assert row["detokenize"] is True
+    assert row["stop_token_ids"] == [2, 3]
+    policy = engine_conformance.policy("vllm")
+    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is True
+    policy["generation"]["stop_strings"] = ["\n\n"]
+    assert engine_arguments(policy, Path("/folder"))["skip_tokenizer_init"] is False
 
 
 def test_a_seed_depends_on_what_the_uniforms_depend_on():

@@ -34,6 +34,12 @@ def as_in_a_process_and_folder_of_its_own(monkeypatch, tmp_path):
             "grpo",
             "policy.generation.stop_token_ids has 50, which is no token of policy.tokenizer.name",
         ),
+        (
+            "grpo_tiny_cpu",
+            "policy.generation.stop_strings=['=', '1x']",
+            "grpo",
+            "policy.generation.stop_strings has '1x', in which 'x' is no token of policy.tokenizer.name; no answer ",
+        ),
     ],
 )
 def test_mistakes_are_one_message_and_status_2(recipe, override, algorithm, message, capsys):

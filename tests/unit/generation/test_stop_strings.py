@@ -1,0 +1,127 @@
+"""Stop strings in text that grows token by token, against the text of all tokens."""
+
+import dataclasses
+import random
+from collections.abc import Sequence
+
+import pytest
+from support import engine_conformance
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, trainers
+
+from nemo_offload_rl.generation.hf_model import build_model
+from nemo_offload_rl.generation.interface import SamplingParams
+from nemo_offload_rl.generation.stop_strings import AnswerText, stop_strings_of
+from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+
+TEXT = "Let the sum be 12 + 30 = 42.\n\nThe answer is 42 — voilà 🙂🙃! 你好世界 " * 3
+
+
+def bytes_tokenizer() -> Tokenizer:
+    """Of 270 tokens, so that a character of several bytes is several tokens."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    alphabet = pre_tokenizers.ByteLevel.alphabet()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=270, initial_alphabet=alphabet))
+    tokenizer.add_special_tokens([AddedToken("<|end|>", special=True)])
+    return tokenizer
+
+
+def words_tokenizer() -> Tokenizer:
+    """Writes a space before each word, but for the first of a text."""
+    tokenizer = Tokenizer(models.BPE(unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
+    tokenizer.decoder = decoders.Metaspace()
+    tokenizer.train_from_iterator([TEXT], trainers.BpeTrainer(vocab_size=200, special_tokens=["<unk>"]))
+    return tokenizer
+
+
+def first_end(
+    tokenizer: Tokenizer, stops: tuple[str, ...], tokens: list[int], prompt: Sequence[int] = ()
+) -> int | None:
+    """How many tokens have a stop string, told by the text of all of them."""
+    start = tokenizer.decode(list(prompt), skip_special_tokens=False)
+    for end in range(1, len(tokens) + 1):
+        text = tokenizer.decode([*prompt, *tokens[:end]], skip_special_tokens=False)[len(start) :]
+        if not text.endswith("\ufffd") and any(stop in text for stop in stops):
+            return end
+    return None
+
+
+def found_end(
+    tokenizer: Tokenizer, stops: tuple[str, ...], tokens: list[int], prompt: Sequence[int] = ()
+) -> int | None:
+    text = AnswerText(tokenizer, stops, prompt)
+    return next((end for end, token in enumerate(tokens, start=1) if text.add(token)), None)
+
+
+@pytest.mark.parametrize("make", [bytes_tokenizer, words_tokenizer])
+def test_every_string_is_found_with_the_token_that_completes_it(make):
+    tokenizer, rng = make(), random.Random(0)
+    tokens = tokenizer.encode(TEXT).ids
+    text = tokenizer.decode(tokens)
+    found = set()
+    for _ in range(300):
+        start, length = rng.randrange(len(text)), rng.randint(1, 12)
+        stops = (text[start : start + length], "not there")
+        end = found_end(tokenizer, stops, tokens)
+        assert end == first_end(tokenizer, stops, tokens), stops
+        found.add(end)
+    assert None not in found
+    assert len(found) > 15
+
+
+def test_a_character_of_several_tokens_is_whole_before_it_is_found():
+    tokenizer = bytes_tokenizer()
+    smile = tokenizer.encode("🙂").ids
+    assert len(smile) > 1
+    assert found_end(tokenizer, ("🙂",), [*smile, *smile]) == len(smile)
+    assert found_end(tokenizer, ("\ufffd",), smile) is None
+
+
+def test_bytes_that_are_no_character_lose_nothing_behind_them():
+    tokenizer = bytes_tokenizer()
+    smile, end = tokenizer.encode("🙂").ids, tokenizer.encode("end").ids
+    tokens = [*smile[:1], *smile[:1], *end, *end]
+    assert found_end(tokenizer, ("endend",), tokens) == len(tokens)
+
+
+def test_the_prompts_text_does_not_count_but_spells_the_first_word():
+    tokenizer = words_tokenizer()
+    prompt, answer = tokenizer.encode("The answer").ids, tokenizer.encode("is 42.").ids
+    assert found_end(tokenizer, (" is",), answer, prompt) == first_end(tokenizer, (" is",), answer, prompt) is not None
+    assert found_end(tokenizer, ("answer is",), answer, prompt) is None
+    assert found_end(tokenizer, (" is",), answer) is None
+
+
+def test_special_tokens_count_as_they_are_written():
+    tokenizer = bytes_tokenizer()
+    tokens = [*tokenizer.encode("so").ids, tokenizer.token_to_id("<|end|>"), 3]
+    assert found_end(tokenizer, ("<|end|>",), tokens) == len(tokens) - 1
+
+
+def test_ids_that_are_no_token_are_no_text():
+    tokenizer = bytes_tokenizer()
+    tokens = tokenizer.encode("the end").ids
+    middle = len(tokens) // 2
+    assert found_end(tokenizer, ("the end",), [*tokens[:middle], 100_000, *tokens[middle:]]) == len(tokens) + 1
+
+
+def test_an_engine_of_a_recipe_without_stop_strings_has_no_tokenizer():
+    assert stop_strings_of({"generation": {}}) == stop_strings_of({"generation": {"stop_strings": None}}) == ()
+    assert stop_strings_of({"generation": {"stop_strings": ["a", "b"]}}) == ("a", "b")
+    generator = TransformersGenerator(
+        build_model("tiny", engine_conformance.QWEN3, "float32"),
+        device="cpu",
+        generation_batch_size=8,
+        max_sequence_length=64,
+        has_weights=True,
+    )
+    sampling = dataclasses.replace(engine_conformance.GREEDY, stop_strings=("a",))
+    with pytest.raises(RuntimeError, match="has stop strings, but the recipe had none when the engine was built"):
+        generator.generate(engine_conformance.request(sampling))
+
+
+def test_an_empty_string_is_refused():
+    with pytest.raises(ValueError, match="stop_strings has an empty string"):
+        SamplingParams(4, 1.0, 1.0, None, (), 0, ("a", ""))
