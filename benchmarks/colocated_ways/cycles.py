@@ -152,11 +152,16 @@ class Holdings:
 
 def _by_process(owners: Mapping[int, str]) -> dict[str, float]:
     """By the driver's count, where it knows this machine's process numbers: a container may have its own."""
-    import pynvml
-
-    pynvml.nvmlInit()
-    gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-    running = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    try:
+        import pynvml
+    except ImportError:  # it comes with the extra te
+        return {}
+    try:
+        pynvml.nvmlInit()
+        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
+        running = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
+    except pynvml.NVMLError:
+        return {}
     return {
         f"{owner}: used GPU GiB, by the driver": running[pid] / GIB
         for pid, owner in owners.items()

@@ -210,12 +210,15 @@ def figures_of_marks(marks: Sequence[Mark], start_s: float, switch_start_s: floa
     known = {name: seconds for name, seconds in medians.items() if seconds is not None}
     for name, seconds in known.items():
         yield f"{name}, by itself", seconds, "s"
-    yield "sleep and wake_up, by themselves", sum(known.values()) - known.get("refit", 0.0), "s"
+    sleep_and_wake_s = sum(known.values()) - known.get("refit", 0.0)
+    yield "sleep and wake_up, by themselves", sleep_and_wake_s, "s"
     found = switches(marks, switch_start_s)[1:]  # the first compiles and allocates
     if found:
         yield "switch to training", statistics.median(one.to_training_s for one in found), "s"
         yield "switch to generation", statistics.median(one.to_generation_s for one in found), "s"
-        yield "switch both ways", statistics.median(one.both_s for one in found), "s"
+        both_s = statistics.median(one.both_s for one in found)
+        yield "switch both ways", both_s, "s"
+        yield "switch both ways, less sleep and wake_up", both_s - sleep_and_wake_s, "s"
     for name in ("ray", "vllm_import", "vllm_build", "policy_build"):
         if (seconds := median_seconds(marks, name)) is not None:
             yield f"start-up: {name} takes", seconds, "s"
