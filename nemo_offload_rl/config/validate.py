@@ -1,7 +1,7 @@
 """Checking a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from itertools import islice
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS, AlgorithmSpec
 from nemo_offload_rl.config.keys.absent_keys import resolve_absent_keys
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, megatron_problems, schema_problems, value_at
 from nemo_offload_rl.config.limits import MAX_PROBLEMS
+from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
 from nemo_offload_rl.config.model.hf_check import hf_config_problems
 from nemo_offload_rl.config.problems import (
     Origin,
@@ -22,12 +23,14 @@ from nemo_offload_rl.config.problems import (
 )
 from nemo_offload_rl.config.recipe import Recipe, read_recipe
 from nemo_offload_rl.config.rules import ADAPTATIONS, NOTES, RULES, Rule
-from nemo_offload_rl.config.rules.base import SECTION, SPEC, Conflict
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, SECTION, SPEC, Conflict
 from nemo_offload_rl.config.rules.ignored import ignored_overrides
 from nemo_offload_rl.config.schema import MasterConfig
 from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS
 from nemo_offload_rl.config.upstream.split import split_upstream_keys
 from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regular_file
+
+_OVERRIDES = "warm_start.overrides"
 
 
 @dataclass(frozen=True)
@@ -236,19 +239,71 @@ def _warm_start(
         reason = f"there is no recipe {show_file(path)}" if error.is_absent else f"{show_file(path)} {error}"
         found.add("warm_start.recipe", reason)
         return None, ()
-    overrides = value_at(config, "warm_start.overrides")
+    given = value_at(config, _OVERRIDES)
+    overrides = [] if given is ABSENT else given
     try:
-        read = read_recipe(path, [] if overrides is ABSENT else overrides, "warm_start.overrides")
+        read = read_recipe(path, overrides, _OVERRIDES)
         other = _algorithm_of(read)[0]
         if other not in (None, "sft"):  # not looked into: it may have a warm start in its turn, for ever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
-        warm_start = validate(read)
+        others = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
+        for key, size in others.items():
+            if read.origin(key).override is not None:
+                found.add(_OVERRIDES, f"sets {key}, which is that of the run ({size}); take it out")
+                return None, ()
+        warm_start = _checked_on(others, read, lambda more: read_recipe(path, [*overrides, *more], _OVERRIDES))
     except RecipeError as error:
         return None, error.problems
     for key, message in _warm_start_mismatches(warm_start, config):
         found.add(key, message)
     return warm_start, ()
+
+
+def _checked_on(
+    sizes: Mapping[str, int], alone: Recipe, read_with: Callable[[Sequence[str]], Recipe]
+) -> ValidatedRecipe:
+    """The recipe of a warm start with the run's sizes of the cluster, where these differ from its own.
+
+    Args:
+        sizes: the keys that differ, and the run's values.
+        alone: the recipe as it is.
+        read_with: reads it with further overrides, as other keys may follow from these.
+
+    Raises:
+        RecipeError: with its mistakes; of those that come from the sizes alone it says so.
+    """
+    if not sizes:
+        return validate(alone)
+    try:
+        return validate(read_with([f"++{key}={size}" for key, size in sizes.items()]))
+    except RecipeError as error:
+        try:
+            validate(alone)
+            of_its_own: Sequence[Problem] = ()
+        except RecipeError as alone_too:
+            of_its_own = alone_too.problems
+        why = " and ".join(f"{key} {size}" for key, size in sizes.items())
+        raise RecipeError(
+            show_file(alone.path),
+            [
+                one
+                if one in of_its_own
+                else replace(one, message=f"{one.message}; the warm start trains on the run's ranks ({why})")
+                for one in error.problems
+            ],
+        ) from None
+
+
+def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
+    """The keys of `cluster` that a warm start has from the run, on whose policy ranks it trains, with their values."""
+    gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
+    if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
+        return {}
+    split = checked_split(gpus, nodes, None if apart is ABSENT else apart)
+    if not isinstance(split, DeviceSplit):  # reported there
+        return {}
+    return {GPUS: split.policy_per_node, NODES: split.policy_nodes}
 
 
 def _warm_start_mismatches(warm_start: ValidatedRecipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:

@@ -15,7 +15,7 @@ ONE_OF_FOUR = [APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=1"]
 
 
 def split(*overrides):
-    config = load(TINY, overrides).config
+    config = load(TINY, ["~warm_start", *overrides]).config
     return split_devices(config["cluster"], config["policy"])
 
 

@@ -80,7 +80,7 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
         [*experts_in("[0,1]"), "+policy.hf_config_overrides={num_hidden_layers: 2}"],
         [*EXPERTS, CAPACITY, PADS],
         [*EXPERTS, *TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=true"],
-        [*TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=false"],
+        ["~warm_start", *TENSOR_PARALLEL, f"{MEGATRON}.sequence_parallel=false"],
         [*EXPERTS, CAPACITY, *offload("moe_act")],
         [*EXPERTS, CAPACITY, *capture("attn", "moe_router")],
     ],

@@ -16,6 +16,7 @@ FULL = f"{MEGATRON}.activation_checkpointing=true"
 PACKED = "policy.sequence_packing.enabled=true"
 LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_length_divisible_by"
 PIPELINE = [f"{MEGATRON}.pipeline_model_parallel_size=2", "cluster.gpus_per_node=2"]
+ALONE = "~warm_start"  # whose micro-batch is for one rank
 # Experts in some layers only.
 MIXED = [*EXPERTS, f"+{MEGATRON}.moe_layer_freq=[0,1,1,1]"]
 
@@ -168,12 +169,12 @@ BROKEN = {
     ],
     "offloading_in_graphs_has_one_stage": [
         (
-            [*capture("attn"), *offload("qkv_linear", "core_attn"), *PIPELINE],
+            [*capture("attn"), *offload("qkv_linear", "core_attn"), *PIPELINE, ALONE],
             f"{MODULES}: captures 'qkv_linear' and 'core_attn' of {MEGATRON}.offload_modules with "
             f"{MEGATRON}.pipeline_model_parallel_size 2, but copies inside captured graphs are supported on one "
             "pipeline stage; capture other parts, offload modules outside of the graph, or set the pipeline to 1",
         ),
-        ([*capture("attn", "mlp"), *offload("mlp_norm"), *PIPELINE], f"{MODULES}: captures 'mlp_norm' of"),
+        ([*capture("attn", "mlp"), *offload("mlp_norm"), *PIPELINE, ALONE], f"{MODULES}: captures 'mlp_norm' of"),
         (
             [*EXPERTS, *capture("attn", "moe_router"), *offload("core_attn", "attn_proj", "moe_act"), *PIPELINE],
             "captures 'core_attn' and 'attn_proj' of",
@@ -199,7 +200,7 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
         [f"{MEGATRON}.cuda_graph_warmup_steps=0", f"{MODULES}=[nonsense]"],  # while graphs are off
         capture("attn"),
         capture("attn", "mlp"),
-        [*capture("attn"), *PIPELINE],
+        [*capture("attn"), *PIPELINE, ALONE],
         [*EXPERTS, *capture("attn", "moe_router", "moe_preprocess")],
         [*EXPERTS, *capture("moe_router"), PACKED],
         [*EXPERTS, *capture("moe_router", length=100)],
@@ -212,8 +213,8 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(overrides, message
             *offload("moe_act", "expert_fc1"),
             *PIPELINE,
         ],  # outside of the graphs
-        [*capture("mlp"), *offload("core_attn", "attn_proj"), *PIPELINE],
-        [*offload("core_attn"), f"{MODULES}=[attn]", *PIPELINE],  # while graphs are off
+        [*capture("mlp"), *offload("core_attn", "attn_proj"), *PIPELINE, ALONE],
+        [*offload("core_attn"), f"{MODULES}=[attn]", *PIPELINE, ALONE],  # while graphs are off
         [*MIXED, *capture("attn", "mlp", "moe_router")],
         [*capture("attn"), *offload("qkv_linear", "core_attn", "attn_proj")],
         [*capture("mlp"), *offload("attn_norm", "core_attn")],

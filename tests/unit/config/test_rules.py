@@ -616,18 +616,19 @@ def test_eager_rows_that_only_padding_makes_longer_pass():
 
 def test_rows_may_have_as_many_tokens_as_there_is_room_for():
     tokens = [f"policy.sequence_packing.{name}_mb_tokens=auto" for name in ("train", "logprob")]
-    for parallel in ([], TENSOR_PARALLEL):
+    for parallel in ([], ["~warm_start", *TENSOR_PARALLEL]):
         load(CONFIGS / "grpo_tiny_cpu.yaml", [*PACKED, *parallel, *tokens])
 
 
 def test_two_ranks_pass():
     for parallel in (TP, PP):
-        load(CONFIGS / "grpo_tiny_cpu.yaml", [f"{parallel}=2", "cluster.gpus_per_node=2"])
-    load(CONFIGS / "grpo_tiny_cpu.yaml", ["cluster.gpus_per_node=2"])
+        load(CONFIGS / "grpo_tiny_cpu.yaml", ["~warm_start", f"{parallel}=2", "cluster.gpus_per_node=2"])
+    load(CONFIGS / "grpo_tiny_cpu.yaml", ["~warm_start", "cluster.gpus_per_node=2"])
 
 
 def test_uneven_stages_pass_where_the_recipe_says_how():
-    overrides = [f"{PP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.num_layers_in_first_pipeline_stage=1"]
+    overrides = ["~warm_start", f"{PP}=2", "cluster.gpus_per_node=2"]
+    overrides += [f"{MEGATRON}.num_layers_in_first_pipeline_stage=1"]
     load(CONFIGS / "grpo_tiny_cpu.yaml", overrides)
     load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, f"{MEGATRON}.num_layers_in_last_pipeline_stage=3"])
 
@@ -703,7 +704,7 @@ def test_uneven_stages_pass_where_the_recipe_says_how():
         ),
         (
             [
-                *(f"{PP}=2", "cluster.gpus_per_node=2"),
+                *("~warm_start", f"{PP}=2", "cluster.gpus_per_node=2"),
                 f"{MEGATRON}.delta_offload_bytes_across_pp_ranks=1048576",
             ],
             "pp_ranks has no effect, since policy.megatron_cfg.fine_grained_activation_offloading is false",
@@ -772,7 +773,7 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
         ),
         (
             [
-                *(f"{TP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.sequence_parallel=true"),
+                *("~warm_start", f"{TP}=2", "cluster.gpus_per_node=2", f"{MEGATRON}.sequence_parallel=true"),
                 "policy.make_sequence_length_divisible_by=1",
             ],
             "policy.make_sequence_length_divisible_by",

@@ -345,6 +345,34 @@ def test_the_warm_start_recipe_is_checked_too(tmp_path, error_of):
     assert "must be as in the warm_start recipe" in error_of("policy.hf_config.hidden_size=64")
 
 
+def test_a_warm_start_is_checked_for_the_ranks_that_it_runs_on(error_of):
+    three = ["cluster.gpus_per_node=3", "grpo.num_prompts_per_step=48", "policy.train_micro_batch_size=128"]
+    message = (
+        "sft_tiny_cpu.yaml:19: policy.train_global_batch_size: is 128, which is no multiple of data-parallel size 3 x "
+        "policy.train_micro_batch_size 128 = 384; change either; the warm start trains on the run's ranks "
+        "(cluster.gpus_per_node 3)"
+    )
+    assert message in error_of(*three)
+    error = error_of(*three, "++warm_start.overrides=['sft.seed=x']")
+    assert error.count("trains on the run's ranks") == 2
+    assert error.splitlines()[-1].endswith("sft.seed=x: sft.seed: must be an integer; found 'x'")
+    sizes = "'policy.train_global_batch_size=192','policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
+    fits = f"++warm_start.overrides=[{sizes},'sft.val_global_batch_size=192']"
+    assert load(CONFIGS / "grpo_tiny_cpu.yaml", [*three, fits]).warm_start.config["cluster"]["gpus_per_node"] == 3
+
+
+def test_a_warm_start_runs_on_the_policys_part_of_a_cluster(error_of):
+    apart = ["policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
+    recipe = CONFIGS / "grpo_tiny_cpu.yaml"
+    assert load(recipe, ["cluster.gpus_per_node=2", *apart]).warm_start.config["cluster"]["gpus_per_node"] == 1
+    error = error_of("cluster.gpus_per_node=2", "++warm_start.overrides=['cluster.gpus_per_node=4']")
+    assert "warm_start.overrides: sets cluster.gpus_per_node, which is that of the run (2); take it out" in error
+    halved = "'policy.train_micro_batch_size=64','sft.val_micro_batch_size=64'"
+    load(recipe, ["cluster.gpus_per_node=2", f"++warm_start.overrides=['cluster.gpus_per_node=2',{halved}]"])
+    # A mistake of the run's own is told alone.
+    assert ": 1 problem\n" in error_of("cluster.gpus_per_node=0")
+
+
 def test_the_warm_start_recipe_lies_beside_the_file_that_names_it(tmp_path, monkeypatch):
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\n")

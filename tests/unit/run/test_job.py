@@ -246,6 +246,10 @@ def test_a_warm_start_is_run_once_for_a_recipe(tmp_path, session):
     assert run_warm_start(make_job(tmp_path), folder, session) == folder / "hf"
     assert (folder / "metrics.jsonl").stat().st_mtime_ns == first
     assert "is used again" in shown(session)
+    job = make_job(tmp_path)
+    more_ranks = replace(job, config=job.config | {"cluster": {"gpus_per_node": 2, "num_nodes": 1}})
+    run_warm_start(more_ranks, folder, session)
+    assert (folder / "metrics.jsonl").stat().st_mtime_ns == first
     run_warm_start(make_job(tmp_path, "sft.max_num_steps=5"), folder, session)
     assert [row["step"] for row in rows(folder)] == [0, 1, 2, 3, 4, 5]
 
