@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="some of the cases")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
-    parser.add_argument("--cycles", type=int, default=3, help="that are measured behind the first")
+    parser.add_argument("--cycles", type=int, default=3, help="at most, that are measured behind the first")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/adapters.json"), help="the result file")

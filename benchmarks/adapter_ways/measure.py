@@ -23,6 +23,7 @@ from nemo_offload_rl.residency.params_and_grads import ddp_buffers
 
 _SEQUENCE = (2, 64)
 _SMALLEST_VOCAB = 512
+_ENOUGH_S = 5.0
 Made = list[float | int]
 
 
@@ -77,12 +78,13 @@ def _measured(
     before, places = checksum(moved), [tensor.data_ptr() for tensor in moved]
     release_unused(device)
     host_before = psutil.Process(os.getpid()).memory_info().rss
-    trips = [_cycle(way, device) for _ in range(1 + cycles)]
+    trips = _cycles(way, device, cycles)
     moved = _tensors(way, device)  # some ways put others in the optimizer's state
     row: dict[str, TableValue] = {"case": case.name, "way": name, "gb": nbytes / 1e9, "tensors": len(moved)}
     row |= {"first_out_s": trips[0].out_s, "first_back_s": trips[0].back_s}
     for field in ("out_s", "out_waited_s", "back_s", "back_waited_s"):
         row[field] = statistics.median(getattr(trip, field) for trip in trips[1:])
+    row["cycles"] = len(trips) - 1
     row |= {"share_of_link_out": None, "share_of_link_back": None, "left_gb": None, "pinned_over_moved": None}
     if link is not None:
         row["share_of_link_out"] = nbytes / float(row["out_s"] or 1) / link.d2h_bytes_per_s
@@ -105,6 +107,14 @@ def _tensors(way: Resident, device: torch.device) -> list[torch.Tensor]:
     params = [buffer.param_data for buffer in ddp_buffers(way.model) if buffer.param_data is not None]
     known = {tensor.untyped_storage().data_ptr() for tensor in params}
     return [*params, *(tensor for tensor in state if tensor.untyped_storage().data_ptr() not in known)]
+
+
+def _cycles(way: Resident, device: torch.device, at_most: int) -> list[Cycle]:
+    """The first, and then so many that they have taken `_ENOUGH_S`: some ways take ten seconds."""
+    trips = [_cycle(way, device), _cycle(way, device)]
+    while len(trips) <= at_most and sum(trip.out_s + trip.back_s for trip in trips[1:]) < _ENOUGH_S:
+        trips.append(_cycle(way, device))
+    return trips
 
 
 def _cycle(way: Resident, device: torch.device) -> Cycle:

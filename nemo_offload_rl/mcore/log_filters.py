@@ -16,7 +16,8 @@ _WARNINGS = (
     r".*torch_dtype.*deprecated",
     r".*is_fully_shard.*",
     r".*TypedStorage is deprecated",
-    r".*No device id is provided via `init_process_group`",
+    r".*No device id is provided via `init_process_group`",  # `parallel.initialize` has chosen the device
+    r"barrier\(\): using the device under current context",  # likewise
     r"This will (return|not).*torch\.distributed",
     # Of torch's distributed checkpoints, which megatron-core reads and writes: in one process, as in an export, nothing
     # is distributed; the order of arguments and ShardedTensor are megatron-core's choice.

@@ -90,7 +90,7 @@ def initialize(
             rank=rank,
             world_size=world_size,
             timeout=timeout,
-            device_id=device if on_gpu else None,
+            # Without device_id: with it NCCL makes a communicator for each of megatron's groups at once, used or not.
         )
         mpu.initialize_model_parallel(
             tensor_model_parallel_size=sizes.tensor,
