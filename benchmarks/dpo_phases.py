@@ -3,7 +3,8 @@
 Each way trains the same model on the same pairs in a process of its own: every answer has `--seq-length` tokens with
 its prompt. A step is a pass of the reference and one of training. Seconds are medians of the steps after the first.
 Memory is the driver's own reading, the largest in a phase; that of steps 2 to the last is also compared with step 1's,
-since NeMo-RL #2859 ran out of memory behind its first step.
+since NeMo-RL #2859 ran out of memory behind its first step. `losses_equal` compares every step's loss with that of the
+first way, with deterministic attention.
 
     python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json
     python benchmarks/dpo_phases.py --config examples/configs/dpo_tiny_cpu.yaml --seq-length 16
@@ -11,6 +12,7 @@ since NeMo-RL #2859 ran out of memory behind its first step.
 
 import argparse
 import multiprocessing
+import os
 import statistics
 import time
 from collections.abc import Mapping
@@ -44,9 +46,10 @@ PHASES = ("reference_logprobs", "training")
 def main() -> None:
     """Measures each way and writes the result."""
     arguments = parse_arguments()
+    os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # losses are compared
     rows: list[Mapping[str, TableValue]] = []
     for row in in_turn(partial(in_own_process, arguments), arguments.ways):
-        rows.append(row)
+        rows.append(row | {"losses_equal": row["losses"] == (rows[0] if rows else row)["losses"]})
         write_result(Path(arguments.out), rows)
     print_rows(rows)
 
@@ -91,6 +94,7 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
     with GpuWatch() as watch:
         worker = one_rank_worker(policy, init_reference_model=True, group_size=2)
         loss_fn = DPOLoss(**fields_from(DPOLoss, config["dpo"]))
+        losses: list[float] = []
         seconds: list[dict[str, float]] = []
         peaks: list[dict[str, float]] = []
         for step in range(arguments.steps):
@@ -105,6 +109,7 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
                 start = time.perf_counter()
                 result = worker.train(batch, loss_fn, arguments.pairs, arguments.mbs)
                 took["training"] = time.perf_counter() - start
+            losses.append(float(result["loss"]))
             seconds.append(took)
             peaks.append(peak)
             print(f"{way}: step {step + 1} loss {result['loss']:.6f} {took} {peak}", flush=True)
@@ -118,7 +123,7 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
             row[f"{phase}_peak_growth_gib"] = round(max(peak[phase] for peak in peaks[1:]) - peaks[0][phase], 3)
     row |= {
         "host_rss_gib": round(host_gib, 2),
-        "last_loss": float(result["loss"]),
+        "losses": " ".join(str(loss) for loss in losses),
         "pairs": arguments.pairs,
         "micro_batch_pairs": arguments.mbs,
         "seq_length": arguments.seq_length,

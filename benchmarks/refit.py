@@ -57,7 +57,11 @@ def measure(
     """Yields a row a transport."""
     import torch
 
-    overrides = [f"policy.generation.backend={backend}", "policy.max_total_sequence_length=512"]
+    overrides = [
+        f"policy.generation.backend={backend}",
+        "policy.max_total_sequence_length=512",
+        "policy.sequence_packing.enabled=false",
+    ]
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
     policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
