@@ -7,8 +7,8 @@ from adapter_ways.measure import measure
 
 FIELDS = {
     "case", "way", "gb", "tensors", "first_out_s", "first_back_s", "out_s", "out_waited_s", "back_s", "back_waited_s",
-    "share_of_link_out", "share_of_link_back", "left_gb", "pinned_over_moved", "host_over_moved", "addresses_kept",
-    "state_bit_equal", "next_step_bit_equal",
+    "cycles", "share_of_link_out", "share_of_link_back", "left_gb", "pinned_over_moved", "host_over_moved",
+    "addresses_kept", "state_bit_equal", "next_step_bit_equal",
 }  # fmt: skip
 
 
