@@ -68,7 +68,14 @@ def measure(
     with (
         Cluster(num_nodes=1, gpus_per_node=1) as cluster,
         stopped_at_the_end(make_generation(policy, cluster)) as generation,
-        PolicyWorkerGroup(policy, cluster, seed=0, init_reference_model=False, init_optimizer=False) as group,
+        PolicyWorkerGroup(
+            policy,
+            cluster,
+            seed=0,
+            init_reference_model=False,
+            init_optimizer=False,
+            before_build=generation.wait_until_ready,
+        ) as group,
     ):
         generation.prepare_for_generation(["weights"])
         for name in transports:

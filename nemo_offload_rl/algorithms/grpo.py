@@ -262,13 +262,13 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         from nemo_offload_rl.refit import make_transport
         from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
-        # An engine that measures the GPU's free memory is built before the policy takes any.
         generation = make_generation(fitted_policy, cluster)
         policy = PolicyWorkerGroup(
             fitted_policy,
             cluster,
             seed=section["seed"],
             init_reference_model=ALGORITHMS["grpo"].has_reference(config),
+            before_build=generation.wait_until_ready if generation.capabilities.built_alone else None,
         )
         verify = fitted_policy["verify_refit"]
         transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)

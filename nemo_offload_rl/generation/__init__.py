@@ -18,10 +18,9 @@ ENGINES: dict[str, str] = {
 
 
 def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> GenerationInterface:
-    """Start the generation engines that a recipe's `policy` names; returns before they are built, where they allow it.
+    """Start the generation engines that a recipe's `policy` names; returns before they are built.
 
     Raises:
-        GenerationError: If an engine that has to be built by now could not be.
         ValueError: If the backend is not known or needs GPUs that the cluster has not, or its engines' bundles do not
             divide those of a node.
     """

@@ -50,7 +50,9 @@ class ActorEngines:
         self._process_refs = [one.actor.process.remote() for one in actors]
         self._build_refs = list(build_refs)
         if cluster.engines_are_apart:
-            self.capabilities = replace(self.capabilities, refit_transport="broadcast", keeps_weights=True)
+            self.capabilities = replace(
+                self.capabilities, refit_transport="broadcast", keeps_weights=True, built_alone=False
+            )
 
     @property
     def receivers(self) -> Sequence[Receiver]:

@@ -124,11 +124,13 @@ class Capabilities:
         refit_transport: Which of `refit.TRANSPORTS` brings its weights.
         keeps_weights: Whether its weights survive `finish_generation`; where not, a refit precedes each generation.
         batch_independent_sampling: Whether a row's output depends on that row, the step and the seed alone.
+        built_alone: Whether others may take GPU memory only after `wait_until_ready`: it measures what is free.
     """
 
     refit_transport: str
     keeps_weights: bool
     batch_independent_sampling: bool
+    built_alone: bool = False
 
 
 class GenerationInterface(Protocol):
@@ -201,9 +203,8 @@ class EngineSpec:
 
     Attributes:
         bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.
-        start: Starts the engines, before the policy's ranks, and returns before they are built, unless they must have
-            the GPU for themselves meanwhile; takes the recipe's `policy`, the cluster and, for each engine, its
-            bundles: those of the ranks with their numbers, or others.
+        start: Starts the engines, before the policy's ranks, and returns before they are built; takes the recipe's
+            `policy`, the cluster and, for each engine, its bundles: those of the ranks with their numbers, or others.
     """
 
     bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]

@@ -117,7 +117,9 @@ class VllmActor(WeightLoader):
 class VllmGeneration(ActorEngines):
     """The driver's handle on the engines (see `GenerationInterface`)."""
 
-    capabilities = Capabilities(refit_transport="object_store", keeps_weights=False, batch_independent_sampling=True)
+    capabilities = Capabilities(
+        refit_transport="object_store", keeps_weights=False, batch_independent_sampling=True, built_alone=True
+    )
 
     def __init__(
         self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]
@@ -171,11 +173,7 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
 def _start(
     policy_config: Mapping[str, Any], cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]]
 ) -> VllmGeneration:
-    generation = VllmGeneration(cluster, bundles_by_engine, policy_config)
-    if not cluster.engines_are_apart:
-        # vLLM measures what its GPU has free while it starts, so nothing else may take or free memory there meanwhile.
-        generation.wait_until_ready()
-    return generation
+    return VllmGeneration(cluster, bundles_by_engine, policy_config)
 
 
 ENGINE = EngineSpec(_bundles_per_engine, _start)

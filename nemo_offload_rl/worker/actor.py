@@ -1,5 +1,6 @@
 """The Ray actor around one rank of a policy worker."""
 
+import contextlib
 import importlib
 import os
 import socket
@@ -36,6 +37,11 @@ class WorkerActor:
         """
         address = "127.0.0.1" if on_one_node else ray.util.get_node_ip_address()
         return address, free_port(address, port_range)
+
+    def import_worker(self, worker_cls: str) -> None:
+        """Import what `build` will need, which takes up to 25 s; what fails is left to it."""
+        with contextlib.suppress(Exception):
+            importlib.import_module(worker_cls.partition(":")[0])
 
     def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:
         """Import and construct the worker.

@@ -2,7 +2,7 @@
 
 import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Self
@@ -72,6 +72,7 @@ class PolicyWorkerGroup:
         init_optimizer: bool = True,
         group_size: int = 1,
         worker_cls: str = MEGATRON_POLICY_WORKER,
+        before_build: Callable[[], None] | None = None,
     ) -> None:
         """Start to build every rank and return at once; `wait_until_ready`, or the first verb, waits for them.
 
@@ -83,6 +84,8 @@ class PolicyWorkerGroup:
             init_optimizer: Whether the policy will be trained.
             group_size: Rows of a sample that belong together, such as a chosen and a rejected answer.
             worker_cls: "package.module:Class" of the worker, imported in the ranks' processes alone.
+            before_build: Called while the ranks' processes import it, and before any of them takes GPU memory. What it
+                raises ends the ranks.
 
         Raises:
             ValueError: If the world size does not fit the recipe's parallel sizes; nothing was started.
@@ -116,6 +119,14 @@ class PolicyWorkerGroup:
             "group_size": group_size,
         }
         self._process_refs = [actor.process.remote() for actor in self._actors]
+        if before_build is not None:
+            for actor in self._actors:
+                actor.import_worker.remote(worker_cls)
+            try:
+                before_build()
+            except BaseException:
+                self._kill()
+                raise
         rendezvous = self._actors[0].rendezvous.remote(cluster.master_port_range, on_one_node=cluster.num_nodes == 1)
         self._build_refs = [
             actor.build.remote(worker_cls, rendezvous, arguments | {"rank": rank})

@@ -19,10 +19,12 @@ SIZES = {
 TOY_WORKER = "tests.unit.worker.toy_worker:ToyWorker"  # Ray's processes have the working folder on their path
 
 
-def toy_group(cluster, *, tp=1, **toy):
+def toy_group(cluster, *, tp=1, before_build=None, **toy):
     """Start a group of two; `toy` says what is wrong with it."""
     config = {"megatron_cfg": SIZES | {"tensor_model_parallel_size": tp}, "toy": toy}
-    return PolicyWorkerGroup(config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER)
+    return PolicyWorkerGroup(
+        config, cluster, seed=7, init_reference_model=True, worker_cls=TOY_WORKER, before_build=before_build
+    )
 
 
 def toy_batch(num_rows):

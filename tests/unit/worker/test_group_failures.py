@@ -10,6 +10,7 @@ from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.worker import group as group_module
+from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.errors import WorkerError
 
 pytestmark = pytest.mark.slow
@@ -103,3 +104,36 @@ def test_shutdown_leaves_no_process(fresh_group, caplog):
     group.shutdown()  # a second one does nothing
     with pytest.raises(RuntimeError, match="have been shut down"):
         group.memory_stats()
+
+
+def test_what_fails_before_the_ranks_are_built_ends_them(ray_cluster):
+    before, started = processes(), set()
+
+    def fail():
+        deadline = time.monotonic() + 60
+        while len(started) < 2 and time.monotonic() < deadline:
+            started.update(
+                process.pid
+                for process in psutil.Process().children(recursive=True)
+                if process.pid not in before and "WorkerActor" in " ".join(process.cmdline())
+            )
+        raise RuntimeError("the engine could not be built")
+
+    with pytest.raises(RuntimeError, match="the engine could not be built"):
+        toy_group(ray_cluster, before_build=fail)
+    assert len(started) >= 2
+    assert not [pid for pid in started if psutil.pid_exists(pid)]
+
+
+def test_ranks_are_built_behind_what_comes_before(ray_cluster):
+    called = []
+    with toy_group(ray_cluster, before_build=lambda: called.append(True)) as group:
+        group.wait_until_ready()
+        assert called == [True]
+
+
+def test_a_worker_is_imported_before_it_is_built_and_what_fails_then_is_left_to_its_building():
+    actor = WorkerActor()
+    actor.import_worker("tests.unit.worker.no_module:Worker")
+    with pytest.raises(ModuleNotFoundError, match="no_module"):
+        actor.build("tests.unit.worker.no_module:Worker", ("127.0.0.1", 1), {})
