@@ -15,7 +15,7 @@ from megatron.core.num_microbatches_calculator import (
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
-from nemo_offload_rl.mcore.patches.process_groups import clear_globals
+from nemo_offload_rl.mcore.patches.process_groups import clear_globals, shut_down_groups_at_once
 from nemo_offload_rl.memory.errors import preserve_first_error
 
 
@@ -151,6 +151,8 @@ def destroy() -> None:
         mpu.destroy_model_parallel()
         clear_globals()
     if torch.distributed.is_initialized():
+        if torch.distributed.get_backend() == "nccl" and torch.distributed.get_world_size() == 1:
+            shut_down_groups_at_once()
         torch.distributed.destroy_process_group()
 
 

@@ -15,7 +15,7 @@ WRITTEN_FOR = {
     "graph_inputs": {"megatron-core": TESTED_MEGATRON_CORE},
     "optimizer_masters": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "output_layer": {"megatron-core": TESTED_MEGATRON_CORE},
-    "process_groups": {"megatron-core": TESTED_MEGATRON_CORE},
+    "process_groups": {"megatron-core": TESTED_MEGATRON_CORE, "torch": ("2.11",)},
     "rotary_frequencies": {"megatron-core": TESTED_MEGATRON_CORE, "megatron-bridge": ("0.6.2",)},
     "saved_state": {"megatron-core": TESTED_MEGATRON_CORE},
     "transformer_engine_placeholder": {"megatron-bridge": ("0.6.2",)},

@@ -41,3 +41,22 @@ def test_all_that_listens_is_on_loopback():
         assert total == 3
         assert addresses, "gloo listens somewhere"
         assert {ip for ip, _ in addresses} == {"127.0.0.1"}
+
+
+def test_groups_of_a_rank_alone_are_shut_down_beside_one_another():
+    assert run_ranks(end_twice, 1, num_ports=1) == [[2.0, False]]
+
+
+def end_twice(rank: int, world_size: int, ports: list[int]) -> list[float | bool]:
+    """A sum in a group of its own, and whether there are groups after both ways to end them."""
+    import torch
+
+    from nemo_offload_rl.mcore.patches.process_groups import shut_down_groups_at_once
+
+    address = f"tcp://127.0.0.1:{ports[0]}"
+    torch.distributed.init_process_group("gloo", init_method=address, rank=rank, world_size=world_size)
+    total = torch.full((1,), 2.0)
+    torch.distributed.all_reduce(total, group=torch.distributed.new_group([0]))
+    shut_down_groups_at_once()
+    torch.distributed.destroy_process_group()
+    return [total.item(), torch.distributed.is_initialized()]
