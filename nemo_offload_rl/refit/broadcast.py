@@ -34,7 +34,7 @@ class EngineLostError(RayError):
 
 
 class RefitTimeoutError(RuntimeError):
-    """An engine has not taken a bucket in time."""
+    """An engine has not answered, or not taken a bucket, in time."""
 
 
 @dataclass(frozen=True)
@@ -78,6 +78,7 @@ class BroadcastTransport:
 
         Raises:
             EngineLostError: If an engine's process has ended.
+            RefitTimeoutError: If an engine does not answer in time.
         """
         if rank != 0:
             return DrawingSender()
@@ -191,6 +192,13 @@ class BroadcastSender:
         """The address that all engines reach this process at: loopback where they are on this node."""
         processes = {receiver.actor.process.remote(): receiver.name for receiver in self._receivers}
         here = ray.util.get_node_ip_address()
+        _, late = ray.wait(list(processes), num_returns=len(processes), timeout=self._timeout_s)
+        if late:
+            names = ", ".join(processes[reference] for reference in late)
+            raise RefitTimeoutError(
+                f"The refit has no answer from {names} after {self._timeout_s:g} s; see the engine's log, and "
+                "whether its node can be reached from that of the policy's rank 0."
+            )
         addresses = {_require_success(reference, name)[0] for reference, name in processes.items()}
         return _LOOPBACK if addresses == {here} else here
 

@@ -104,6 +104,8 @@ def test_an_engine_that_does_not_answer_is_named_after_the_timeout(receivers):
     weights = [("a", torch.ones(1)), ("late", torch.ones(1))]
     with pytest.raises(RefitTimeoutError, match=r"waits since 1 s for engine 0 with the weight late"):
         connect(receivers[:1], weights, bucket_bytes=4, timeout_s=1).send(iter(weights))
+    with pytest.raises(RefitTimeoutError, match=r"no answer from engine 0 after 1 s; see the engine's log"):
+        connect(receivers[:1], weights, timeout_s=1)  # it is at that weight still
 
 
 def test_an_engine_that_dies_is_named_with_the_weights_that_it_was_at(receivers):
