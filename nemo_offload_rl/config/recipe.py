@@ -15,7 +15,8 @@ from nemo_offload_rl.config.source.overrides import apply_overrides, merge
 from nemo_offload_rl.config.source.yaml_source import Node, read_yaml
 from nemo_offload_rl.storage.regular_file import UnreadableFileError
 
-_REFERENCE = re.compile(r"\$\{(\.*)([A-Za-z_][\w.]*)\}")  # ${section.key} and ${.sibling}
+# ${section.key} and ${.sibling}; \${...} is text.
+_REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{(\.*)([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from support.fuzz_run import PropertyError
 from support.fuzz_values import EXTREMES
 
 from nemo_offload_rl.data.errors import DataError
-from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.problem import AnsweredContext, Problem
 from nemo_offload_rl.run.setup import make_prompt_format, read_data, read_tokenizer
 
 _KEYS = {"input_key": "question", "output_key": "answer"}
@@ -63,7 +63,7 @@ def run_case(rng: random.Random, folder: Path) -> bool:
     return True
 
 
-def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: str) -> list[Problem]:
+def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: str) -> list[Problem | AnsweredContext]:
     """The problems, once their first ones are tokenized, as a job's preparation and its first step do."""
     section: Any = {"shuffle": True, "train": dataset, "max_input_seq_length": 1000, "default": default}
     config: Any = {"name": str(_tokenizer_folder), "chat_template": chat_template}
@@ -71,11 +71,16 @@ def _read(dataset: dict[str, Any], chat_template: str | None = None, **default: 
     prompts = make_prompt_format(section, read_tokenizer(config), config)
     prompts.check_vocabulary(train.problems, with_answers=True)
     problems = list(train.problems)
-    first = [problem for problem in problems[:20] if len(problem.prompt) + len(problem.answer) < 10_000]
-    for example in prompts.examples(first):
+    first = [problem for problem in problems[:20] if len(_question(problem)) + len(problem.answer) < 10_000]
+    for example in prompts.examples(first) if first else ():
         if len(example.prompt_ids) + len(example.answer_ids) > 1000:
             raise PropertyError("an example is longer than the limit")
     return problems
+
+
+def _question(problem: Problem | AnsweredContext) -> str:
+    """All that is before the answer."""
+    return problem.prompt if isinstance(problem, Problem) else "".join(map(str, problem.context))
 
 
 def _jsonl(path: Path) -> dict[str, Any]:
@@ -204,7 +209,7 @@ def _prompt_file(rng: random.Random, folder: Path) -> None:
     )
     path.write_bytes(_mutated(rng, text.encode()) if rng.random() < 0.3 else text.encode())
     problems = _read(_jsonl(data), prompt_file=str(path))
-    if "SECRET" not in path.read_text().format(problems[0].prompt):
+    if "SECRET" not in _question(problems[0]):
         raise PropertyError(f"{text!r} leaves the prompt out")
 
 

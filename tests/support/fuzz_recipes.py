@@ -392,8 +392,13 @@ def _at(config: Any, path: str) -> Any:
 
 
 def _check_nothing_ignored(case: Case, validated: ValidatedRecipe) -> None:
-    config, resolved = validated.recipe.config, {name: {} for name in validated.recipe.config}
-    resolve_absent_keys(resolved)
+    config = validated.recipe.config
+    resolved = copy.deepcopy(config)
+    for path in (path for path, value in case.given.items() if value is DELETED):
+        section, _, name = path.rpartition(".")
+        if isinstance(found := _at(resolved, section) if section else resolved, dict):
+            found.pop(name, None)
+    resolve_absent_keys(resolved)  # what is deleted has what absent keys stand for
     for path, value in _leaves(case.tree) if case.tree is not None else ():
         if isinstance(value, str) and ("${" in value or value == "???"):
             continue

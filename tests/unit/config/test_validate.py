@@ -318,6 +318,11 @@ def test_a_consequence_of_a_mistake_is_not_reported_beside_it(error_of):
     assert ": 2 problems\n" in error
 
 
+def test_an_escaped_reference_is_text_and_has_problems_of_its_own(error_of):
+    error = error_of(r"policy.generation.colocated='\${policy}'")
+    assert "policy.generation.colocated: must be a section (a mapping)" in error
+
+
 def test_a_value_that_was_interpolated_says_from_where(error_of):
     error = error_of("policy.max_grad_norm=${policy.model_name}", "policy.megatron_cfg.optimizer.clip_grad=1.0")
     assert "must be a number; found 'tiny-qwen3' (from '${policy.model_name}')" in error
