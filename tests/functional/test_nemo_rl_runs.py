@@ -2,23 +2,21 @@
 
 import json
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
+from support.examples import ROOT, environment
+from support.forked_python import forked_python
 
 pytestmark = pytest.mark.slow
-
-REPOSITORY = Path(__file__).parents[2]
 
 
 def test_grpo_with_gsm8ks_columns_runs_to_its_end(tmp_path):
     """Rewards by math-verify, data by the loader of named datasets."""
     command = [
-        sys.executable, "benchmarks/nemo_rl_runs.py", "--folder", "examples/configs", "--scale", "tiny",
+        forked_python(), "benchmarks/nemo_rl_runs.py", "--folder", "examples/configs", "--scale", "tiny",
         "--cases", "gsm8k", "--gsm8k-steps", "2", "--work", tmp_path / "work", "--output", tmp_path / "runs.json",
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
     [row] = json.loads((tmp_path / "runs.json").read_text())["rows"]
     assert (row["status"], row["steps"], row["unjudged_answers"]) == ("done", 2, 0)

@@ -39,7 +39,7 @@ arguments = sys.argv[1:]
 while arguments and arguments[0] in ("-u", "-I", "-S"):
     del arguments[0]
 script = os.path.basename(arguments[0]) if arguments else ""
-forked = script == "-m" or script in ("default_worker.py", "bare_megatron.py") or script.startswith("run_")
+forked = script in ("-m", "default_worker.py", "bare_megatron.py", "nemo_rl_runs.py") or script.startswith("run_")
 if not forked:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 umask = os.umask(0)
