@@ -23,6 +23,7 @@ from nemo_offload_rl.data.arithmetic import make_arithmetic
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.tokenizer import load_tokenizer
+from nemo_offload_rl.metrics.logger import METRICS_FILE
 from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.run import job as job_module
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
@@ -46,6 +47,7 @@ def make_job(folder: Path, *overrides: str) -> Job:
             "checkpointing.save_period=2",
             "sft.max_num_steps=4",
             "sft.val_period=2",
+            "data.train.num_problems=200",  # that are checked only: `build` has its own
             *overrides,
         ],
     )
@@ -63,6 +65,19 @@ def make_job(folder: Path, *overrides: str) -> Job:
 
     job = Job.prepare(recipe)
     return replace(job, preparation=replace(job.preparation, build=build))
+
+
+@pytest.fixture(autouse=True)
+def undrawn(request, monkeypatch) -> None:
+    """Draw no picture, which takes as long as all else, but in the tests that ask for `drawn`."""
+    if "drawn" not in request.fixturenames:
+        for draw in ("plot_training", "plot_step"):
+            monkeypatch.setattr(job_module, draw, lambda run_dir, *_: run_dir / METRICS_FILE)
+
+
+@pytest.fixture
+def drawn() -> None:
+    """Have a run draw its pictures."""
 
 
 def make_session() -> Session:
@@ -85,7 +100,7 @@ def rows(folder: Path) -> list[dict]:
     ]
 
 
-def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, session):
+def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, session, drawn):
     assert make_job(tmp_path).run(session) == Ending(StopReason.STEPS, is_saved=True)
     run_dir = tmp_path / "logs" / "exp_001"
     assert [row["step"] for row in rows(run_dir)] == [0, 1, 2, 3, 4]
@@ -104,7 +119,7 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     assert "│ train     │ optimizer state │ 4.000 │" in shown(session)
 
 
-def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypatch):
+def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypatch, drawn):
     def fail(run_dir):
         raise TypeError("an axis has no length")
 
@@ -387,7 +402,7 @@ def test_garbage_in_a_checkpoint_of_an_earlier_version_is_said_in_a_sentence(two
         (newest / name).write_bytes(before)
 
 
-def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_path, session):
+def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_path, session, drawn):
     with files_of_at_most(3000):  # a checkpoint's table takes more
         ending = make_job(tmp_path, "sft.export_hf=false", "logger.tensorboard_enabled=false").run(session)
     assert ending == Ending(StopReason.STEPS, is_saved=False)
@@ -397,12 +412,12 @@ def test_metrics_and_the_last_state_that_found_no_space_are_told_at_the_end(tmp_
     assert "its last state, of step 4, is not on disk: none is there" in told
 
 
-def test_an_export_for_which_there_is_no_space_is_said_in_a_sentence(tmp_path, session):
+def test_an_export_for_which_there_is_no_space_is_said_in_a_sentence(tmp_path, session, drawn):
     with files_of_at_most(3000), pytest.raises(DiskFullError, match="hf cannot be written: File too large"):
         make_job(tmp_path, "checkpointing.enabled=false", "logger.tensorboard_enabled=false").run(session)
 
 
-def test_all_files_have_the_mode_of_the_users_umask(tmp_path, session):
+def test_all_files_have_the_mode_of_the_users_umask(tmp_path, session, drawn):
     before = os.umask(0o027)
     try:
         make_job(tmp_path).run(session)
