@@ -34,8 +34,8 @@ from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.metrics.moves import Moves, median_moves, moves_table
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.resident_params import smallest_gpu_bytes
-from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
@@ -120,7 +120,7 @@ def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: C
     section = recipe["cluster"]
     with Cluster(num_nodes=section["num_nodes"], gpus_per_node=section["gpus_per_node"]) as cluster:
         recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
-        recipe, _ = with_row_tokens_here(recipe, "grpo", smallest_gpu_bytes(cluster))
+        recipe, _ = fitted_to_gpus(recipe, "grpo", smallest_gpu_bytes(cluster))
         preparation = grpo.prepare(recipe)
         algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
         try:

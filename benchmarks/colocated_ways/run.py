@@ -21,8 +21,8 @@ from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
+from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
+from nemo_offload_rl.run.resident_params import smallest_gpu_bytes
 from nemo_offload_rl.run.setup import with_run_length
 
 BENCHMARKS = Path(__file__).parents[1]
@@ -91,10 +91,8 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
         with cluster:
             recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
             gpu_bytes = smallest_gpu_bytes(cluster)
-            recipe, notes = with_resident_params(recipe, "grpo", gpu_bytes)
-            recipe, cache_notes = with_kv_cache_bytes(recipe, "grpo", gpu_bytes)
-            for note in [*notes, *cache_notes]:
-                print(note)
+            recipe, notes = fitted_to_gpus(recipe, "grpo", gpu_bytes)
+            print(*notes, sep="\n")
             with built_as(setting):
                 algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
             try:

@@ -126,7 +126,8 @@ def _reserve_bytes(
         mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
-    sequences = kwargs.get("max_num_seqs", batch_size) or _MAX_SEQUENCES
+    sequences = kwargs["max_num_seqs"] if "max_num_seqs" in kwargs else batch_size
+    sequences = _MAX_SEQUENCES if sequences is None else sequences  # null is vLLM's own number
     logits = sequences * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
     return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
 

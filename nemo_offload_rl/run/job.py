@@ -45,11 +45,11 @@ from nemo_offload_rl.run.folder import (
     read_recipe,
     write_recipe,
 )
+from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
-from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
+from nemo_offload_rl.run.resident_params import smallest_gpu_bytes
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
-from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of, with_row_tokens_here
+from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason
 from nemo_offload_rl.storage.checksum import FileSum
@@ -178,10 +178,8 @@ class Job:
             stack.enter_context(logged_to(run_dir, session.console))
             config, adaptations = for_machine(self.config, has_gpus=session.cluster.has_gpus)
             gpu_bytes = smallest_gpu_bytes(session.cluster)
-            config, kept = with_resident_params(config, self.algorithm, gpu_bytes)
-            config, cache = with_kv_cache_bytes(config, self.algorithm, gpu_bytes)
-            config, rows = with_row_tokens_here(config, self.algorithm, gpu_bytes)
-            for note in [*self.notes, *adaptations, *kept, *cache, *rows]:
+            config, decided = fitted_to_gpus(config, self.algorithm, gpu_bytes)
+            for note in [*self.notes, *adaptations, *decided]:
                 _say(session.console, note, style="dim")
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             session.interrupt.check()

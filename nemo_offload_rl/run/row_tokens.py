@@ -40,10 +40,6 @@ def with_numbers_of(resolved: Mapping[str, Any], config: Mapping[str, Any]) -> d
 
 
 def as_left_open(written: Mapping[str, Any], config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a checkpoint's recipe with `auto` where that of this run leaves open what then was chosen."""
+    """Returns a checkpoint's recipe (it may be empty) with `auto` where this run leaves open what was chosen then."""
     keys = open_keys(config)
-    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys and _packs(written) else dict(written)
-
-
-def _packs(written: Mapping[str, Any]) -> bool:
-    return "sequence_packing" in written.get("policy", {})
+    return with_tokens(written, dict.fromkeys(keys, AUTO)) if keys and written else dict(written)

@@ -1,0 +1,35 @@
+"""Resolves all that a recipe leaves to the size of the GPUs: where parameters stay, the KV cache, packed rows."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
+from nemo_offload_rl.run.resident_params import with_resident_params
+from nemo_offload_rl.run.row_tokens import with_row_tokens_here
+
+# In this order: parameters that stay lessen the room for packed rows.
+_DECISIONS = (with_resident_params, with_kv_cache_bytes, with_row_tokens_here)
+
+
+def fitted_to_gpus(
+    config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Decide it, as far as the recipe does not say it itself.
+
+    Args:
+        config: a validated recipe, resolved for this machine; it is left as it is.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+
+    Returns:
+        The config that workers and engines get, and a line for each thing that was decided.
+
+    Raises:
+        HostBudgetError: a rank needs more host memory than the recipe's limit.
+        ValueError: the GPU has no room for the KV cache of one sequence, or for a packed row of the longest one.
+    """
+    lines = []
+    for decide in _DECISIONS:
+        config, said = decide(config, algorithm, gpu_bytes)
+        lines += said
+    return config, lines
