@@ -64,7 +64,7 @@ class GeneratorActor(WeightLoader):
 class TransformersGeneration(ActorEngines):
     """The driver's handle on the replicas, one actor each (see `GenerationInterface`)."""
 
-    capabilities = Capabilities(refit_transport="object_store", keeps_weights=True, batch_independent_sampling=True)
+    capabilities = Capabilities(refit_transport="cuda_ipc", keeps_weights=True, batch_independent_sampling=True)
 
     def __init__(
         self,

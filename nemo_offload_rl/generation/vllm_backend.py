@@ -118,7 +118,7 @@ class VllmGeneration(ActorEngines):
     """The driver's handle on the engines (see `GenerationInterface`)."""
 
     capabilities = Capabilities(
-        refit_transport="object_store", keeps_weights=False, batch_independent_sampling=True, built_alone=True
+        refit_transport="cuda_ipc", keeps_weights=False, batch_independent_sampling=True, built_alone=True
     )
 
     def __init__(
