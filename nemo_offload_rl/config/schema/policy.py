@@ -95,8 +95,8 @@ class PolicyConfig(TypedDict):
     megatron_cfg: MegatronConfig
     # Packing of micro-batches.
     sequence_packing: SequencePackingConfig
-    # Memory in which weights go to generation, in GiB, taken for the time of a refit. Above 0; recommended 1.0. On a GPU
-    # that policy and engine share it is there once, its halves taking turns; to an engine on GPUs of its own it is the
+    # Memory in which weights go to generation, in GiB, taken for the time of a refit. Above 0; recommended 1.0. On GPUs
+    # that policy and engine share it is there once, its halves taking turns; for an engine on GPUs of its own it is the
     # size of a piece, on both sides. Absent: 1.0.
     refit_buffer_size_gb: NotRequired[PositiveFloat]
     # Compare a checksum of the weights on both sides after every refit. Recommended: true in tests. Absent: false.
