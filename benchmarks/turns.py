@@ -1,4 +1,4 @@
-"""Gives the processes of a benchmark turns: one measures, while the next one only imports what it needs (25 s)."""
+"""Gives the processes of a benchmark turns: one measures, while the next two only import what they need (25 s)."""
 
 import contextlib
 import fcntl
@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 _LOCK = "BENCHMARK_TURN_LOCK"
-_AHEAD = 2
+_AHEAD = 3
 _SLOW_IMPORTS = ("transformer_engine.pytorch", "nemo_offload_rl.worker.worker", "megatron.bridge")
 
 
