@@ -4,9 +4,21 @@ docs/decisions/adapted-recipes.md says what is adapted, what is refused, and why
 """
 
 import math
+from typing import Any
 
-from nemo_offload_rl.config.rules.base import DDP, DIVISOR, MEGATRON, SECTION, TP, Adapted, adaptation
+from nemo_offload_rl.config.rules.base import (
+    COLOCATED,
+    DDP,
+    DIVISOR,
+    MEGATRON,
+    REFIT_TRANSPORT,
+    SECTION,
+    TP,
+    Adapted,
+    adaptation,
+)
 
+ASYNC_ENGINE = "policy.generation.vllm_cfg.async_engine"
 SEQUENCE_PARALLEL = f"{MEGATRON}.sequence_parallel"
 
 
@@ -39,3 +51,20 @@ def gathers_overlap_with_reductions_alone(gather: bool, reduce: bool) -> Adapted
 def no_period_is_no_validation(period: int | None, _: object) -> Adapted | None:
     """NeMo-RL's recipes write -1 as well as 0."""
     return Adapted(f"{SECTION}.val_period", 0, None) if period == -1 else None
+
+
+@adaptation(ASYNC_ENGINE)
+def a_steps_requests_come_at_once(enabled: bool) -> Adapted | None:
+    """VLLM's scheduler batches and samples them alike with and without its asynchronous engine."""
+    line = "is off: a step's requests come at once, and the synchronous engine samples them from the same distribution"
+    return Adapted(ASYNC_ENGINE, False, line) if enabled else None
+
+
+@adaptation(REFIT_TRANSPORT, COLOCATED)
+def weights_are_broadcast_to_other_gpus(transport: str | None, colocated: dict[str, Any] | None) -> Adapted | None:
+    """Each of NeMo-RL's transports brings all weights bit for bit; a rule refuses it where GPUs are shared."""
+    if transport is None or colocated is None or colocated["enabled"]:
+        return None
+    return Adapted(
+        REFIT_TRANSPORT, None, f"is null in place of {transport}: whole weights are broadcast, the same bits"
+    )

@@ -17,6 +17,7 @@ LENGTH, DIVISOR = "policy.max_total_sequence_length", "policy.make_sequence_leng
 PACKING = "policy.sequence_packing.enabled"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
 COLOCATED = "policy.generation.colocated?"
+REFIT_TRANSPORT = "policy.generation.refit_transport"
 # The arguments of config.model_kind.model_fields, and of model_kind.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")

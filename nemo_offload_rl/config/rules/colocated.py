@@ -3,7 +3,7 @@
 from typing import Any
 
 from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_split
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, Verdict, note, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, REFIT_TRANSPORT, Verdict, note, rule
 
 
 @rule(COLOCATED, GPUS, NODES)
@@ -14,6 +14,15 @@ def policy_and_generation_share_out_the_cluster(colocated: dict[str, Any], gpus:
         return None
     key, message = split
     return f"{COLOCATED.removesuffix('?')}.resources.{key}", message
+
+
+@rule(REFIT_TRANSPORT)
+def a_transport_needs_gpus_of_its_own(transport: str | None) -> Verdict:
+    """NeMo-RL refuses it, too; with GPUs of their own it was adapted before."""
+    if transport is None:
+        return None
+    key = f"{COLOCATED.removesuffix('?')}.enabled"
+    return f"is {transport}, which is for generation on GPUs of its own, but {key} is not false; set it to null"
 
 
 @note("policy.offload_optimizer_for_refit", COLOCATED)

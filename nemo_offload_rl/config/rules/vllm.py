@@ -19,11 +19,6 @@ ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism of an engine is not supported here; use tensor_parallel_size"),
     "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
     "kv_cache_dtype": ("auto", "a quantised KV cache is not supported here"),
-    "async_engine": (
-        False,
-        "requests come all at once here, and vLLM's scheduler samples them alike with or without its asynchronous "
-        "engine; that serves rollouts of several turns and asynchronous GRPO, which are not supported here",
-    ),
     "skip_tokenizer_init": (True, "prompts and answers are token ids here"),
     "logprobs_mode": ("processed_logprobs", "training compares the log-probs of the distribution that is sampled"),
     "num_first_layers_in_bf16": (0, "fp8 is not supported here"),

@@ -52,7 +52,8 @@ class VllmConfig(TypedDict):
     load_format: NotRequired[str]
     # Type of the KV cache; auto alone: that of the weights. Absent: auto.
     kv_cache_dtype: NotRequired[str]
-    # vLLM's asynchronous engine; false alone. Absent: false.
+    # vLLM's asynchronous engine, for asynchronous GRPO and rollouts of several turns. A step's requests come at once
+    # here, so true is read as false, with a line. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
     # Leave the tokenizer out of the engine; true alone, as prompts and answers are token ids here; with
     # policy.generation.stop_strings the engine has one all the same. Absent: true.
@@ -127,6 +128,9 @@ class GenerationConfig(TypedDict):
     # Strings that end an answer, too, as soon as its text has one; the answer keeps it. Special tokens count as they
     # are written. Null or [] for none. Recommended: null, since the end of sequence costs no search. Absent: null.
     stop_strings: NotRequired[list[NonEmptyStr] | None]
+    # How NeMo-RL moves weights to generation's own GPUs. All of these bring the same bits; they are broadcast here,
+    # whichever is named, with a line. Null where GPUs are shared. Recommended: null. Absent: null.
+    refit_transport: NotRequired[Literal["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"] | None]
     # The engines of backend: vllm. Absent: no vLLM, whose sizes have no defaults. Without effect with another backend.
     vllm_cfg: NotRequired[VllmConfig]
     # Further arguments of vLLM's `LLM`, by its own names. Those that other keys of the recipe stand for, and those that

@@ -101,7 +101,6 @@ OFF_ONLY: tuple[OffOnly, ...] = (
     OffOnly(
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
-    OffOnly("policy.generation.refit_transport", _NULL, "a choice of refit transport"),
     OffOnly(
         "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
     ),
@@ -208,7 +207,7 @@ _VLLM_IN_USE = ("policy.generation.backend", "vllm")
 _VLLM_SERVERS = "is for vLLM's asynchronous engine or its servers, which are not in use"
 _KEYS_OF_VLLM_SERVERS = ("enable_vllm_metrics_logger", "http_refit_api_key_env_var", "vllm_metrics_logger_interval")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
-_NIXL = "tunes the NIXL transport, which is not in use"
+_TRANSPORTS = "tunes NeMo-RL's refit transports, which are not in use"
 _DTENSOR_ONLY = "only the DTensor policy reads it; Megatron's is policy.megatron_cfg.{0}"
 
 WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
@@ -235,7 +234,7 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect(
         "policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True
     ),
-    WithoutEffect("policy.generation.refit_cfg", _NIXL, True),
+    WithoutEffect("policy.generation.refit_cfg", _TRANSPORTS, True),
     WithoutEffect("policy.generation.vllm_cfg", _VLLM, True, _VLLM_IN_USE),
     *(WithoutEffect(f"policy.generation.vllm_cfg.{key}", _VLLM_SERVERS, True) for key in _KEYS_OF_VLLM_SERVERS),
     WithoutEffect("policy.generation.vllm_cfg.use_tqdm", "engines have no terminal to draw a progress bar on", True),

@@ -11,7 +11,9 @@ from tests.unit.config.conftest import CONFIGS
 TINY = CONFIGS / "grpo_tiny_cpu.yaml"
 RESOURCES = "policy.generation.colocated.resources"
 APART = "policy.generation.colocated.enabled=false"
+TRANSPORT = "policy.generation.refit_transport"
 ONE_OF_FOUR = [APART, "cluster.gpus_per_node=4", f"{RESOURCES}.gpus_per_node=1"]
+ONE_OF_TWO = [APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=1"]
 
 
 def split(*overrides):
@@ -59,7 +61,32 @@ def test_sizes_that_do_not_fit_are_refused_with_a_remedy(overrides, message):
         load(TINY, overrides)
 
 
+@pytest.mark.parametrize("transport", ["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"])
+def test_weights_are_broadcast_whichever_transport_is_named(transport):
+    recipe = load(TINY, [*ONE_OF_TWO, f"+{TRANSPORT}={transport}", f"+policy.generation.refit_cfg.{transport}.x=1"])
+    assert recipe.config["policy"]["generation"]["refit_transport"] is None
+    assert f"{TRANSPORT} is null in place of {transport}: whole weights are broadcast, the same bits" in recipe.notes
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (
+            [f"+{TRANSPORT}=nixl"],
+            "is nixl, which is for generation on GPUs of its own, but .*enabled is not false; set",
+        ),
+        (
+            [*ONE_OF_TWO, f"+{TRANSPORT}=mcore"],
+            "must be 'nccl_reshard', 'nixl', .* or 'vllm_zmq_sparse'; found 'mcore'",
+        ),
+    ],
+)
+def test_a_transport_that_brings_nothing_is_refused(overrides, message):
+    with pytest.raises(ValueError, match=message):
+        load(TINY, overrides)
+
+
 def test_the_policy_stays_on_its_gpus():
-    recipe = load(TINY, [APART, "cluster.gpus_per_node=2", f"{RESOURCES}.gpus_per_node=1"])
+    recipe = load(TINY, ONE_OF_TWO)
     assert settings(recipe.config["policy"]).table == DEDICATED_TABLE
     assert any("offload_optimizer_for_refit true has no effect" in line for line in recipe.notes)

@@ -786,6 +786,12 @@ DDP = f"{MEGATRON}.distributed_data_parallel_config"
             0,
             None,
         ),
+        (
+            ["policy.generation.backend=vllm", "+policy.generation.vllm_cfg.async_engine=true"],
+            "policy.generation.vllm_cfg.async_engine",
+            False,
+            "policy.generation.vllm_cfg.async_engine is off: a step's requests come at once",
+        ),
         (["policy.sequence_packing.algorithm=modified_ffd"], "policy.sequence_packing.algorithm", "modified_ffd", None),
         (["data.train.split_validation_size=null"], "data.train.split_validation_size", None, None),
     ],

@@ -20,7 +20,6 @@ BROKEN = {
         ([f"{VLLM}.pipeline_parallel_size=2"], "pipeline_parallel_size: must be 1, since pipeline parallelism"),
         ([f"+{VLLM}.load_format=auto"], "load_format: must be 'dummy', since weights come with the first refit"),
         ([f"+{VLLM}.kv_cache_dtype=fp8"], "kv_cache_dtype: must be 'auto', since a quantised KV cache is not"),
-        ([f"+{VLLM}.async_engine=true"], "async_engine: must be false, since requests come all at once here"),
         ([f"+{VLLM}.skip_tokenizer_init=false"], "skip_tokenizer_init: must be true, since prompts"),
         ([f"+{VLLM}.logprobs_mode=raw_logprobs"], "logprobs_mode: must be 'processed_logprobs', since training"),
         ([f"+{VLLM}.num_first_layers_in_bf16=1"], "num_first_layers_in_bf16: must be 0, since fp8"),
