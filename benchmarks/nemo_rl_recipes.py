@@ -45,7 +45,6 @@ NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "another generation backend": {"policy.generation.backend": ("vllm", "transformers")},
     "asynchronous GRPO": {"grpo.async_grpo.enabled": (False, None), "async_rl": ()},
     "context parallelism": {"policy.megatron_cfg.context_parallel_size": (1,)},
-    "delta or NIXL refit": {"policy.generation.refit_transport": (None,)},
     "draft models": {
         "policy.draft.enabled": (False, None),
         "policy.generation.vllm_kwargs.speculative_config": (None,),
@@ -169,6 +168,7 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         table_line(["---"] * 2),
         *(table_line([feature, str(count)]) for feature, count in features_of(rows).most_common()),
         "",
+        *refused_lines([row for row in built if not row["loads"]]),
         "## How it was measured",
         "",
         "Every file is read as `nemo-offload-rl validate` reads it, without overrides. The slowest takes "
@@ -221,6 +221,16 @@ def key_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 def general(key: str) -> str:
     """The key with NAME for what a recipe calls its environment."""
     return re.sub(r"^env\.[^.]+\.", "env.NAME.", key)
+
+
+def refused_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """The recipes that ask for no missing feature and are refused all the same, each with its keys."""
+    if not refused:
+        return
+    yield from ("## Refused, but for none of these features", "")
+    yield from (table_line(["recipe", "refused keys"]), table_line(["---"] * 2))
+    yield from (table_line([row["recipe"], f"`{row['refused_keys'].replace(', ', '`, `')}`"]) for row in refused)
+    yield ""
 
 
 def features_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
