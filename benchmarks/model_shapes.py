@@ -1,4 +1,4 @@
-"""Sizes of public models, which the benchmarks give random weights."""
+"""Sizes of public models, from their config.json: benchmarks give them random weights, tests and docs count them."""
 
 from typing import Any
 
@@ -75,6 +75,20 @@ LLAMA_8B: dict[str, Any] = {
 }
 """Llama-3.1-8B's."""
 
+LLAMA_70B: dict[str, Any] = {
+    "model_type": "llama",
+    "hidden_size": 8192,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "intermediate_size": 28672,
+    "tie_word_embeddings": False,
+    "vocab_size": 128256,
+    "max_position_embeddings": 131072,
+    "rope_parameters": _LLAMA_3_ROPE | {"factor": 8.0},
+}
+"""Llama-3.1-70B's, and those of Llama-3.3-70B."""
+
 QWEN3_8B: dict[str, Any] = {
     "model_type": "qwen3",
     "hidden_size": 4096,
@@ -88,10 +102,23 @@ QWEN3_8B: dict[str, Any] = {
 }
 """Qwen3-8B's."""
 
-QWEN3_EXPERTS: dict[str, Any] = {
+QWEN3_32B: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": 5120,
+    "num_hidden_layers": 64,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "intermediate_size": 25600,
+    "tie_word_embeddings": False,
+    "vocab_size": 151936,
+}
+"""Qwen3-32B's."""
+
+QWEN3_30B_A3B: dict[str, Any] = {
     "model_type": "qwen3_moe",
     "hidden_size": 2048,
-    "num_hidden_layers": 8,
+    "num_hidden_layers": 48,
     "num_attention_heads": 32,
     "num_key_value_heads": 4,
     "head_dim": 128,
@@ -103,6 +130,9 @@ QWEN3_EXPERTS: dict[str, Any] = {
     "tie_word_embeddings": False,
     "vocab_size": 151936,
 }
+"""Qwen3-30B-A3B's."""
+
+QWEN3_EXPERTS: dict[str, Any] = QWEN3_30B_A3B | {"num_hidden_layers": 8}
 """Qwen3-30B-A3B's with 8 of its 48 layers: 5.5 B parameters, most of them in 3,072 matrices of experts."""
 
 TINY_SIZES: dict[str, Any] = {

@@ -9,7 +9,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from public_models import LLAMA_3_70B, QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_30B_A3B
+sys.path.append(str(Path(__file__).parents[1] / "benchmarks"))
+
+from model_shapes import LLAMA_70B, QWEN2_1_5B, QWEN2_7B, QWEN3_30B_A3B
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
@@ -35,15 +37,15 @@ class Layout(NamedTuple):
 
 
 LAYOUTS = (
-    Layout("Qwen2.5-1.5B", QWEN2_5_1_5B, 1),
-    Layout("Qwen2.5-1.5B", QWEN2_5_1_5B, 8),
-    Layout("Qwen2.5-7B", QWEN2_5_7B, 8),
-    Layout("Qwen2.5-7B", QWEN2_5_7B, 8, tensor=4),
+    Layout("Qwen2.5-1.5B", QWEN2_1_5B, 1),
+    Layout("Qwen2.5-1.5B", QWEN2_1_5B, 8),
+    Layout("Qwen2.5-7B", QWEN2_7B, 8),
+    Layout("Qwen2.5-7B", QWEN2_7B, 8, tensor=4),
     Layout("Qwen3-30B-A3B", QWEN3_30B_A3B, 8, expert=8),
     Layout("Qwen3-30B-A3B", QWEN3_30B_A3B, 32, pipeline=2, expert=8),
-    Layout("Llama-3-70B", LLAMA_3_70B, 16, tensor=8),
-    Layout("Llama-3-70B", LLAMA_3_70B, 64, tensor=8),
-    Layout("Llama-3-70B", LLAMA_3_70B, 64, tensor=4, pipeline=4),
+    Layout("Llama-3-70B", LLAMA_70B, 16, tensor=8),
+    Layout("Llama-3-70B", LLAMA_70B, 64, tensor=8),
+    Layout("Llama-3-70B", LLAMA_70B, 64, tensor=4, pipeline=4),
 )
 HEADER = (
     "| model | GPUs | TP | PP | EP | DP | params | grads | optimizer state | reference | host memory, a rank "

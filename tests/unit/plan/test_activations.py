@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from support.tiny import TINY_QWEN3_MOE
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.activation_offload.groups import Group
 from nemo_offload_rl.activation_offload.report import ModuleReport
 from nemo_offload_rl.activation_offload.schedule import Profile, choose_in_first_pass, choose_offloaded
@@ -29,7 +30,6 @@ from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
 from tests.unit.config.conftest import CONFIGS
-from tools.public_models import QWEN2_5_1_5B
 
 RECIPE = CONFIGS / "grpo_math_1B_megatron.yaml"
 BENCHMARK = str(CONFIGS.parents[1] / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml")
@@ -258,7 +258,7 @@ def test_the_longest_padded_micro_batch_of_a_recipe():
         "policy.make_sequence_length_divisible_by=64",
         "policy.sequence_packing.enabled=false",
     )
-    [facts] = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert facts.num_tokens == facts.num_residual_tokens == 4 * 1024
     assert (facts.num_layers, facts.hidden_size, facts.num_heads, facts.num_query_groups) == (28, 1536, 12, 2)
     assert (facts.element_size, facts.num_chunks_in_flight, facts.is_moe) == (2, 1, False)
@@ -267,32 +267,32 @@ def test_the_longest_padded_micro_batch_of_a_recipe():
 def test_a_packed_row_is_as_long_as_the_recipe_lets_it():
     policy = policy_of()
     policy["sequence_packing"] |= {"enabled": True, "train_mb_tokens": 3000, "sequence_length_round": 64}
-    [facts] = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert facts.num_tokens == 3008
     policy["sequence_packing"]["train_mb_tokens"] = 100  # a longer sequence has a row of its own
-    [facts] = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert facts.num_tokens == 1024
 
 
 def test_tensor_parallel_ranks_share_heads_and_with_sequence_parallelism_tokens():
     policy = policy_of("policy.max_total_sequence_length=1024", "policy.megatron_cfg.tensor_model_parallel_size=4")
     policy["sequence_packing"]["enabled"] = False
-    [facts] = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    [facts] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert (facts.num_heads, facts.num_query_groups) == (3, 1)  # two ranks hold the same group
     policy["megatron_cfg"]["sequence_parallel"] = True
-    [shard] = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    [shard] = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert (facts.num_residual_tokens, shard.num_residual_tokens) == (facts.num_tokens, facts.num_tokens // 4)
     assert shard.num_tokens == facts.num_tokens
 
 
 def test_stages_hold_fewer_micro_batches_the_later_they_are():
     policy = policy_of("policy.megatron_cfg.pipeline_model_parallel_size=4", "policy.train_global_batch_size=64")
-    stages = activation_facts(QWEN2_5_1_5B, policy, world_size=8)
+    stages = activation_facts(QWEN2_1_5B, policy, world_size=8)
     assert [facts.num_chunks_in_flight for facts in stages] == [4, 3, 2, 1]
     assert [facts.num_layers for facts in stages] == [7, 7, 7, 7]
     policy["train_global_batch_size"] = 2 * 2 * policy["train_micro_batch_size"]  # two for each of two ranks
     policy["sequence_packing"]["enabled"] = False
-    assert [facts.num_chunks_in_flight for facts in activation_facts(QWEN2_5_1_5B, policy, world_size=8)] == [
+    assert [facts.num_chunks_in_flight for facts in activation_facts(QWEN2_1_5B, policy, world_size=8)] == [
         2,
         2,
         2,
@@ -349,7 +349,7 @@ def test_what_a_recipe_asks_for():
 
 def test_the_slab_is_part_of_what_a_rank_needs():
     config = load(RECIPE, OFFLOADED).config
-    run = plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+    run = plan_run(config, QWEN2_1_5B, algorithm="grpo")
     rank = run.plan.largest_rank
     assert rank.activations is not None
     assert rank.activations.slab_bytes > 0
@@ -363,12 +363,12 @@ def test_a_limit_that_only_the_slab_exceeds_names_the_slabs_keys():
     config = load(RECIPE, [*OFFLOADED, "policy.residency.host_memory_limit_gib=20.5"]).config
     config["policy"]["max_total_sequence_length"] = 32768
     with pytest.raises(HostBudgetError) as caught:
-        plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+        plan_run(config, QWEN2_1_5B, algorithm="grpo")
     remedy = next(line for line in str(caught.value).splitlines() if "offload_modules" in line)
     assert "enough: a lower policy.activation_offload.host_memory_limit_gib or fewer" in remedy
     assert "reference_weights  activations     total" in str(caught.value)
     config["policy"]["activation_offload"] = {"strict": False, "host_memory_limit_gib": 0.25}
-    assert plan_run(config, QWEN2_5_1_5B, algorithm="grpo").needs[0].fixed_bytes == {"activations": GIB // 4}
+    assert plan_run(config, QWEN2_1_5B, algorithm="grpo").needs[0].fixed_bytes == {"activations": GIB // 4}
 
 
 def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:

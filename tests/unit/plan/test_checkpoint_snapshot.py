@@ -2,12 +2,12 @@
 
 import pytest
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.planner import plan_run
 from tests.unit.plan.test_report import BENCHMARK, printed, row
-from tools.public_models import QWEN2_5_1_5B
 
 N = 1_543_714_304
 OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -17,7 +17,7 @@ HALF_ON_CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.optimize
 
 
 def planned(*overrides):
-    return plan_run(load(BENCHMARK, list(overrides)).config, QWEN2_5_1_5B, algorithm="grpo")
+    return plan_run(load(BENCHMARK, list(overrides)).config, QWEN2_1_5B, algorithm="grpo")
 
 
 @pytest.mark.parametrize(

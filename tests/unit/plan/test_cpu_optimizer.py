@@ -2,13 +2,13 @@
 
 import pytest
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.plan.planner import plan_run
 from nemo_offload_rl.residency.table import Target
 from tests.unit.config.conftest import CONFIGS
 from tests.unit.plan.test_report import BENCHMARK, printed, row
-from tools.public_models import QWEN2_5_1_5B
 
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 ON = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
@@ -17,7 +17,7 @@ HALF = 1_543_714_304 // 2
 
 def planned(*overrides):
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", [*ON, *overrides]).config
-    return plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+    return plan_run(config, QWEN2_1_5B, algorithm="grpo")
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_bytes_of_both_places(overrides, on_gpu, on_host):
 
 def test_it_is_off_where_the_switch_is():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", [f"{OPTIMIZER}.optimizer_offload_fraction=0.5"]).config
-    (rank,) = plan_run(config, QWEN2_5_1_5B, algorithm="grpo").plan.ranks
+    (rank,) = plan_run(config, QWEN2_1_5B, algorithm="grpo").plan.ranks
     assert rank.fixed_bytes == {}
     assert rank.target_bytes[Target.OPTIMIZER_STATE] == 20 * HALF
 

@@ -6,10 +6,20 @@ import pytest
 from support.ranks import run_ranks
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, tiny_policy
 
+from benchmarks.model_shapes import (
+    LLAMA_1B,
+    LLAMA_8B,
+    LLAMA_70B,
+    QWEN2_0_5B,
+    QWEN2_1_5B,
+    QWEN2_7B,
+    QWEN3_8B,
+    QWEN3_30B_A3B,
+    QWEN3_32B,
+)
 from nemo_offload_rl.config.installed.megatron_fields import megatron_fields
 from nemo_offload_rl.plan.architecture import FAMILIES, FOLLOWED_ONLY_AT, UnknownArchitectureError
 from nemo_offload_rl.plan.model_facts import optimizer_size, shard_facts
-from tools.public_models import LLAMA_3_70B, QWEN2_5_1_5B, QWEN2_5_7B, QWEN3_30B_A3B
 
 SHAPE: dict[str, Any] = {key: TINY_QWEN3[key] for key in TINY_QWEN3 if key not in ("model_type", "head_dim")}
 UNTIED = {"tie_word_embeddings": False}
@@ -182,10 +192,15 @@ def test_ranks_that_share_a_model_are_counted_exactly(together, layout):
 
 # Parameters of models that everybody knows, from their config.json.
 PUBLIC: dict[int, dict[str, Any]] = {
-    1_543_714_304: QWEN2_5_1_5B,
-    7_615_616_512: QWEN2_5_7B,
+    494_032_768: QWEN2_0_5B,
+    1_235_814_400: LLAMA_1B,
+    1_543_714_304: QWEN2_1_5B,
+    7_615_616_512: QWEN2_7B,
+    8_030_261_248: LLAMA_8B,
+    8_190_735_360: QWEN3_8B,
     30_532_122_624: QWEN3_30B_A3B,
-    70_553_706_496: LLAMA_3_70B,
+    32_762_123_264: QWEN3_32B,
+    70_553_706_496: LLAMA_70B,
 }
 
 

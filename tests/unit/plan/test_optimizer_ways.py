@@ -4,13 +4,13 @@ import json
 
 import pytest
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, fastest_that_fits, plan_ways, reason
 from nemo_offload_rl.plan.planner import plan_run
 from tests.unit.plan.test_report import BENCHMARK, printed, row
-from tools.public_models import QWEN2_5_1_5B
 
 N = 1_543_714_304
 OPTIMIZER = "policy.megatron_cfg.optimizer"
@@ -21,7 +21,7 @@ CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_opti
 def planned(*overrides, link=50e9):
     def plan_with(more):
         config = load(BENCHMARK, [*overrides, *more]).config
-        return plan_run(config, QWEN2_5_1_5B, algorithm="grpo", link_bytes_per_s=link)
+        return plan_run(config, QWEN2_1_5B, algorithm="grpo", link_bytes_per_s=link)
 
     ways = plan_ways(load(BENCHMARK, list(overrides)).config["policy"], plan_with)
     return {one.way.name: one for one in ways}

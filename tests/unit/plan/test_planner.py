@@ -5,6 +5,7 @@ import dataclasses
 import pytest
 from support.tiny import policy_without_model
 
+from benchmarks.model_shapes import QWEN2_1_5B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.plan.host_budget import HostBudgetError
@@ -12,7 +13,6 @@ from nemo_offload_rl.plan.plan import PCIE5_X16_BYTES_PER_S, STAGED_BYTES_PER_S
 from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run, rank_needs
 from nemo_offload_rl.residency.table import Phase, ShardFacts, Target
 from tests.unit.config.conftest import CONFIGS
-from tools.public_models import QWEN2_5_1_5B
 
 # 2000 bytes of parameters, 4000 of gradients, 6000 of optimizer state.
 FACTS = ShardFacts(
@@ -153,7 +153,7 @@ def test_ranks_of_a_stage_fill_one_host_after_another():
 
 def test_the_plan_of_a_whole_recipe():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["cluster.gpus_per_node=8"]).config
-    run = plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+    run = plan_run(config, QWEN2_1_5B, algorithm="grpo")
     [rank] = run.plan.ranks
     assert rank.facts.num_params == 1_543_714_304
     assert rank.facts.has_reference
@@ -161,13 +161,13 @@ def test_the_plan_of_a_whole_recipe():
     assert rank.target_bytes[OPTIMIZER] == pytest.approx(10 * 1_543_714_304 / 8, rel=1e-4)
     assert len(run.needs) == 8
     without = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["loss_fn.reference_policy_kl_penalty=0.0"]).config
-    assert not plan_run(without, QWEN2_5_1_5B, algorithm="grpo").plan.largest_rank.facts.has_reference
+    assert not plan_run(without, QWEN2_1_5B, algorithm="grpo").plan.largest_rank.facts.has_reference
 
 
 def test_the_recipes_own_limit_is_held_wherever_the_plan_is_made():
     config = load(CONFIGS / "grpo_math_1B_megatron.yaml", ["policy.residency.host_memory_limit_gib=20"]).config
     with pytest.raises(HostBudgetError, match=r"Rank 0 needs 20\.13 GiB .*host_memory_limit_gib is 20\."):
-        plan_run(config, QWEN2_5_1_5B, algorithm="grpo")
+        plan_run(config, QWEN2_1_5B, algorithm="grpo")
 
 
 def test_host_memory_that_never_moves_is_in_the_plan_and_in_the_needs():

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_30B_A3B
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB, MIB
@@ -14,7 +15,6 @@ from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.row_tokens import MARGIN, MOST_TOKENS, with_row_tokens
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from tests.unit.config.conftest import CONFIGS
-from tools.public_models import QWEN2_5_1_5B, QWEN3_30B_A3B
 
 ROOT = CONFIGS.parents[1]
 GRPO = ROOT / "benchmarks" / "recipes" / "grpo_1_5B_random.yaml"
@@ -29,7 +29,7 @@ N = 1_543_714_304
 HOST = SimpleNamespace(hostname="here", available_bytes=1 << 38, cgroup_free_bytes=None, memlock_bytes=None)
 
 
-def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_5_1_5B, host=None):
+def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_1_5B, host=None):
     validated = load(recipe, list(overrides))
     before = copy.deepcopy(validated.config)
     config, lines = with_row_tokens(
@@ -42,12 +42,12 @@ def chosen(gpu_gib, *overrides, recipe=GRPO, model=QWEN2_5_1_5B, host=None):
 
 def test_the_estimate_of_a_training_pass_and_of_one_that_computes_log_probs():
     config = load(GRPO, ["policy.sequence_packing.train_mb_tokens=16384"]).config
-    facts = activation_facts(QWEN2_5_1_5B, config["policy"], world_size=1)
+    facts = activation_facts(QWEN2_1_5B, config["policy"], world_size=1)
     tokens, logits = 16384, 2 * 16384 * 151_936 * 2 + 3 * 4 * 1024 * 151_936
     layer = tokens * 2 * (2 * 1536 + 2 * 1536 + 2 * 256 + 2 * 1536 + 3 * 8960)
-    [training] = training_pass_bytes(QWEN2_5_1_5B, config["policy"], facts, None)
+    [training] = training_pass_bytes(QWEN2_1_5B, config["policy"], facts, None)
     assert training == pytest.approx(28 * layer + logits, rel=0.01)
-    [forward] = forward_pass_bytes(QWEN2_5_1_5B, config["policy"], facts)
+    [forward] = forward_pass_bytes(QWEN2_1_5B, config["policy"], facts)
     assert forward == logits
 
 
@@ -76,8 +76,8 @@ def test_a_larger_gpu_has_longer_rows_and_they_fit():
         for more, fits in ((0, True), (1024, tokens == MOST_TOKENS)):
             policy = copy.deepcopy(config["policy"])
             policy["sequence_packing"]["train_mb_tokens"] = tokens + more
-            facts = activation_facts(QWEN2_5_1_5B, policy, world_size=1)
-            [taken] = training_pass_bytes(QWEN2_5_1_5B, policy, facts, None)
+            facts = activation_facts(QWEN2_1_5B, policy, world_size=1)
+            [taken] = training_pass_bytes(QWEN2_1_5B, policy, facts, None)
             assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its process and generation's
 
 
