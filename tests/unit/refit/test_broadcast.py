@@ -9,6 +9,7 @@ import pytest
 import ray
 import torch
 from support.mixed_weights import MIXED
+from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.broadcast import BroadcastTransport, EngineLostError, RefitTimeoutError
@@ -20,10 +21,7 @@ from nemo_offload_rl.refit.plan import ExportPlan
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
 
-class Loader:
-    def __init__(self):
-        self.take()
-
+class Loader(WeightLoader):
     def process(self):
         return ray.util.get_node_ip_address(), os.getpid()
 
@@ -32,25 +30,9 @@ class Loader:
         return {connection.laddr.ip for connection in connections if connection.status == psutil.CONN_LISTEN}
 
     def load_weights(self, bucket):
-        self.num_loads += 1
         if any(spec.name == "late" for spec in bucket.layout.tensors):
             time.sleep(60)
-        with bucket.opened() as named_tensors:
-            for name, tensor in named_tensors:
-                if name == "unwanted":
-                    raise ValueError("there is no such weight here")
-                if name == "deadly":
-                    os._exit(1)
-                self.weights[name] = tensor.clone()
-
-    def take(self):
-        taken = self.__dict__.copy()
-        self.weights, self.num_loads = {}, 0
-        return taken
-
-
-def take(receiver):
-    return ray.get(receiver.actor.take.remote())
+        super().load_weights(bucket)
 
 
 def start(number):

@@ -1,8 +1,6 @@
 """Weights through memory that both sides map; on a CPU, where it is the host's."""
 
 import itertools
-import os
-import sys
 import time
 
 import pytest
@@ -10,44 +8,16 @@ import ray
 import torch
 from support.mixed_weights import MIXED
 from support.shared_memory import num_open_buffers
+from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
-# The actors cannot import this module; what is defined in it travels whole.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-class Loader:
-    def __init__(self, seconds=0.0):
-        self.seconds = seconds
-        self.take()
-
-    def load_weights(self, bucket):
-        self.num_loads += 1
-        time.sleep(self.seconds)
-        with bucket.opened() as named_tensors:
-            for name, tensor in named_tensors:
-                if name == "unwanted":
-                    raise ValueError("there is no such weight here")
-                if name == "deadly":
-                    os._exit(1)
-                self.weights[name] = tensor.clone()
-
-    def take(self):
-        taken = self.__dict__.copy()
-        self.weights, self.num_loads = {}, 0
-        return taken
-
-
-def take(receiver):
-    return ray.get(receiver.actor.take.remote())
-
 
 def start(rank, **arguments):
-    return Receiver(ray.remote(Loader).options(num_cpus=0).remote(**arguments), (rank,))
+    return Receiver(ray.remote(WeightLoader).options(num_cpus=0).remote(**arguments), (rank,))
 
 
 @pytest.fixture(scope="module")

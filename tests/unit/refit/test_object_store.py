@@ -1,11 +1,11 @@
 import itertools
-import sys
 import time
 
 import pytest
 import ray
 import torch
 from support.mixed_weights import MIXED
+from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
@@ -13,35 +13,10 @@ from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 
-# The actors cannot import this module; what is defined in it travels whole.
-ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
-
-
-class Loader:
-    def __init__(self):
-        self.take()
-
-    def load_weights(self, bucket):
-        self.num_loads += 1
-        with bucket.opened() as named_tensors:
-            for name, tensor in named_tensors:
-                if name == "unwanted":
-                    raise ValueError("there is no such weight here")
-                self.weights[name] = tensor.clone()
-
-    def take(self):
-        taken = self.__dict__.copy()
-        self.weights, self.num_loads = {}, 0
-        return taken
-
-
-def take(receiver):
-    return ray.get(receiver.actor.take.remote())
-
 
 @pytest.fixture(scope="module")
 def receivers(ray_cluster):
-    receivers = [Receiver(ray.remote(Loader).options(num_cpus=0).remote(), (rank,)) for rank in range(2)]
+    receivers = [Receiver(ray.remote(WeightLoader).options(num_cpus=0).remote(), (rank,)) for rank in range(2)]
     yield receivers
     for receiver in receivers:
         ray.kill(receiver.actor)
@@ -72,14 +47,8 @@ def test_one_memory_may_serve_tensor_after_tensor(receivers):
         assert [weights[f"w{index}"].unique().tolist() for index in range(6)] == [[first + index] for index in range(6)]
 
 
-class SlowLoader(Loader):
-    def load_weights(self, bucket):
-        time.sleep(0.1)
-        super().load_weights(bucket)
-
-
 def test_at_most_two_buckets_are_in_flight(ray_cluster):
-    receiver = Receiver(ray.remote(SlowLoader).options(num_cpus=0, max_concurrency=1).remote(), (0,))
+    receiver = Receiver(ray.remote(WeightLoader).options(num_cpus=0, max_concurrency=1).remote(0.1), (0,))
     take(receiver)
     drawn = []
 

@@ -1,0 +1,41 @@
+"""An engine's actor as refit transports see it: it loads buckets, and tells what it has loaded."""
+
+import os
+import sys
+import time
+
+import ray
+
+# The actors cannot import this module; what is defined in it travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+
+
+class WeightLoader:
+    """Keeps a copy of each weight; refuses one called `unwanted`, and ends its process at one called `deadly`."""
+
+    def __init__(self, seconds=0.0):
+        """Loads, `seconds` after it was asked to."""
+        self.seconds = seconds
+        self.take()
+
+    def load_weights(self, bucket):
+        self.num_loads += 1
+        time.sleep(self.seconds)
+        with bucket.opened() as named_tensors:
+            for name, tensor in named_tensors:
+                if name == "unwanted":
+                    raise ValueError("there is no such weight here")
+                if name == "deadly":
+                    os._exit(1)
+                self.weights[name] = tensor.clone()
+
+    def take(self):
+        """Weights and `num_loads` since the last call."""
+        taken = self.__dict__.copy()
+        self.weights, self.num_loads = {}, 0
+        return taken
+
+
+def take(receiver):
+    """What the receiver's actor has loaded since the last call."""
+    return ray.get(receiver.actor.take.remote())
