@@ -1,5 +1,6 @@
 """Sizes of public models, from their config.json: benchmarks give them random weights, tests and docs count them."""
 
+from collections.abc import Mapping
 from typing import Any
 
 QWEN2_0_5B: dict[str, Any] = {
@@ -134,6 +135,20 @@ QWEN3_30B_A3B: dict[str, Any] = {
 
 QWEN3_EXPERTS: dict[str, Any] = QWEN3_30B_A3B | {"num_hidden_layers": 8}
 """Qwen3-30B-A3B's with 8 of its 48 layers: 5.5 B parameters, most of them in 3,072 matrices of experts."""
+
+SIZES_OF_NAME: Mapping[str, dict[str, Any]] = {
+    "Qwen/Qwen2.5-1.5B": QWEN2_1_5B,
+    "Qwen/Qwen2.5-7B-Instruct": QWEN2_7B,
+    "Qwen/Qwen2.5-Math-7B": QWEN2_7B,
+    "Qwen/Qwen3-30B-A3B": QWEN3_30B_A3B,
+    "Qwen/Qwen3-32B": QWEN3_32B,
+    "meta-llama/Llama-3.1-70B": LLAMA_70B,
+    "meta-llama/Llama-3.1-8B": LLAMA_8B,
+    "meta-llama/Llama-3.1-8B-Instruct": LLAMA_8B,
+    "meta-llama/Llama-3.2-1B-Instruct": LLAMA_1B,
+    "meta-llama/Llama-3.3-70B-Instruct": LLAMA_70B,
+}
+"""By the names that recipes of NeMo-RL have for them."""
 
 TINY_SIZES: dict[str, Any] = {
     "hidden_size": 64,

@@ -129,6 +129,13 @@ def word_problems(role: str, number: int) -> Iterator[tuple[str, str, int]]:
         yield question.format(**words), solution.format(**words), result
 
 
+def in_hydra(value: Any) -> str:
+    """A value in the grammar of overrides."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{key}: {in_hydra(item)}" for key, item in value.items()) + "}"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
 def write_tokenizer(folder: Path) -> None:
     """Trains a byte-level tokenizer with a chat template on the datasets, and writes it into a folder."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers

@@ -1,12 +1,16 @@
 """How many of NeMo-RL's recipes load unchanged, and which keys keep the others from it.
 
-    python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--output docs/results/nemo_rl_recipes.json]
+    python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
 
 The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. Every YAML file below is read as
-`nemo-offload-rl validate` reads it, without overrides. Beside the JSON it writes the tables as Markdown.
+`nemo-offload-rl validate` reads it, without overrides. With --deep, those that load and name a model of a supported
+architecture are then read by `validate --deep`, with a local config, data and tokenizer (some minutes). Beside the JSON
+it writes the tables as Markdown.
 """
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import textwrap
@@ -16,8 +20,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from model_shapes import SIZES_OF_NAME
+from nemo_rl_data import in_hydra, write_datasets, write_tokenizer
 from result_file import TableValue, write_result
 
+from nemo_offload_rl.cli import main as nemo_offload_rl
 from nemo_offload_rl.config import RecipeError, load
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
 from nemo_offload_rl.config.model.unsupported_models import FOLLOWED_FAMILIES
@@ -74,6 +81,11 @@ def main() -> None:
         raise SystemExit(f"{arguments.folder} has no YAML file; give a copy of NeMo-RL's examples/configs.")
     load(Path(__file__).parents[1] / "examples" / "configs" / "grpo_tiny_cpu.yaml")  # builds the schema, once
     rows = [row_of(path, arguments.folder) for path in paths]
+    if arguments.deep:
+        write_datasets(arguments.work / "data")
+        write_tokenizer(arguments.work / "tokenizer")
+        for row in rows:
+            row["deep"] = deep_verdict(row, arguments.folder, arguments.work)
     write_result(arguments.output, rows)
     page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
     arguments.output.with_suffix(".md").write_text(page)
@@ -103,6 +115,33 @@ def row_of(path: Path, folder: Path) -> Row:
     else:
         facts = facts_of(config)
     return row | facts | {"refused_keys": ", ".join(keys), "seconds": round(seconds, 3)}
+
+
+def deep_verdict(row: Mapping[str, TableValue], folder: Path, work: Path) -> str | None:
+    """What `validate --deep` says of a recipe that loads, with the sizes of its model in place of the model.
+
+    Args:
+        row: of the recipe.
+        folder: its name is relative to it.
+        work: the folder with data and tokenizer.
+
+    Returns:
+        `passes`, or the last line of the error; None of a recipe that does not load or names no supported model.
+    """
+    if not row["loads"] or not row["architecture_supported"]:
+        return None
+    path = folder / str(row["recipe"])
+    stop_tokens = value_at(read_recipe(path).config, "policy.generation.stop_token_ids")
+    overrides = [
+        f"++policy.hf_config={in_hydra(SIZES_OF_NAME[str(row['model'])])}",
+        f"policy.tokenizer.name={work / 'tokenizer'}",
+        f"++data.dataset_root={work / 'data'}",
+        *(["policy.generation.stop_token_ids=null"] if stop_tokens not in (ABSENT, None) else []),  # of its tokenizer
+    ]
+    error = io.StringIO()
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(error):
+        status = nemo_offload_rl(["validate", str(path), "--deep", *overrides])
+    return "passes" if status == 0 else error.getvalue().strip().splitlines()[-1]
 
 
 def facts_of(config: Mapping[str, Any]) -> Row:
@@ -148,6 +187,7 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         f"{sum(row['loads'] for row in built)} load. {sum(row['architecture_supported'] for row in loaded)} of those "
         "that load name a model of a family whose flags this package follows ([Models](../models.md)).",
         "",
+        *deep_lines(rows),
         table_line(["algorithm", "recipes", "load unchanged", "ask for what is built", "of these, load"]),
         table_line(["---"] * 5),
         *(table_line(algorithm_cells(name, rows)) for name in dict.fromkeys(row["algorithm"] for row in rows)),
@@ -223,6 +263,22 @@ def general(key: str) -> str:
     return re.sub(r"^env\.[^.]+\.", "env.NAME.", key)
 
 
+def deep_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
+    """What `validate --deep` said of recipes that load, where it was asked."""
+    verdicts = {row["recipe"]: row["deep"] for row in rows if row.get("deep")}
+    if not verdicts:
+        return
+    passed = sum(verdict == "passes" for verdict in verdicts.values())
+    yield (
+        f"`validate --deep` passes for {passed} of these {len(verdicts)} with the sizes of the model in "
+        "`policy.hf_config`, a tokenizer and datasets from local folders, and that tokenizer's end of sequence in "
+        "place of `stop_token_ids`: it reads data and prompts, builds Megatron's configs, and computes a small twin of "
+        "the model beside transformers."
+    )
+    yield from ("", *(f"- {recipe}: {verdict}" for recipe, verdict in verdicts.items() if verdict != "passes"))
+    yield from ([""] if passed < len(verdicts) else [])
+
+
 def refused_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
     """The recipes that ask for no missing feature and are refused all the same, each with its keys."""
     if not refused:
@@ -247,6 +303,8 @@ def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
+    parser.add_argument("--deep", action="store_true", help="also run `validate --deep` on those that load")
+    parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_recipes"), help="for data and tokenizer")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_recipes.json"), help="the JSON file")
     return parser.parse_args()
 

@@ -28,8 +28,8 @@ from typing import Any
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # for the runs; else Ray builds a second venv
 
 from gpu_watch import GpuWatch
-from model_shapes import LLAMA_1B, LLAMA_8B, QWEN2_0_5B, QWEN2_1_5B, QWEN2_7B, TINY_SIZES
-from nemo_rl_data import VOCABULARY, write_datasets, write_tokenizer
+from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, SIZES_OF_NAME, TINY_SIZES
+from nemo_rl_data import VOCABULARY, in_hydra, write_datasets, write_tokenizer
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.config import load
@@ -40,14 +40,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 END_S = 60
 """Seconds that a run has to end by itself once its time is over."""
 
-# Sizes of the model that a recipe names, and of a small one of the same family.
-SIZES: Mapping[str, tuple[Mapping[str, Any], Mapping[str, Any]]] = {
-    "Qwen/Qwen2.5-1.5B": (QWEN2_1_5B, QWEN2_1_5B),
-    "Qwen/Qwen2.5-Math-7B": (QWEN2_7B, QWEN2_1_5B),
-    "meta-llama/Llama-3.2-1B-Instruct": (LLAMA_1B, LLAMA_1B),
-    "meta-llama/Llama-3.1-8B": (LLAMA_8B, LLAMA_1B),
-    "meta-llama/Llama-3.1-8B-Instruct": (LLAMA_8B, LLAMA_1B),
-}
+# A small model of each family, by its model_type, in place of the one that a recipe names.
+SMALL: Mapping[str, Mapping[str, Any]] = {"qwen2": QWEN2_1_5B, "llama": LLAMA_1B}
 # A key, its value on one GPU without a network, and without checkpoints of random weights.
 ONE_GPU: Mapping[str, Any] = {
     "policy.megatron_cfg.tensor_model_parallel_size": 1,
@@ -201,19 +195,14 @@ def overrides_of(case: Case, config: Mapping[str, Any], algorithm: str, scale: s
 
 def hf_config(case: Case, model_name: str, scale: str) -> dict[str, Any]:
     """The model's config: sizes of a scale, and room for the tokenizer."""
-    if case.model is None and model_name not in SIZES:
-        raise SystemExit(f"{case.recipe} names the model {model_name}; sizes are known of {', '.join(SIZES)}.")
-    own, small = SIZES[model_name] if case.model is None else (case.model, case.model)
+    known = [name for name, sizes in SIZES_OF_NAME.items() if sizes["model_type"] in SMALL]
+    if case.model is None and model_name not in known:
+        raise SystemExit(f"{case.recipe} names the model {model_name}; sizes are known of {', '.join(known)}.")
+    own = SIZES_OF_NAME[model_name] if case.model is None else case.model
+    small = SMALL[own["model_type"]] if case.model is None else case.model
     if scale == "tiny":
         return {**small, **TINY_SIZES, "vocab_size": VOCABULARY}
     return dict(own if scale == "own" else small)
-
-
-def in_hydra(value: Any) -> str:
-    """A value in the grammar of overrides."""
-    if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {in_hydra(item)}" for key, item in value.items()) + "}"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def status_of(command: Sequence[str], log: Path, limit_s: float) -> str:
