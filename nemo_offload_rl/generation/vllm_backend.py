@@ -5,6 +5,7 @@ import os
 import socket
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -101,6 +102,7 @@ class VllmActor(WeightLoader):
             precision=policy["precision"],
             max_sequence_length=policy["max_total_sequence_length"],
             sleeps=sleeps,
+            keeps_weights=_keeps_weights(policy),
         )
         self._generator.finish_generation()
 
@@ -131,6 +133,8 @@ class VllmGeneration(ActorEngines):
             bundles_by_engine: The bundles (GPUs) of each engine.
             policy: The recipe's `policy`.
         """
+        if _keeps_weights(policy):
+            self.capabilities = replace(self.capabilities, keeps_weights=True)
         environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
         actor_class = ray.remote(VllmActor)
         actors = [
@@ -168,6 +172,10 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
             "policy.generation.backend is vllm, which needs GPUs, and the ranks have none; set it to transformers."
         )
     return int(policy_config["generation"]["vllm_cfg"]["tensor_parallel_size"])
+
+
+def _keeps_weights(policy: Mapping[str, Any]) -> bool:
+    return bool(policy["residency"]["generation_weights"] == "host")
 
 
 def _start(

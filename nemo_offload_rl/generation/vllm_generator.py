@@ -21,9 +21,18 @@ class VllmGenerator:
         precision: "bfloat16" or "float32", of its weights.
         max_sequence_length: Most tokens of a prompt and its continuation together.
         sleeps: Whether it leaves its GPU to the policy between generations; if not, it keeps its weights.
+        keeps_weights: Whether its weights wait in host memory while it sleeps, and are whole when it wakes up.
     """
 
-    def __init__(self, llm: Any, *, precision: str, max_sequence_length: int, sleeps: bool = True) -> None:
+    def __init__(
+        self,
+        llm: Any,
+        *,
+        precision: str,
+        max_sequence_length: int,
+        sleeps: bool = True,
+        keeps_weights: bool = False,
+    ) -> None:
         self._llm = llm
         self._dtype = _DTYPES[precision]
         self._max_sequence_length = max_sequence_length
@@ -32,7 +41,9 @@ class VllmGenerator:
         self._has_weights = False
         self._prefixes_are_stale = False
         # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
-        self._sleep_level: int = self._on_worker("refit_sleep_level")[0] if sleeps else 0
+        self._sleep_level = 0
+        if sleeps:
+            self._sleep_level = 1 if keeps_weights else int(self._on_worker("refit_sleep_level")[0])
 
     # ---- weights
 
@@ -78,10 +89,10 @@ class VllmGenerator:
     # ---- phases
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
-        """Map the memory of weights or KV cache, with nothing meaningful in it; weights alone stand for a refit."""
+        """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them."""
         if self._sleep_level:
             self._llm.wake_up(list(tags))
-        elif list(tags) == ["weights"]:
+        if list(tags) == ["weights"]:
             self._forget_weights()
 
     def finish_generation(self) -> None:
@@ -89,7 +100,9 @@ class VllmGenerator:
         if not self._sleep_level:
             return
         self._llm.sleep(level=self._sleep_level)
-        self._forget_weights()
+        self._prefixes_are_stale = True  # the KV cache is gone
+        if self._sleep_level > 1:
+            self._forget_weights()
 
     def memory_stats(self) -> dict[str, float]:
         """This process's memory in GiB (see `metrics.memory.memory_stats`)."""

@@ -7,6 +7,7 @@ from typing import Any
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.table import Phase
@@ -48,6 +49,20 @@ class EngineMemory:
     refit_bytes: int
     own_kv_cache_bytes: int | None = None
 
+    def gpu_rows(self, gpu_bytes: int | None) -> dict[str, dict[Phase, int]]:
+        """Returns what it takes of a GPU that it shares with the policy, by what it is and phase.
+
+        Args:
+            gpu_bytes: memory of the GPU, which the KV cache follows from; None where that is not known.
+        """
+        rows = {"vLLM's weights": dict.fromkeys((Phase.REFIT, Phase.GENERATE), self.weights_bytes)}
+        if self.own_kv_cache_bytes is not None:
+            rows["vLLM's KV cache"] = {Phase.GENERATE: self.own_kv_cache_bytes}
+        elif gpu_bytes is not None:
+            rows["vLLM's KV cache"] = {Phase.GENERATE: max(0, self.kv_cache_bytes(gpu_bytes))}
+        rows["refit's buckets"] = {Phase.REFIT: self.refit_bytes}
+        return rows
+
     def kv_cache_bytes(self, gpu_bytes: int) -> int:
         """Returns the bytes of the KV cache on a GPU of this size; below 0 where the share leaves none."""
         if self.own_kv_cache_bytes is not None:
@@ -64,11 +79,6 @@ class EngineMemory:
     def sequence_bytes(self) -> int:
         """Bytes of the KV cache of one sequence of the greatest length."""
         return self.kv_bytes_per_token * self.max_model_len
-
-
-def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
-    """Whether vLLM generates on the GPUs of this policy, a validated section."""
-    return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
 def asleep_bytes(policy: Mapping[str, Any]) -> int:

@@ -20,6 +20,9 @@ CPU_OPTIMIZER = "cpu_optimizer"
 CHECKPOINT = "checkpoint"
 """The name in `RankNeed.fixed_bytes` of what a checkpoint that is written beside the run is copied into."""
 
+GENERATION_WEIGHTS = "generation_weights"
+"""The name in `RankNeed.fixed_bytes` of the weights of a sleeping vLLM on the rank's GPU, in the engine's process."""
+
 LIMIT_KEY = "policy.residency.host_memory_limit_gib"
 _OPTIMIZER_STAYS = "policy.offload_optimizer_for_refit=false policy.offload_optimizer_for_logprob=false"
 _PARAMS_STAY = "++policy.residency.table.generate.params=keep"
@@ -35,6 +38,7 @@ _LESS_ON_CPU = (
 _NO_SNAPSHOT = (
     "policy.megatron_cfg.checkpoint.async_save=false (a save copies nothing, and the run waits until it is on disk)"
 )
+_NO_GENERATION_WEIGHTS = "policy.residency.generation_weights=discard (each generation is preceded by a refit)"
 _MORE_RANKS = (
     "policy.megatron_cfg.optimizer.use_distributed_optimizer=true with more ranks, by cluster.num_nodes: it shards "
     "optimizer state over them"
@@ -225,6 +229,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     freed[_LESS_ACTIVATIONS] = sum(_bytes_of(need, ACTIVATIONS) for need in needs)
     freed[_LESS_ON_CPU] = sum(_bytes_of(need, CPU_OPTIMIZER) for need in needs)
     freed[_NO_SNAPSHOT] = sum(_bytes_of(need, CHECKPOINT) for need in needs)
+    freed[_NO_GENERATION_WEIGHTS] = sum(_bytes_of(need, GENERATION_WEIGHTS) for need in needs)
     # Params have host memory for the swap with reference weights, too.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0

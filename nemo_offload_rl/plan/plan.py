@@ -9,6 +9,7 @@ from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.residency import FLAG_PHASES, FOR_REFIT, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
+from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engine_table
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
@@ -117,6 +118,8 @@ class OffloadPlan:
         stream_window_bytes: GPU memory that optimizer state passes through where it is streamed.
         link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
         activations: what activation offloading is to do; None where it is off.
+        engine_table: where an engine on the same GPUs has its weights and KV cache; empty where there is none.
+        engine_remark: what of it may be set.
         ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
     """
 
@@ -130,6 +133,8 @@ class OffloadPlan:
     stream_window_bytes: int
     link_bytes_per_s: float
     activations: ActivationOptions | None = None
+    engine_table: EngineTable = field(default_factory=dict)
+    engine_remark: str = ""
     ranks: tuple[RankPlan, ...] = ()
 
     @property
@@ -166,6 +171,8 @@ def settings(policy: Mapping[str, Any]) -> OffloadPlan:
         stream_window_bytes=section["stream_window_mib"] * MIB,
         link_bytes_per_s=PCIE5_X16_BYTES_PER_S,
         activations=_activation_settings(policy),
+        engine_table=engine_table(policy),
+        engine_remark=engine_remark(policy),
     )
 
 

@@ -10,8 +10,9 @@ from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.plan import checkpoint_snapshot, cpu_optimizer
 from nemo_offload_rl.plan.activation_facts import activation_facts
 from nemo_offload_rl.plan.activations import module_bytes, needed_slab_bytes, slab_bytes
+from nemo_offload_rl.plan.engine_targets import keeps_generation_weights
 from nemo_offload_rl.plan.generation import EngineMemory, engine_memory
-from nemo_offload_rl.plan.host_budget import ACTIVATIONS, RankNeed, check_host_budget
+from nemo_offload_rl.plan.host_budget import ACTIVATIONS, GENERATION_WEIGHTS, RankNeed, check_host_budget
 from nemo_offload_rl.plan.model_facts import fp32_grad_bytes, shard_facts
 from nemo_offload_rl.plan.plan import (
     TWO_WAY_SHARE,
@@ -120,6 +121,10 @@ def plan_run(
     world_size = split.policy_ranks
     spec = ALGORITHMS[algorithm]
     facts = shard_facts(hf_config, policy, world_size=world_size, has_reference=spec.has_reference(config))
+    engine = engine_memory(policy, hf_config)
+    in_host = (
+        {} if engine is None or not keeps_generation_weights(policy) else {GENERATION_WEIGHTS: engine.weights_bytes}
+    )
     activations = activation_facts(hf_config, policy, world_size=world_size, group_size=spec.group_size)
     plan = make_plan(
         policy,
@@ -129,6 +134,7 @@ def plan_run(
             {
                 **cpu_optimizer.host_bytes(policy, shard),
                 **checkpoint_snapshot.host_bytes(config, shard, settings(policy).table),
+                **in_host,
             }
             for shard in facts
         ],
@@ -146,7 +152,7 @@ def plan_run(
     needs = rank_needs(plan, ranks_per_host=split.policy_per_node, num_hosts=split.policy_nodes)
     needs = checkpoint_snapshot.without_weights_of_replicas(needs, facts, policy["megatron_cfg"])
     check_host_budget(needs, {}, plan.host_memory_limit_bytes)
-    return PlannedRun(plan, needs, engine_memory(policy, hf_config))
+    return PlannedRun(plan, needs, engine)
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:

@@ -14,6 +14,7 @@ from rich.text import Text
 from nemo_offload_rl.memory.units import KIB, MIB, show_gib
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
+from nemo_offload_rl.plan.engine_targets import EngineTarget
 from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
 from nemo_offload_rl.plan.optimizer_ways import PlannedWay
@@ -64,7 +65,7 @@ def print_plan(
     else:
         of_ways = ways_tables(ways, gpu_bytes, f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}")
         rows = (Text(f"  {line}", style="dim") for line in row_lines)
-        _print_tables(itertools.chain(plan_tables(run, written_at, here), rows, of_ways), console)
+        _print_tables(itertools.chain(plan_tables(run, written_at, here, gpu_bytes), rows, of_ways), console)
 
 
 def print_residency(
@@ -101,12 +102,14 @@ def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> 
     console.print(Group(*tables))
 
 
-def plan_tables(run: PlannedRun, written_at: Callable[[str], str], here: HostMemory) -> Iterator[RenderableType]:
+def plan_tables(
+    run: PlannedRun, written_at: Callable[[str], str], here: HostMemory, gpu_bytes: int | None
+) -> Iterator[RenderableType]:
     """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
     plan, rank = run.plan, run.plan.largest_rank
     yield from _residency_and_sources(plan, rank.facts.has_reference, written_at)
     yield ""
-    yield _memory(rank, run.engine, of_several=len(plan.ranks) > 1)
+    yield _memory(rank, _engine_rows(run, gpu_bytes), of_several=len(plan.ranks) > 1)
     for other in plan.ranks:
         if other is not rank:
             size, on_host = show_gib(sum(other.target_bytes.values())), show_gib(other.total_host_bytes)
@@ -143,6 +146,7 @@ def _settings_json(plan: OffloadPlan) -> dict[str, Any]:
     return {
         "table": plan.table,
         "written_by": plan.sources,
+        "engine_table": plan.engine_table,
         "pinned": plan.pinned,
         "verify": plan.verify,
         "huge_pages": plan.huge_pages,
@@ -184,7 +188,13 @@ def _residency_and_sources(
     table = new_table("Where each target lives", "target", *Phase)
     for target in Target:
         table.add_row(target, *(_cell(plan, phase, target, has_reference) for phase in Phase))
+    if plan.engine_table:
+        table.add_section()
+        for of_engine in EngineTarget:
+            table.add_row(of_engine, *(plan.engine_table[phase][of_engine] for phase in Phase))
     yield table
+    if plan.engine_table:
+        yield Text(f"  {plan.engine_remark}", style="dim")
     for key, cells in _written_cells(plan).items():
         yield Text(f"  {', '.join(cells)}: written by {key} ({written_at(key)})", style="dim")
 
@@ -204,7 +214,11 @@ def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
     return found
 
 
-def _memory(rank: RankPlan, engine: EngineMemory | None, of_several: bool) -> RichTable:
+def _engine_rows(run: PlannedRun, gpu_bytes: int | None) -> dict[str, dict[Phase, int]]:
+    return run.engine.gpu_rows(gpu_bytes) if run.engine is not None and run.plan.engine_table else {}
+
+
+def _memory(rank: RankPlan, of_engine: Mapping[str, Mapping[Phase, int]], of_several: bool) -> RichTable:
     facts = rank.facts
     stage = f" of pipeline stage {rank.stage}, the largest," if of_several else ""
     title = f"One rank{stage} in GiB: {facts.num_params:,} parameters"
@@ -213,17 +227,15 @@ def _memory(rank: RankPlan, engine: EngineMemory | None, of_several: bool) -> Ri
     for target in Target:
         on_gpu = [rank.gpu_bytes[phase][target] for phase in rank.gpu_bytes]
         table.add_row(target, *map(show_gib, (rank.target_bytes[target], *on_gpu, rank.host_bytes[target])))
-    beside = {"fp32 gradients of a step": (Phase.TRAIN, rank.step_grad_bytes)}
-    if engine is not None:
-        beside["refit's buckets"] = (Phase.REFIT, engine.refit_bytes)
-    for name, (where, nbytes) in beside.items():
-        if nbytes:
-            table.add_row(name, "", *(show_gib(nbytes) if phase is where else "" for phase in rank.gpu_bytes), "")
+    beside = {"fp32 gradients of a step": {Phase.TRAIN: rank.step_grad_bytes}, **of_engine}
+    for name, cells in beside.items():
+        if any(cells.values()):
+            table.add_row(name, "", *(show_gib(cells[one]) if one in cells else "" for one in rank.gpu_bytes), "")
     for name, nbytes in rank.fixed_bytes.items():
         table.add_row(name, "", *("" for _ in rank.gpu_bytes), show_gib(nbytes))
     table.add_section()
     totals = [
-        sum(cells.values()) + sum(nbytes for where, nbytes in beside.values() if phase is where)
+        sum(cells.values()) + sum(others.get(phase, 0) for others in beside.values())
         for phase, cells in rank.gpu_bytes.items()
     ]
     table.add_row(

@@ -5,7 +5,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.generation import check_longest_sequence_fits, has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.generation import check_longest_sequence_fits
 from nemo_offload_rl.run.preflight import check_sizes
 
 ARGUMENT = "kv_cache_memory_bytes"

@@ -9,7 +9,8 @@ import ray
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.plan.generation import has_vllm_beside_it, share_beside_policy
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.generation import share_beside_policy
 from nemo_offload_rl.residency.table import Phase, Target
 from nemo_offload_rl.run.preflight import check_sizes
 

@@ -26,6 +26,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.residency.huge_pages": True,
     "policy.residency.host_memory_limit_gib": None,
     "policy.residency.stream_window_mib": 512,
+    "policy.residency.generation_weights": None,
     "policy.residency.table": None,
     "policy.activation_offload": {},
     "policy.activation_offload.strict": False,

@@ -34,6 +34,7 @@ SECTIONS = {
         "huge_pages": True,
         "host_memory_limit_gib": None,
         "stream_window_mib": 512,
+        "generation_weights": None,
         "table": None,
     },
 }

@@ -267,6 +267,10 @@ BROKEN = {
         ["+policy.residency.table.refit.params=keep"],
         "policy.residency.table.refit.params: must be gpu, since they are sent to generation; found 'keep'",
     ),
+    "generation_weights_are_of_an_engine_that_sleeps": (
+        ["+policy.residency.generation_weights=discard"],
+        "policy.residency.generation_weights: must be host or null with policy.generation.backend transformers, which",
+    ),
     "table_agrees_with_offload_for_refit": (
         ["+policy.residency.table.generate.optimizer_state=keep"],
         "policy.residency.table.generate.optimizer_state: is keep, but policy.offload_optimizer_for_refit is true, "

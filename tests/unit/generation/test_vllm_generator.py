@@ -140,6 +140,9 @@ class StandIn(RefitExtension):
     def sleep(self, level):
         self.calls.append(("sleep", level))
 
+    def wake_up(self, tags):
+        self.calls.append(("wake_up", tags))
+
     def reset_prefix_cache(self):
         self.calls.append("reset_prefix_cache")
         return True
@@ -187,6 +190,20 @@ def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     assert generator._llm.calls == ["reset_prefix_cache"]
     policy = engine_conformance.policy("vllm")
     assert engine_arguments(policy, Path("/folder"), sleeps=False)["enable_sleep_mode"] is False
+
+
+def test_weights_that_wait_on_the_host_are_whole_after_sleep_and_gone_when_a_refit_begins():
+    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, keeps_weights=True)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator.load_weights(list(WEIGHTS.items()))
+    generator.finish_generation()
+    generator.prepare_for_generation(["weights", "kv_cache"])  # no refit: the policy has not changed
+    assert generator.generate(TOO_LONG).finish_reasons == ["length"]
+    assert generator._llm.calls == [("sleep", 1), ("wake_up", ["weights", "kv_cache"]), "reset_prefix_cache"]
+    generator.finish_generation()
+    generator.prepare_for_generation(["weights"])
+    with pytest.raises(RuntimeError, match="still waits for 2"):
+        generator.generate(TOO_LONG)
 
 
 def test_the_prefix_cache_is_reset_once_after_each_refit(generator):

@@ -43,6 +43,30 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert "This machine can give " in text
 
 
+def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(capsys):
+    vllm = (BENCHMARK, "policy.generation.backend=vllm", "--gpu-memory", "100")
+    text = printed(capsys, *vllm)
+    residency, memory = text.split("┏")[1:3]
+    assert row(residency, "generation_weights")[1:] == ["discarded", "discarded", "gpu", "gpu"]
+    assert row(residency, "kv_cache")[1:] == ["discarded", "discarded", "gpu at its end", "gpu"]
+    assert "stay on the host where a refit would not restore all of them" in text
+    names = [cell.strip() for cell in memory.splitlines()[1].strip("┃").split("┃")]
+    assert row(memory, "vLLM's weights")[names.index("GPU in train")] == ""
+    assert row(memory, "vLLM's weights")[names.index("GPU in refit")] == "2.88"
+    generate = names.index("GPU in generate")
+    cache = float(row(memory, "vLLM's KV cache")[generate])
+    assert 50 < cache < 60  # 60% of the GPU is for all that vLLM has
+    alone, everything = (float(row(memory, name)[generate]) for name in ("params", "all"))
+    assert everything == pytest.approx(alone + 2.88 + cache, abs=0.02)
+    kept = printed(capsys, *vllm, "++policy.residency.generation_weights=host")
+    assert row(kept, "generation_weights")[1:] == ["host", "host", "gpu", "gpu"]
+    assert row(kept.split("┏")[2], "generation_weights")[-1] == "2.88"
+    assert json.loads(printed(capsys, *vllm, "--json"))["engine_table"]["train"]["kv_cache"] == "discarded"
+    transformers = printed(capsys, BENCHMARK)
+    assert row(transformers, "generation_weights")[1:] == ["host", "host", "gpu", "gpu"]
+    assert "vLLM" not in transformers
+
+
 def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
     text = printed(capsys, BENCHMARK, "--gpu-memory", "139.8")
     assert "packed rows of training have up to 32,768 tokens: beside 20.13 GiB of training state they take" in text

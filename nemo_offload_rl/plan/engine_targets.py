@@ -1,0 +1,72 @@
+"""Says where the engine's weights and KV cache are in each phase: what the residency table does not move itself."""
+
+from collections.abc import Mapping
+from enum import StrEnum
+from typing import Any
+
+from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.residency.table import Phase
+
+GENERATION_WEIGHTS_KEY = "policy.residency.generation_weights"
+
+
+class EngineTarget(StrEnum):
+    """A kind of state of a generation engine that shares the policy's GPUs."""
+
+    GENERATION_WEIGHTS = "generation_weights"
+    KV_CACHE = "kv_cache"
+
+
+EngineTable = Mapping[Phase, Mapping[EngineTarget, str]]
+
+_AWAKE = (Phase.REFIT, Phase.GENERATE)
+
+
+def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
+    """Whether vLLM generates on the GPUs of this policy, a validated section."""
+    return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
+
+
+def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
+    """Whether vLLM's weights wait in host memory while it sleeps, so that only a changed policy needs a refit.
+
+    Args:
+        policy: the recipe's section, validated, with its absent keys resolved.
+    """
+    return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "host"
+
+
+def engine_table(policy: Mapping[str, Any]) -> EngineTable:
+    """Where the engine has its weights and KV cache; empty where it has GPUs of its own, or there is none.
+
+    Args:
+        policy: as `keeps_generation_weights`.
+
+    Returns:
+        For each phase "gpu", "host", "discarded", or "gpu at its end".
+    """
+    if "generation" not in policy or not is_colocated(policy):
+        return {}
+    asleep = "discarded" if has_vllm_beside_it(policy) and not keeps_generation_weights(policy) else "host"
+    cache = {Phase.REFIT: "gpu at its end" if has_vllm_beside_it(policy) else "discarded", Phase.GENERATE: "gpu"}
+    return {
+        phase: {
+            EngineTarget.GENERATION_WEIGHTS: "gpu" if phase in _AWAKE else asleep,
+            EngineTarget.KV_CACHE: cache.get(phase, "discarded"),
+        }
+        for phase in Phase
+    }
+
+
+def engine_remark(policy: Mapping[str, Any]) -> str:
+    """What may be set of the table of `engine_table`, in one line."""
+    if not has_vllm_beside_it(policy):
+        return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
+    if keeps_generation_weights(policy):
+        return (
+            f"generation_weights and kv_cache are vLLM's; {GENERATION_WEIGHTS_KEY}=discard gives the host memory back"
+        )
+    return (
+        "generation_weights and kv_cache are vLLM's; discarded weights come with the next refit, and stay on the host "
+        f"where a refit would not restore all of them, or with {GENERATION_WEIGHTS_KEY}=host"
+    )
