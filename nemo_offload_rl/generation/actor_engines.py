@@ -10,6 +10,7 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from nemo_offload_rl.generation.interface import Capabilities, GenerationError, GenerationOutput, GenerationRequest
+from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.interface import Receiver
@@ -104,8 +105,7 @@ class ActorEngines:
 
     def memory_stats(self) -> dict[str, float]:
         """Memory in GiB; of each quantity the largest value of any process."""
-        every_process = self._run("memory_stats")
-        return {name: max(stats[name] for stats in every_process) for name in every_process[0]}
+        return largest_of(self._run("memory_stats"))
 
     def wait_until_ready(self) -> None:
         """Wait until every engine is built."""

@@ -7,6 +7,7 @@ import torch
 
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
 from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
+from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_pools
 from nemo_offload_rl.metrics.memory import memory_stats
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
@@ -41,6 +42,7 @@ class VllmGenerator:
         self._has_weights = False
         self._prefixes_are_stale = False
         # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
+        self._asleep: set[WakeUpTag] = set()
         self._sleep_level = 0
         if sleeps:
             self._sleep_level = 1 if keeps_weights else int(self._on_worker("refit_sleep_level")[0])
@@ -92,6 +94,7 @@ class VllmGenerator:
         """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them."""
         if self._sleep_level:
             self._llm.wake_up(list(tags))
+            self._asleep -= set(tags)
         if list(tags) == ["weights"]:
             self._forget_weights()
 
@@ -100,13 +103,14 @@ class VllmGenerator:
         if not self._sleep_level:
             return
         self._llm.sleep(level=self._sleep_level)
+        self._asleep = {"weights", "kv_cache"}
         self._prefixes_are_stale = True  # the KV cache is gone
         if self._sleep_level > 1:
             self._forget_weights()
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB (see `metrics.memory.memory_stats`)."""
-        return memory_stats()
+        """This process's memory in GiB; what sleeps does not count (see `vllm_memory.engine_memory_stats`)."""
+        return engine_memory_stats(vllm_pools(), self._asleep) if self._sleep_level else memory_stats()
 
     # ---- sampling
 

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 import psutil
 
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.metrics.gpu_process import process_gpu_bytes
 
 
 def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: int = 0) -> dict[str, float]:
@@ -12,10 +15,12 @@ def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: i
 
     `host_rss_gib` is always there. `gpu_allocated_gib`, `gpu_reserved_gib` and their peaks since the last
     `reset_gpu_peak()` (`gpu_peak_allocated_gib`, `gpu_peak_reserved_gib`), of torch's allocator on the current device,
-    are there once this process has used a GPU.
+    are there once this process has used a GPU; and where the driver tells, `gpu_driver_gib`, all that it counts for
+    this process, and `gpu_context_gib`, what of it is neither torch's nor beside: CUDA context, kernels, NCCL.
 
     Args:
         gpu_bytes_beside_torch: what this process holds of the GPU and torch's allocator does not know of; counted in.
+            Below 0 for what torch's allocator counts, and the driver has back.
         gpu_peak_bytes_beside_torch: the same for the peaks.
     """
     stats = {"host_rss_gib": psutil.Process().memory_info().rss / GIB}
@@ -28,7 +33,28 @@ def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: i
             "gpu_peak_allocated_gib": (torch.cuda.max_memory_allocated() + gpu_peak_bytes_beside_torch) / GIB,
             "gpu_peak_reserved_gib": (torch.cuda.max_memory_reserved() + gpu_peak_bytes_beside_torch) / GIB,
         }
+        if (driver_bytes := process_gpu_bytes()) is not None:
+            stats["gpu_driver_gib"] = driver_bytes / GIB
+            stats["gpu_context_gib"] = stats["gpu_driver_gib"] - stats["gpu_reserved_gib"]
     return stats
+
+
+def largest_of(every_process: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Returns of each quantity the largest value of any process; one may lack what its driver does not tell."""
+    largest: dict[str, float] = {}
+    for stats in every_process:
+        largest |= {name: max(value, largest.get(name, value)) for name, value in stats.items()}
+    return largest
+
+
+def graph_pool_bytes() -> int:
+    """Returns the memory that torch's allocator keeps for CUDA graphs, and pools such as vLLM's; 0 without a GPU."""
+    import torch
+
+    if not _gpu_is_in_use():
+        return 0
+    segments = torch.cuda.memory_snapshot()
+    return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 
 def reset_gpu_peak() -> None:

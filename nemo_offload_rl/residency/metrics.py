@@ -11,6 +11,7 @@ import torch
 
 from nemo_offload_rl.memory.link import LinkSpeed
 from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.metrics.memory import graph_pool_bytes
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import Move
 
@@ -33,6 +34,23 @@ class MemoryNow:
     gpu_free: int | None = None
     """As the driver sees it."""
     gpu_total: int | None = None
+
+    def left(self, target_bytes: Mapping[Target, int]) -> dict[str, float]:
+        """Returns what is on the GPU, item by item in GiB, as `left_NAME_gib`; empty without a GPU.
+
+        Args:
+            target_bytes: mapped in each target's ranges.
+        """
+        if self.gpu_reserved is None or self.gpu_allocated is None or self.gpu_free is None or self.gpu_total is None:
+            return {}
+        known = self.gpu_reserved + (self.gpu_ranges or 0)
+        items = {
+            **{str(target): nbytes for target, nbytes in target_bytes.items()},
+            "tensors": self.gpu_allocated,
+            "cache": self.gpu_reserved - self.gpu_allocated,
+            "others": self.gpu_total - self.gpu_free - known,
+        }
+        return {f"left_{name}_gib": nbytes / GIB for name, nbytes in items.items()}
 
     def describe(self) -> str:
         """Describes it for an error message."""
@@ -169,10 +187,22 @@ class Meter:
         """Leave a move that failed out of the records."""
         self._keep([started for started in self._started if started.move is not move])
 
-    def record_transition(self, phase: Phase, seconds: float, before: MemoryNow) -> None:
-        """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with."""
+    def record_transition(
+        self, phase: Phase, seconds: float, before: MemoryNow, target_bytes: Mapping[Target, int]
+    ) -> None:
+        """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with.
+
+        Args:
+            phase: that was entered.
+            seconds: that it took.
+            before: memory at its beginning.
+            target_bytes: of the GPU, what is mapped for each target at its end.
+        """
         self._transitions[f"{phase}/enter_s"] += seconds
-        for when, memory in (("before", before), ("after", self.memory())):
+        after = self.memory()
+        for name, gib in after.left(target_bytes).items():
+            self._transitions[f"{phase}/{name}"] = gib
+        for when, memory in (("before", before), ("after", after)):
             for name, value in memory.as_gib().items():
                 if not name.startswith(("gpu_total", "host_rss", "host_pinned")):
                     self._transitions[f"{phase}/{name.removesuffix('_gib')}_{when}_gib"] = value
@@ -204,4 +234,7 @@ class Meter:
         values |= self._transitions
         self._transitions.clear()
         now: Mapping[str, float] = self.memory().as_gib()
-        return values | {name: now[name] for name in ("host_rss_gib", "host_pinned_gib")}
+        values |= {name: now[name] for name in ("host_rss_gib", "host_pinned_gib")}
+        if self._device.type == "cuda":
+            values["gpu_graph_pools_gib"] = graph_pool_bytes() / GIB
+        return values

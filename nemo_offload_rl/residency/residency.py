@@ -81,7 +81,7 @@ class Residency:
         start, before = time.perf_counter(), self._meter.memory()
         if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
             self._meter.give_back_cache()  # before the copies: it waits for every stream
-        moved = self._move(self._differing(phase), phase)
+        is_switch = self._move(self._differing(phase), phase) or phase is not self.phase
         if phase is Phase.GENERATE:
             for target, placement in self._where.items():
                 if placement in _LEAVES_THE_GPU:
@@ -89,8 +89,9 @@ class Residency:
         elif phase in self._room:
             self._make_room(self._room[phase])
         self.phase = phase
-        if moved:
-            self._meter.record_transition(phase, time.perf_counter() - start, before)
+        if is_switch:
+            held = {name: target.mapped_bytes for name, target in self._targets.items()}
+            self._meter.record_transition(phase, time.perf_counter() - start, before, held)
 
     def place(self, placements: Mapping[Target, Placement]) -> None:
         """Move single targets and leave the others where they are, for trainers that move each kind of state alone.

@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from nemo_offload_rl.config.schema.policy import PolicyConfig
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.metrics.memory import largest_of
 from nemo_offload_rl.placement.cluster import WORKER_SHARE, Cluster
 from nemo_offload_rl.plan.flops import FlopModel
 from nemo_offload_rl.refit.checksum import merge_checksums
@@ -235,8 +236,7 @@ class PolicyWorkerGroup:
 
     def memory_stats(self) -> dict[str, float]:
         """Memory in GiB; of each quantity the largest value of any rank."""
-        every_rank = self._run("memory_stats", from_all_ranks=True)
-        return {name: max(stats[name] for stats in every_rank) for name in every_rank[0]}
+        return largest_of(self._run("memory_stats", from_all_ranks=True))
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the moves between GPU and host since the last call; of each quantity the worst rank's value.

@@ -4,6 +4,8 @@ import re
 from collections.abc import Iterable
 from pathlib import Path
 
+from nemo_offload_rl.residency.table import Target
+
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
@@ -18,4 +20,5 @@ def _as_on_page(name: str) -> str:
     name = re.sub(r"^performance/(tflops_per_gpu|model_flop_utilization)/\w+$", r"performance/\1/PHASE", name)
     name = re.sub(r"^residency/\w+/\w+/", "residency/PHASE/TARGET/", name)
     name = re.sub(r"^residency/(?!PHASE)\w+/", "residency/PHASE/", name)
+    name = re.sub(rf"left_({'|'.join(Target)})_gib$", "left_TARGET_gib", name)
     return re.sub(r"_after_gib$", "_before_gib", name)  # the page has "..._after_gib" beside it

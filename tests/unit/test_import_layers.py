@@ -108,7 +108,8 @@ LAYERS = {
     "model_check.twin": layer(never=NO_LIBRARY),
     "refit": layer("data.batch", "metrics", "memory", never="megatron transformer_engine"),
     "generation": layer(
-        "data.batch", "data.tokenizer", "metrics", "placement.cluster", "placement.signals", "refit", "hf_config",
+        "data.batch", "data.tokenizer", "metrics", "memory.units", "placement.cluster", "placement.signals", "refit",
+        "hf_config",
         never="megatron transformer_engine",
     ),
     "worker": layer(

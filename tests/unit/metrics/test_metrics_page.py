@@ -29,10 +29,11 @@ class MeterOfAGpu(Meter):
 def test_everything_that_the_engine_measures_is_on_the_page():
     meter = MeterOfAGpu(torch.device("cpu"), link=LinkSpeed(d2h_bytes_per_s=25e9, h2d_bytes_per_s=50e9))
     meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, Placement.HOST, Placement.GPU, Ended()))
-    meter.record_transition(Phase.TRAIN, 0.03, meter.memory())
+    meter.record_transition(Phase.TRAIN, 0.03, meter.memory(), dict.fromkeys(Target, 1))
     metrics = residency_metrics(meter.take_metrics())
     assert metrics["residency/train/optimizer_state/share_of_link"] == 0.4
-    assert len(metrics) == 17  # six of the move, nine of the transition, two of the host
+    # Six of the move, nine and seven (what is left on the GPU) of the transition, two of the host.
+    assert len(metrics) == 24
     assert undocumented(metrics) == []
 
 

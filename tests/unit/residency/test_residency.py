@@ -33,7 +33,7 @@ class Arrived:
 class Shelf:
     """A target that notes where it is told to go; `full` names the placements that have no room."""
 
-    nbytes = 10
+    nbytes = mapped_bytes = 10
 
     def __init__(self, log, target, placements, lazy_wait=False):
         self.log, self.target, self.placements, self.lazy_wait = log, target, frozenset(placements), lazy_wait
