@@ -53,6 +53,9 @@ class UpstreamResidency:
     def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
         """Nothing comes early there."""
 
+    def start_leaving(self, phase: Phase) -> None:
+        """Nothing leaves early there."""
+
     def wait_until_released(self) -> None:
         """Nothing is under way when a call returns."""
 

@@ -146,6 +146,21 @@ class Residency:
                     self._start(target, Placement.GPU, phase)
                     self._prefetched.add(target)
 
+    def start_leaving(self, phase: Phase) -> None:
+        """Start to move away what `phase` will have on the host or dropped; nothing of it is needed before.
+
+        What finds no host memory now, or is lent to a reader, leaves when the phase is entered. A failure of a copy is
+        raised by the next call that waits for its target.
+
+        Args:
+            phase: the one that will be entered next.
+        """
+        self._check()
+        for target, placement in self._differing(phase).items():
+            if placement in _LEAVES_THE_GPU and target not in self._lent:
+                with contextlib.suppress(NoRoomError):
+                    self._start(target, placement, phase)
+
     def require(self, target: Target) -> None:
         """Makes later work of the current stream wait until a target is in place.
 

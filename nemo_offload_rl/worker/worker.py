@@ -31,12 +31,13 @@ from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
-from nemo_offload_rl.residency.table import Phase, Placement, Target
+from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
 from nemo_offload_rl.worker.activations import Activations, activation_bytes
 from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
+from nemo_offload_rl.worker.early_moves import EarlyMoves
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
 from nemo_offload_rl.worker.logprob_passes import logprob_passes
 from nemo_offload_rl.worker.rank_metrics import mean
@@ -128,13 +129,12 @@ class MegatronPolicyWorker:
         self.residency = self.engine.residency
         self._checkpoints = PolicyCheckpoints(self.state, self.engine, config["megatron_cfg"])
         self.batcher: Final = MicroBatcher(config, self.device)
-        self._prefetches = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
+        self._early = EarlyMoves(self.residency, config, plan)
         self._passes = logprob_passes(config, self.state)
         self._skipped = SkippedSteps(config["max_skipped_steps"])
         self._peaks: dict[str, float] = {}
         self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
         self._peak_mapped_bytes = 0  # since the last verb began
-        self._logprob_gib_per_token = 0.0  # of a micro-batch; the most that any pass took
         self._param_gather = ParamGather(self.state.model)
         bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model)
@@ -178,6 +178,7 @@ class MegatronPolicyWorker:
             )
         with self._measuring("train"):
             results, num_microbatches = self._train_steps(data, loss_fn, local, mbs)
+        self._early.after_training()
         done = [result for result in results if not result.skipped]
         names = results[-1].metrics
         return {
@@ -236,7 +237,7 @@ class MegatronPolicyWorker:
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
-        return BatchedData(logprobs=self._logprobs(data, mbs, self._passes.logprob, prefetch=self._prefetches))
+        return BatchedData(logprobs=self._logprobs(data, mbs, self._passes.logprob, prefetch=True))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
@@ -254,14 +255,12 @@ class MegatronPolicyWorker:
     def _logprobs(self, data: BatchedData, mbs: int, of: LogprobOptions, *, prefetch: bool = False) -> torch.Tensor:
         batches, bins = self.batcher.cut(data, mbs, "logprob_mb_tokens")
         tokens = batches[0].tokens.numel()
-        if prefetch and self._logprob_gib_per_token:  # known from the first pass on
-            # Optimizer state comes back beside the pass, if there is room for both.
-            reserve = 1.1 * self._logprob_gib_per_token * tokens
-            self.residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
+        if prefetch:
+            self._early.beside_logprobs(tokens)
         with step.eval_mode(self.state.model), self._measuring("logprobs"):
             outputs = step.forward_logprobs(self.state, batches, of=of, device=self.device)
         if "logprobs" in self._taken:  # nothing is measured without a GPU
-            self._logprob_gib_per_token = max(self._logprob_gib_per_token, self._taken["logprobs"] / tokens)
+            self._early.note_logprobs(tokens, self._taken["logprobs"])
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         values = [value for output in outputs for value in output]  # padded batches may end in filler rows
@@ -283,6 +282,14 @@ class MegatronPolicyWorker:
     def prepare_for_lp_inference(self) -> None:
         """Brings what log-prob passes need to the GPU; gradients are given back."""
         self._enter(Phase.LOGPROB)
+
+    def start_return(self, logprobs: bool) -> None:
+        """Generation has left the GPU: state begins to come back, beside other work than this rank's; not collective.
+
+        Args:
+            logprobs: whether log-prob passes come before training.
+        """
+        self._early.after_generation(logprobs=logprobs)
 
     def offload_before_refit(self) -> None:
         """Make room for the export of weights."""

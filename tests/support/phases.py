@@ -46,6 +46,8 @@ def run_steps(
         if visit_phases:
             worker.offload_before_refit()
             worker.offload_after_refit()
+            if step % 2:
+                worker.start_return(logprobs=True)
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
         if visit_phases and step % 3 == 2:
             worker.residency.prefetch(Phase.TRAIN)

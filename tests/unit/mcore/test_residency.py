@@ -48,6 +48,8 @@ KINDS = ["bf16", "fp32", "bf16 undistributed sgd", "bf16 moe"]
 
 
 NUM_STEPS = 4  # the last of which begins after a prefetch
+GENERATION = {"backend": "transformers", "temperature": 1.0}
+"""Of a policy that a refit follows each training of."""
 
 
 @pytest.fixture(scope="module")
@@ -72,6 +74,38 @@ def test_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkey
     metrics = worker.residency_metrics()
     assert metrics["refit/optimizer_state/gb"] > 0
     assert metrics["generate/params/gb"] > 0
+
+
+def test_state_that_leaves_with_the_end_of_training_changes_no_number(make_worker, monkeypatch, plain_bf16):
+    delay_moves(monkeypatch, seconds=0.003)
+    policy = offloading(policy_of("bf16"))
+    policy["generation"] = GENERATION
+    worker = make_worker(policy)
+    assert run_steps(worker, NUM_STEPS, visit_phases=True) == plain_bf16
+    worker.prepare_for_training()
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)
+    assert worker.residency.phase is Phase.TRAIN
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+    assert worker.residency.where(Target.GRADS) is Placement.DROPPED
+    again = make_worker(policy)
+    assert run_steps(again, NUM_STEPS, visit_phases=False) == plain_bf16  # training may follow, too
+
+
+def test_a_copy_that_fails_beside_other_work_is_an_error_of_the_next_phase(make_worker, monkeypatch):
+    policy = offloading(policy_of("bf16"), verify=False)
+    policy["generation"] = GENERATION
+    worker = make_worker(policy)
+    mover = worker.engine.context.mover
+
+    def fail(backed, chunk):
+        monkeypatch.undo()
+        raise RuntimeError("the link is gone")
+
+    monkeypatch.setattr(mover, "_copy_out", fail)
+    worker.train(random_batch(8), NLLLoss(), gbs=8, mbs=2)  # its own results are there
+    worker.offload_before_refit()
+    with pytest.raises(ResidencyError, match=r"optimizer_state could not leave the GPU for phase refit: the link is"):
+        worker.offload_after_refit()
 
 
 def test_the_pageable_way_changes_no_number_either(make_worker, plain_bf16):

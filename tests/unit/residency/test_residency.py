@@ -277,3 +277,41 @@ def test_host_memory_that_is_read_is_waited_for_before_it_is_written_again():
     residency.enter(Phase.TRAIN)
     residency.enter(Phase.REFIT)
     assert log.count("the reader has done") == 1
+
+
+def test_what_a_phase_sends_away_may_leave_before_it_and_the_phase_finds_it_gone():
+    residency, _, log = make()
+    residency.enter(Phase.TRAIN)
+    log.clear()
+    residency.start_leaving(Phase.REFIT)
+    assert log == [(Target.GRADS, Placement.DROPPED), (Target.OPTIMIZER_STATE, Placement.HOST)]  # and nothing waited
+    assert residency.phase is Phase.TRAIN
+    log.clear()
+    residency.enter(Phase.REFIT)
+    assert moves(log) == []
+    residency.enter(Phase.TRAIN)
+    assert moves(log) == [(Target.GRADS, Placement.GPU), (Target.OPTIMIZER_STATE, Placement.GPU)]
+
+
+def test_what_finds_no_room_early_leaves_with_the_phase_whose_error_names_it():
+    residency, targets, log = make()
+    targets[Target.OPTIMIZER_STATE].full.add(Placement.HOST)
+    residency.start_leaving(Phase.REFIT)
+    assert residency.where(Target.OPTIMIZER_STATE) is Placement.GPU
+    with pytest.raises(NoRoomError, match=r"optimizer_state could not leave the GPU for phase refit: .* book 7"):
+        residency.enter(Phase.REFIT)
+    targets[Target.OPTIMIZER_STATE].full.clear()
+    residency.enter(Phase.REFIT)
+    assert (Target.OPTIMIZER_STATE, Placement.HOST) in log
+
+
+def test_host_memory_that_is_read_is_not_written_early():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    residency.lend(Target.OPTIMIZER_STATE, lambda: log.append("the reader has done"))
+    residency.enter(Phase.TRAIN)
+    log.clear()
+    residency.start_leaving(Phase.REFIT)
+    assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
+    residency.enter(Phase.REFIT)
+    assert "the reader has done" in log
