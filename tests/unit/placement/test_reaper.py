@@ -5,11 +5,15 @@ import signal
 import subprocess
 import sys
 import time
+import uuid
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 import psutil
 import pytest
 
+from nemo_offload_rl.placement import reaper
 from nemo_offload_rl.placement.reaper import MARK, Reaper
 from nemo_offload_rl.placement.signals import ending_signals_blocked
 
@@ -26,13 +30,9 @@ folder = root / f"session_today_{os.getpid()}"
 folder.mkdir()
 log = open(folder / "log", "w")  # Ray's driver writes there, too
 (root / "session_latest").symlink_to(folder)
-code = "import subprocess, sys; out = open(sys.argv[1], 'w') if sys.argv[1:] else -3; "
-code += "print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=out, stderr=-3).pid)"
-command, environment = [sys.executable, "-c", code], dict(os.environ)
-if sys.argv[2] == "unmarked":  # as an agent of Ray's, whose title takes the place of its environment
-    command.append(str(folder / "log"))
-    environment.pop("NEMO_OFFLOAD_RL_DRIVER")
-started = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+code = "import subprocess; "
+code += "print(subprocess.Popen(['sleep', '1000'], start_new_session=True, stdout=-3, stderr=-3).pid)"
+started = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 print(started.stdout.strip(), flush=True)
 how = sys.stdin.readline().strip()
 if how == "fork":  # a child that holds the pipe, and outlives the driver
@@ -46,9 +46,9 @@ time.sleep(1000)
 """
 
 
-def start(root: Path, kind: str = "marked") -> tuple[subprocess.Popen, psutil.Process]:
+def start(root: Path) -> tuple[subprocess.Popen, psutil.Process]:
     driver = subprocess.Popen(
-        [sys.executable, "-c", DRIVER, str(root), kind], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        [sys.executable, "-c", DRIVER, str(root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
     )
     return driver, psutil.Process(int(driver.stdout.readline()))
 
@@ -67,11 +67,9 @@ def wait_until_gone(process: psutil.Process) -> None:
     assert not process.is_running()
 
 
-@pytest.mark.parametrize(("how", "kind"), [("", "marked"), ("fork", "marked"), ("", "unmarked")])
-def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_path, how, kind):
-    driver, grandchild = start(tmp_path, kind)
-    with open(next(tmp_path.glob(f"session_today_{driver.pid}")) / "log") as log:
-        reader = subprocess.Popen(["sleep", "1000"], stdin=log)  # a user who looks at a log is not the driver's
+@pytest.mark.parametrize("how", ["", "fork"])
+def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_path, how):
+    driver, grandchild = start(tmp_path)
     say(driver, how)
     assert grandchild.is_running()
     if how:
@@ -83,9 +81,6 @@ def test_a_killed_driver_leaves_neither_processes_nor_its_session_folder(tmp_pat
     while session_folders(tmp_path) != ["yesterday"]:  # of another process, and the link to ours is gone
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    assert reader.poll() is None
-    reader.kill()
-    reader.wait()
 
 
 @pytest.mark.parametrize(("how", "left"), [("delete", ["yesterday"]), ("keep", ["latest", "today", "yesterday"])])
@@ -101,15 +96,82 @@ def test_a_driver_waits_until_everything_is_gone_and_may_keep_the_logs(tmp_path,
         driver.wait()
 
 
-def test_what_belongs_to_another_driver_is_left_alone(tmp_path):
-    others = subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: "1-another"})
+@contextmanager
+def sleeping(mark: str = "", **streams) -> Iterator[subprocess.Popen]:
+    """A process, with the mark in its environment."""
+    process = subprocess.Popen(["sleep", "1000"], env=os.environ | {MARK: mark}, **streams)
     try:
-        Reaper(str(tmp_path)).finish(keep_logs=False)
-        assert others.poll() is None
-        assert MARK not in os.environ
+        yield process
     finally:
-        others.kill()
-        others.wait()
+        process.kill()
+        process.wait()
+
+
+def test_marked_processes_and_those_that_write_into_a_session_folder_are_killed(tmp_path):
+    mark, folder = f"{os.getpid()}-{uuid.uuid4().hex}", tmp_path / "session_today_1"
+    folder.mkdir()
+    # An agent of Ray's, whose title takes the place of its environment, writes; a user may look at the log.
+    with (folder / "log").open("w") as written, (folder / "log").open() as read, ExitStack() as ended:
+        marked, another = (ended.enter_context(sleeping(one)) for one in (mark, "1-another"))
+        writer, reader = ended.enter_context(sleeping(stdout=written)), ended.enter_context(sleeping(stdin=read))
+        reaper._kill_left(os.getpid(), f"{MARK}={mark}", [str(folder)])
+        assert [one.wait() for one in (marked, writer)] == [-signal.SIGKILL] * 2
+        assert another.poll() is None and reader.poll() is None
+
+
+def test_a_process_that_has_ended_is_none_of_those_that_are_left(tmp_path):
+    with sleeping("gone") as process:
+        pass
+    assert reaper._open_if_left(process.pid, f"{MARK}=gone".encode(), [str(tmp_path)]) is None
+    assert not reaper._has_mark(process.pid, b"any") and not reaper._writes_into(process.pid, [str(tmp_path)])
+
+
+def test_session_folders_of_the_driver_alone_are_deleted_with_the_link_to_them(tmp_path):
+    for name in ("session_before_7", "session_now_7", "session_now_8"):
+        (tmp_path / name).mkdir()
+    folders = reaper._session_folders(tmp_path, "session_*_7", [str(tmp_path / "session_before_7")])
+    assert folders == [str(tmp_path / "session_now_7")]
+    link = tmp_path / "session_latest"
+    for target, is_left in (("session_now_8", True), ("session_now_7", False)):  # of another driver, and ours
+        link.unlink(missing_ok=True)
+        link.symlink_to(tmp_path / target)
+        reaper._delete_sessions(tmp_path, folders)
+        assert link.is_symlink() is is_left
+    assert session_folders(tmp_path) == ["before", "now"]
+
+
+@pytest.mark.parametrize("said", [b"", b"keep"])
+def test_a_driver_that_closes_its_end_has_said_what_it_wants(said):
+    outer, (read, write) = os.dup(0), os.pipe()
+    os.dup2(read, 0)
+    try:
+        assert reaper._wait_for_driver(os.getpid()) == b""  # who is not this process's parent is gone
+        os.write(write, said)
+        os.close(write)
+        assert reaper._wait_for_driver(os.getppid()) == said
+    finally:
+        os.dup2(outer, 0)
+        os.close(outer)
+        os.close(read)
+
+
+def test_a_driver_does_not_wait_long_for_what_does_not_end(tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(reaper, "_FINISH_TIMEOUT_S", 0.1)
+    slow = Reaper(str(tmp_path))
+    try:
+        slow._process.send_signal(signal.SIGSTOP)
+        slow.finish(keep_logs=False)
+        assert "Some of Ray's processes have not ended within 0 s of SIGKILL." in caplog.text
+    finally:
+        slow._process.kill()
+        slow._process.wait()
+
+
+def test_what_belongs_to_another_driver_is_left_alone(tmp_path):
+    with sleeping("1-another") as another:
+        Reaper(str(tmp_path)).finish(keep_logs=False)
+        assert another.poll() is None
+        assert MARK not in os.environ
 
 
 def test_children_do_not_get_the_signals_that_end_a_run():
