@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config import resolve_absent_keys
 from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
 
 os.environ.update(ENVIRONMENT)  # before torch is imported
@@ -43,7 +44,9 @@ def main() -> int:
 
 def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
     """A policy section with a model alone: its Hugging Face config, and Megatron-Bridge's own choices for it."""
-    return {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
+    policy = {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
+    resolve_absent_keys({"policy": policy})
+    return policy
 
 
 def _check(policy: Mapping[str, Any]) -> tuple[dict[str, Any], bool]:

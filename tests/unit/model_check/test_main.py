@@ -1,0 +1,79 @@
+"""`python -m nemo_offload_rl.model_check`, called in this process: where the model comes from, and what is printed."""
+
+import importlib
+import io
+import json
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+from support.tiny import TINY_QWEN3, tiny_policy
+
+from nemo_offload_rl.mcore.patches import cpu_device
+from nemo_offload_rl.model_check.process import ENVIRONMENT, REQUEST_ON_STDIN
+from nemo_offload_rl.model_check.result import CheckResult
+
+TINY = Path(__file__).parents[3] / "examples/configs/grpo_tiny_cpu.yaml"
+
+
+@pytest.fixture
+def checked(monkeypatch, capfd):
+    """Calls it with arguments; returns its exit status and its answer, beside which it prints nothing."""
+    for name, value in ENVIRONMENT.items():
+        monkeypatch.setenv(name, value)  # as importing it does, but for this test alone
+    command = importlib.import_module("nemo_offload_rl.model_check.__main__")
+    cpu_device.install()
+    torch.set_num_threads(1)
+
+    def call(*arguments):
+        monkeypatch.setattr(sys, "argv", ["model_check", *map(str, arguments)])
+        capfd.readouterr()
+        status = command.main()
+        return status, json.loads(capfd.readouterr().out)
+
+    call.command = command
+    return call
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Writes a config.json."""
+
+    def write(**fields):
+        path = tmp_path / "config.json"
+        path.write_text(json.dumps(TINY_QWEN3 | fields))
+        return path
+
+    return write
+
+
+def test_a_config_that_megatron_computes_right(checked, config):
+    status, answer = checked("--hf-config", config())
+    assert (status, answer["is_right"]) == (0, True)
+    assert CheckResult.from_json(answer).is_right
+    assert {"imports", "config", "transformers", "model"} <= set(answer["seconds"])
+
+
+def test_a_config_that_cannot_be_is_an_error_on_standard_output(checked, config):
+    status, answer = checked("--hf-config", config(hidden_act="no such thing"))
+    assert status == 1
+    assert "no such thing" in answer["error"]
+
+
+def test_a_recipes_section_for_megatron_counts(checked):
+    status, answer = checked("--recipe", TINY, "+policy.megatron_cfg.no_rope_freq=3")
+    assert status == 1
+    assert "Megatron cannot compute this model" in answer["error"] and "no_rope_freq" in answer["error"]
+
+
+def test_a_process_that_asks_by_standard_input_gets_errors_as_answers(checked, monkeypatch):
+    watching = threading.Event()
+    monkeypatch.setattr(checked.command, "_end_with_standard_input", watching.set)  # it would end this process
+    policy = tiny_policy(TINY_QWEN3 | {"hidden_act": "no such thing"})
+    monkeypatch.setattr(sys, "stdin", io.StringIO(json.dumps(policy) + "\n"))
+    status, answer = checked(REQUEST_ON_STDIN)
+    assert status == 0
+    assert "no such thing" in answer["error"]
+    assert watching.wait(10)
