@@ -14,7 +14,7 @@ ARGS ?=
 
 PYTHON := .venv/bin/python
 
-.PHONY: help setup grpo sft dpo test lint docs lock clean
+.PHONY: help setup grpo sft dpo test testgpu lint docs lock clean
 
 help: ## List the commands
 	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "  make %-7s %s\n", $$1, $$2}' $(firstword $(MAKEFILE_LIST))
@@ -34,6 +34,10 @@ dpo: setup ## Train the tiny model with DPO, after its SFT
 test: ## Run every test; those that need a GPU skip where there is none (ARGS="-k name" selects)
 	@tools/setup.sh $(EXTRAS:%=--extra %) --group adapters
 	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
+
+testgpu: setup ## Run the tests that need a GPU (make setup EXTRAS="te vllm" first)
+	$(PYTHON) -m pytest -q -m "gpu and not whole_gpu" -n 6 --dist worksteal $(ARGS)
+	$(PYTHON) -m pytest -q -m "gpu and whole_gpu" $(ARGS)
 
 lint: setup ## Check style, formatting, types and the lock
 	$(PYTHON) -m ruff check .

@@ -86,6 +86,7 @@ def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):
     assert checksums(worker) == bits
 
 
+@pytest.mark.whole_gpu
 @pytest.mark.parametrize("kind", ["fused_adam", "precision_aware"])
 def test_the_driver_gets_back_what_left(make_worker, monkeypatch, kind):
     worker = make_worker(offloading(policy_of(kind, monkeypatch)), init_reference_model=True)
@@ -139,6 +140,7 @@ def test_a_checkpoint_may_be_loaded_while_offloaded(make_worker, monkeypatch, tm
     assert run_steps(worker, 2, visit_phases=True) == want
 
 
+@pytest.mark.whole_gpu
 def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
     worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)))
     run_steps(worker, 2, visit_phases=True)
@@ -160,6 +162,7 @@ def test_no_room_on_the_gpu_is_said_and_harms_nothing(make_worker, monkeypatch):
     assert checksums(worker) != want
 
 
+@pytest.mark.whole_gpu
 def test_a_worker_gives_all_its_memory_back(make_worker, monkeypatch):
     def free_after_a_life() -> int:
         worker = make_worker(offloading(policy_of("fused_adam", monkeypatch)), init_reference_model=True)

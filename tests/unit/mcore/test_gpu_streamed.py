@@ -98,6 +98,7 @@ def test_a_missing_wait_would_show(make_worker, monkeypatch, missing):
     assert run_steps(worker, 3, visit_phases=False) != plain
 
 
+@pytest.mark.whole_gpu
 def test_the_gpu_never_holds_more_of_it_than_the_window(make_worker, monkeypatch):
     """Neither when the optimizer is built, nor when its state is made, nor in a step."""
 
@@ -197,6 +198,7 @@ def test_a_step_that_is_skipped_moves_nothing_back(make_worker, monkeypatch):
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
+@pytest.mark.whole_gpu
 def test_no_room_for_the_window_is_said_at_the_start(make_worker, monkeypatch):
     policy = policy_of("fused_adam", monkeypatch)
     policy["residency"]["stream_window_mib"] = torch.cuda.mem_get_info()[1] // MIB

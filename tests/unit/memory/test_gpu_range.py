@@ -92,6 +92,7 @@ def test_a_closed_range_gives_its_pages_back_and_leaves_its_views_harmless():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_range_on_the_gpu_leaves_the_drivers_books_and_keeps_its_address():
     device = torch.device("cuda", torch.cuda.current_device())
     gpu_range = make_range(4 * CHUNK_BYTES + 5, device)
@@ -113,6 +114,7 @@ def test_a_range_on_the_gpu_leaves_the_drivers_books_and_keeps_its_address():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_full_gpu_is_an_error_of_its_own_and_not_a_sticky_one():
     device = torch.device("cuda", torch.cuda.current_device())
     hog = torch.empty(torch.cuda.mem_get_info(device)[0] - 1024 * MIB, dtype=torch.uint8, device=device)
