@@ -60,20 +60,24 @@ class Cycles:
         return self._request(lengths, temperature=1.0), self._batch(lengths)
 
     def run(
-        self, request: GenerationRequest, batch: BatchedData, while_asleep: Callable[[], None] = lambda: None
+        self, request: GenerationRequest, batch: BatchedData, while_asleep: Callable[[], None] | None = None
     ) -> dict[str, Any]:
         """Refit, generate, train; returns what `train` does.
 
         Args:
             request: what is generated.
             batch: what is trained on.
-            while_asleep: called while the engine sleeps and nothing else has moved.
+            while_asleep: called while the engine sleeps and nothing else has moved; without, the policy's state comes
+                back beside the release, as in a GRPO step.
         """
         self._weights.mark_stale()
         self._weights.refresh()
         self.generation.generate(request)
+        if while_asleep is None:
+            self.policy.start_return(self.generation.start_finish_generation(), logprobs=False)
         self.generation.finish_generation()
-        while_asleep()
+        if while_asleep is not None:
+            while_asleep()
         sizes = self._sizes
         result: dict[str, Any] = self.policy.train(batch, self._loss_fn, gbs=sizes.train_global, mbs=sizes.train_micro)
         return result

@@ -33,6 +33,8 @@ def built_as(setting: str) -> Iterator[None]:
         replaced |= {
             "nemo_offload_rl.refit.make_transport": lambda _, receivers, verify: UpstreamTransport(receivers),
             "nemo_offload_rl.algorithms.grpo.WeightSync": UpstreamWeightSync,
+            # One thing after the other: `finish_generation` does all of it.
+            "nemo_offload_rl.generation.actor_engines.ActorEngines.start_finish_generation": lambda _: [],
         }
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():

@@ -50,12 +50,20 @@ class GroupSampler:
     settings: GroupSettings
     scale: Callable[[torch.Tensor], torch.Tensor]
 
-    def __call__(self, step: int, timer: Timer) -> tuple[Rollouts, dict[str, float]]:
+    def __call__(
+        self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
+    ) -> tuple[Rollouts, dict[str, float]]:
         """Rollouts of ``num_prompts_per_step`` prompts, and metrics of everything that was sampled.
 
         With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward,
         after scaling, are left out with all their answers, and further batches are sampled in their place; each has
         ``batch_multiplier`` times the prompts of a step.
+
+        Args:
+            step: of the run.
+            timer: gets the phases of rollouts.
+            on_last_answers: called once, when nothing more is generated: before the last answers are judged, or where
+                only rewards tell that they were the last, behind that.
 
         Raises:
             RuntimeError: dynamic sampling found too few prompts in the batches it may use.
@@ -71,18 +79,25 @@ class GroupSampler:
                     "prompts whose answers got different rewards: raise grpo.dynamic_sampling_max_gen_batches, take "
                     "problems of another difficulty, or set grpo.use_dynamic_sampling=false."
                 )
-            rollouts = self._sample(step, timer, first_sample_id=len(sampled) * settings.num_generations_per_prompt)
+            is_last = len(sampled) + 1 == max_batches
+            rollouts = self._sample(
+                step,
+                timer,
+                first_sample_id=len(sampled) * settings.num_generations_per_prompt,
+                on_answers=on_last_answers if is_last else _nothing,
+            )
             sampled.append(rollouts)
             useful = self._informative(rollouts) | (not settings.use_dynamic_sampling)
             kept.append(rollouts.select_prompts(useful.nonzero().flatten()))
+        if len(sampled) < max_batches:
+            on_last_answers()
         batch = Rollouts.concat(kept, pad_token_id).select_prompts(torch.arange(settings.num_prompts_per_step))
         return batch, self._metrics(Rollouts.concat(sampled, pad_token_id), len(sampled))
 
-    def _sample(self, step: int, timer: Timer, first_sample_id: int) -> Rollouts:
+    def _sample(self, step: int, timer: Timer, first_sample_id: int, on_answers: Callable[[], None]) -> Rollouts:
         problems = self.prompts.next_batch(self.settings.prompts_per_batch)
-        return self.rollout(
-            problems, self.settings.num_generations_per_prompt, self.sampling, step, timer, first_sample_id
-        )
+        num_generations = self.settings.num_generations_per_prompt
+        return self.rollout(problems, num_generations, self.sampling, step, timer, first_sample_id, on_answers)
 
     def _informative(self, rollouts: Rollouts) -> torch.Tensor:
         return informative_groups(self.scale(rollouts.rewards))
@@ -96,3 +111,7 @@ class GroupSampler:
             "train/mean_gen_tokens_per_sample": rollouts.mean_response_tokens,
             "train/num_generation_batches": float(num_batches),
         }
+
+
+def _nothing() -> None:
+    """More is generated, perhaps."""

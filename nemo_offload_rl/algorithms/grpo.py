@@ -124,7 +124,7 @@ class GRPO(Algorithm):
         """Samples a batch and trains on it; see ``Algorithm``."""
         with timer.phase("refit"):
             self._weights.refresh()
-        rollouts, metrics = self._sample(step, timer)
+        rollouts, metrics = self._sample(step, timer, self._leave_generation)
         with timer.phase("finish_generation"):
             self._generation.finish_generation()
 
@@ -145,6 +145,12 @@ class GRPO(Algorithm):
         self._weights.mark_stale()
         self._warn_of_prob_error(step, metrics["train/token_mult_prob_error"])
         return metrics | memory_metrics("generation", self._generation.memory_stats())
+
+    def _leave_generation(self) -> None:
+        """Engines leave the GPU, and the policy's state comes back, beside rewards and advantages."""
+        loss = self._loss_fn
+        has_passes = loss.needs_prev_logprobs or loss.needs_reference_logprobs
+        self._policy.start_return(self._generation.start_finish_generation(), logprobs=has_passes)
 
     def _warn_of_prob_error(self, step: int, error: float) -> None:
         if self._prob_error_limit is not None and error > self._prob_error_limit:

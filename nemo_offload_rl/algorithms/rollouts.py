@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Self
 
@@ -101,6 +101,7 @@ class RolloutMaker:
         step: int,
         timer: Timer,
         first_sample_id: int = 0,
+        on_answers: Callable[[], None] = lambda: None,
     ) -> Rollouts:
         """Samples ``num_generations`` answers to each problem.
 
@@ -111,6 +112,7 @@ class RolloutMaker:
             step: of the run; with the sample's id and the prompt it settles what is sampled.
             timer: gets the phases ``generation`` and ``rewards``.
             first_sample_id: id of each prompt's first sample; the others follow it.
+            on_answers: called when all answers are there, before they are judged.
 
         Raises:
             RewardError: the reward of an answer is not a finite number, or its function raises.
@@ -120,6 +122,7 @@ class RolloutMaker:
         sample_ids = list(range(first_sample_id, first_sample_id + num_generations)) * len(problems)
         with timer.phase("generation"):
             output = self.generation.generate(GenerationRequest(prompt_ids, sample_ids, step, sampling))
+        on_answers()
         with timer.phase("rewards"):
             texts = self.tokenizer.batch_decode(output.output_ids, skip_special_tokens=True)
             asked = [problem for problem in problems for _ in range(num_generations)]

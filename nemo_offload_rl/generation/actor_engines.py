@@ -50,6 +50,7 @@ class ActorEngines:
         self._actors = list(actors)
         self._process_refs = [one.actor.process.remote() for one in actors]
         self._build_refs = list(build_refs)
+        self._finishing: list[Any] = []
         if cluster.engines_are_apart:
             self.capabilities = replace(
                 self.capabilities, refit_transport="broadcast", keeps_weights=True, built_alone=False
@@ -83,10 +84,17 @@ class ActorEngines:
             finish_reasons=[row for output in outputs for row in output.finish_reasons],
         )
 
+    def start_finish_generation(self) -> Sequence[Any]:
+        """Begin to give the GPU memory back, unless the engines are alone on their GPUs, where they stay ready."""
+        if not self._finishing and not self._cluster.engines_are_apart:
+            self._finishing = self._start("finish_generation")
+        return self._finishing
+
     def finish_generation(self) -> None:
-        """Give the GPU memory back, unless the engines are alone on their GPUs, where they stay ready."""
+        """Give the GPU memory back, and wait until it is the driver's."""
         if not self._cluster.engines_are_apart:
-            self._run("finish_generation")
+            refs, self._finishing = self._finishing or self._start("finish_generation"), []
+            self._collect("finish_generation", refs)
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
         """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
@@ -117,7 +125,10 @@ class ActorEngines:
         self._cluster.stop(actors, self._process_refs)
 
     def _run(self, verb: str, *arguments: Any) -> list[Any]:
-        return self._collect(verb, [one.actor.call.remote(verb, *arguments) for one in self._actors])
+        return self._collect(verb, self._start(verb, *arguments))
+
+    def _start(self, verb: str, *arguments: Any) -> list[Any]:
+        return [one.actor.call.remote(verb, *arguments) for one in self._actors]
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
         """The actors' results.

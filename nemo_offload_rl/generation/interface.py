@@ -167,8 +167,16 @@ class GenerationInterface(Protocol):
         """
         ...
 
+    def start_finish_generation(self) -> Sequence[Any]:
+        """Begin to give the GPU memory back; `finish_generation` waits for it, and raises what fails.
+
+        Returns:
+            What `run.policy_interface.Policy.start_return` waits for.
+        """
+        ...
+
     def finish_generation(self) -> None:
-        """Give the GPU memory back."""
+        """Give the GPU memory back; whether or not that has begun."""
         ...
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:

@@ -7,6 +7,7 @@ Each verb enters the phase that it needs; docs/decisions/phases.md says why.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from nemo_offload_rl.data.batch import BatchedData
@@ -19,6 +20,9 @@ from nemo_offload_rl.storage.manifest import Manifest
 
 class Policy(WeightSource, Protocol):
     """A policy that is trained, asked for log-probs, and saved."""
+
+    def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
+        """Has state begin to come back once generation has left the GPU, as ``after`` says, and returns at once."""
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Runs one optimizer step for every ``gbs`` samples; returns loss, grad_norm, lr, num_skipped and metrics."""

@@ -65,6 +65,10 @@ class WorkerActor:
         """Returns the records that this rank has logged since the last call."""
         return self._log.take()
 
+    def call_after(self, verb: str, arguments: Sequence[Any], *_: Any) -> None:
+        """As `call`, without a result, once Ray has what is passed beside; calls that come later wait, too."""
+        getattr(self._worker, verb)(*arguments)
+
     def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:
         """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch.
 

@@ -119,6 +119,7 @@ class PolicyWorkerGroup:
             "init_optimizer": init_optimizer,
             "group_size": group_size,
         }
+        self._started: list[Any] = []
         self._process_refs = [actor.process.remote() for actor in self._actors]
         if before_build is not None:
             for actor in self._actors:
@@ -167,6 +168,17 @@ class PolicyWorkerGroup:
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
         """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S]}."""
         return self._infer("get_reference_policy_logprobs", data, mbs)
+
+    def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
+        """Have state begin to come back to the GPU, and return at once; the next verb raises what fails.
+
+        Args:
+            after: Ray's references of what has to end before: generation's release of the GPU.
+            logprobs: Whether log-prob passes come before training.
+        """
+        self._built()
+        self._collect_started()
+        self._started = [actor.call_after.remote("start_return", [logprobs], *after) for actor in self._actors]
 
     def offload_before_refit(self) -> None:
         """Leave on the GPU only what a refit needs."""
@@ -316,6 +328,7 @@ class PolicyWorkerGroup:
             The results in data-parallel order, or of all ranks.
         """
         layout = self._built()
+        self._collect_started()
         shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
         reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
         refs = [
@@ -329,6 +342,11 @@ class PolicyWorkerGroup:
         ]
         results = self._collect(verb, refs)
         return [results[rank] for rank in reporting]
+
+    def _collect_started(self) -> None:
+        started, self._started = self._started, []
+        if started:
+            self._collect("start_return", started)
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
         """The results of all ranks; on a failure, ends the group and raises, unless all ranks can go on after it."""

@@ -67,6 +67,10 @@ class ToyPolicy:
         self.calls.append("offload_after_refit")
         self._enter("generate")
 
+    def start_return(self, after, *, logprobs: bool) -> None:
+        assert list(after) == ["asleep"]
+        self.calls.append(f"start_return, logprobs={logprobs}")
+
     def _enter(self, phase: str, moved_gb: float | None = None) -> None:
         """Reports an optimizer state that has to be on the GPU in training alone; each copy takes longer."""
         seconds = 0.1 * len(self.calls)
@@ -186,6 +190,10 @@ class TableSampler:
         self.calls += (f"wake up {tag}" for tag in tags)
         assert not self.awake & set(tags)
         self.awake |= set(tags)
+
+    def start_finish_generation(self) -> list[str]:
+        self.calls.append("begin to sleep")
+        return ["asleep"]
 
     def finish_generation(self) -> None:
         self.calls.append("sleep")

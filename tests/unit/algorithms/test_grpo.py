@@ -196,6 +196,8 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "offload_after_refit",
         "wake up kv_cache",
         "generate",
+        "begin to sleep",
+        "start_return, logprobs=True",
         "sleep",
         "get_logprobs",
         "get_reference_policy_logprobs",
@@ -351,6 +353,22 @@ def test_dynamic_sampling_keeps_prompts_whose_rewards_differ():
     assert [request.sample_ids[0] for request in generation.requests[:2]] == [0, 8]
     assert metrics["train/informative_prompts"] < 1
     assert metrics["train/reward"] < rollouts.rewards.mean()
+
+
+@pytest.mark.parametrize("dynamic", [True, False], ids=["as rewards tell", "the only batch"])
+def test_generation_is_told_once_that_nothing_more_comes(dynamic):
+    judged = []
+
+    def judge(response, answer):
+        judged.append(response)
+        return float(response == answer)
+
+    settings = {"use_dynamic_sampling": dynamic, "dynamic_sampling_max_gen_batches": 40}
+    sample, generation = sampler(reward=Reward("counted", judge), **settings)
+    told = []
+    sample(1, Timer(), lambda: told.append((len(generation.requests), len(judged))))
+    rows = len(generation.requests[0].prompt_ids)
+    assert told == [(len(generation.requests), len(generation.requests) * rows if dynamic else 0)]
 
 
 def test_dynamic_sampling_may_sample_more_prompts_than_a_step_trains_on():

@@ -91,7 +91,10 @@ def test_generation_waits_for_weights_which_a_refit_brings(generation, local, we
     require_equal_checksums(checksums, generation.weights_checksum())
     generation.prepare_for_generation(["weights", "kv_cache"])
     output, expected = generation.generate(REQUEST), local.generate(REQUEST)
+    begun = generation.start_finish_generation()
+    assert generation.start_finish_generation() == begun  # it has begun already
     generation.finish_generation()
+    ray.get(list(begun), timeout=0)  # that has waited for it
     assert output.output_ids == expected.output_ids
     assert output.finish_reasons == expected.finish_reasons
     for row, expected_row in zip(output.logprobs, expected.logprobs, strict=True):

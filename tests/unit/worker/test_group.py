@@ -42,6 +42,12 @@ def tensor_parallel_group(ray_cluster, group):
         yield group
 
 
+def test_state_returns_once_what_it_waits_for_has_ended_and_before_the_next_verb(group):
+    group.start_return([ray.put("generation is asleep")], logprobs=False)
+    assert group.train(toy_batch(8), double, gbs=4, mbs=1)["loss"] == 2.0
+    assert group.memory_stats()["returned"] == 1
+
+
 def test_training_shards_reach_their_ranks(group):
     report = group.train(toy_batch(8), double, gbs=4, mbs=1)
     assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}

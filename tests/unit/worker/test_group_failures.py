@@ -6,6 +6,7 @@ import traceback
 
 import psutil
 import pytest
+import ray
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.run.failure_summary import add_failure_summary
@@ -49,6 +50,14 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, mon
     assert not [pid for pid in pids if psutil.pid_exists(pid)]
     with pytest.raises(WorkerError, match="the checkpoint is of another model"):
         group.get_logprobs(toy_batch(2), mbs=1)
+
+
+def test_a_return_beside_other_work_that_fails_is_an_error_of_the_next_verb(fresh_group, monkeypatch):
+    monkeypatch.setattr(group_module, "FAILURE_GRACE_S", 0.2)
+    group = fresh_group(fails_to_return=1)
+    group.start_return([ray.put("generation is asleep")], logprobs=True)
+    with pytest.raises(WorkerError, match=r"Rank 1 failed in start_return: ValueError: no memory for the params of"):
+        group.train(toy_batch(8), abs, gbs=4, mbs=1)
 
 
 def last_line(error):

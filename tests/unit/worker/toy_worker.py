@@ -28,6 +28,7 @@ class ToyWorker:
         if config["toy"].get("fails_to_build") == rank:
             raise ValueError(f"rank {rank} has a bad recipe")
         self.config = config
+        self.num_returned = 0
         self.rank = rank
         self.world_size = world_size
         self.weights = [(f"w{index}", torch.full((2, 2), float(index))) for index in range(5)]
@@ -56,6 +57,11 @@ class ToyWorker:
             "pp_size": 1,
         }
 
+    def start_return(self, logprobs):
+        if self.config["toy"].get("fails_to_return") == self.rank:
+            raise ValueError(f"no memory for the params of rank {self.rank}")
+        self.num_returned += 1
+
     def train(self, data, loss_fn, gbs, mbs):
         return {"rows": data["row"].tolist(), "loss": loss_fn(1.0), "gbs": gbs, "mbs": mbs, "rank": self.rank}
 
@@ -73,7 +79,7 @@ class ToyWorker:
         return self.weight_export.send()
 
     def memory_stats(self):
-        return {"host_rss_gib": float(self.rank), "pid": float(os.getpid())}
+        return {"host_rss_gib": float(self.rank), "pid": float(os.getpid()), "returned": self.num_returned}
 
     def residency_metrics(self):
         seconds = 1.0 + self.rank
