@@ -44,6 +44,7 @@ class UpstreamVllmActor(MarkedVllmActor):
     """An engine that sleeps at level 1."""
 
     like_upstream = True
+    maps_cache_beside_refit = False
 
     def complete_refit(self) -> None:
         """Replays vllm_backend.py, update_weights_via_ipc_zmq, on the message that all has been sent."""

@@ -26,10 +26,11 @@ def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
     held = {phase: sum(rank.gpu_bytes[phase].values()) + POLICY_OVERHEAD_BYTES for phase in Phase}
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
     refit = held[Phase.REFIT] + engine.weights_bytes + engine.refit_bytes
+    beside = refit + engine.kv_cache_bytes(gpu_bytes)  # where there is room the KV cache is mapped while weights come
     training = held[Phase.TRAIN] + rank.least_activation_bytes + rank.step_grad_bytes
     logprobs = held[Phase.LOGPROB]
     phases = {
-        "refit": max(refit, awake),  # the KV cache is mapped at its end
+        "refit": beside if beside <= gpu_bytes else max(refit, awake),
         "generation": awake,
         "logprobs": logprobs,
         "reference_logprobs": logprobs,

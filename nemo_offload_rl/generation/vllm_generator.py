@@ -1,16 +1,22 @@
 """Sampling with vLLM's engine, and the weights that it samples from."""
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 
+from nemo_offload_rl.generation.background_call import BackgroundCall
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
 from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_pools
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
+logger = logging.getLogger(__name__)
+
+_MARGIN_BYTES = GIB
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -23,6 +29,8 @@ class VllmGenerator:
         max_sequence_length: Most tokens of a prompt and its continuation together.
         sleeps: Whether it leaves its GPU to the policy between generations; if not, it keeps its weights.
         keeps_weights: Whether its weights wait in host memory while it sleeps, and are whole when it wakes up.
+        refit_bucket_bytes: GPU memory that a refit passes weights through; None where the KV cache is not to be mapped
+            beside refits.
     """
 
     def __init__(
@@ -33,6 +41,7 @@ class VllmGenerator:
         max_sequence_length: int,
         sleeps: bool = True,
         keeps_weights: bool = False,
+        refit_bucket_bytes: int | None = None,
     ) -> None:
         self._llm = llm
         self._dtype = _DTYPES[precision]
@@ -43,6 +52,8 @@ class VllmGenerator:
         self._prefixes_are_stale = False
         # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
         self._asleep: set[WakeUpTag] = set()
+        self._refit_bucket_bytes = refit_bucket_bytes
+        self._mapping = BackgroundCall("kv-cache")
         self._sleep_level = 0
         if sleeps:
             self._sleep_level = 1 if keeps_weights else int(self._on_worker("refit_sleep_level")[0])
@@ -91,17 +102,49 @@ class VllmGenerator:
     # ---- phases
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
-        """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them."""
+        """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them.
+
+        Beside a refit the KV cache is mapped, too, where there is room for both.
+
+        Raises:
+            RuntimeError: If the KV cache could not be mapped, beside the refit or now.
+        """
         if self._sleep_level:
-            self._llm.wake_up(list(tags))
-            self._asleep -= set(tags)
+            self._wait_for_mapping()
+            self._wake_up([tag for tag in tags if tag in self._asleep])
         if list(tags) == ["weights"]:
             self._forget_weights()
+            if "kv_cache" in self._asleep and self._has_room_beside_refit():
+                self._mapping.start(lambda: self._wake_up(["kv_cache"]))
+
+    def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:
+        if tags:
+            self._llm.wake_up(list(tags))
+            self._asleep -= set(tags)
+
+    def _wait_for_mapping(self) -> None:
+        try:
+            self._mapping.wait()
+        except RuntimeError as error:
+            if "out of memory" not in str(error):
+                raise RuntimeError(f"vLLM could not map its KV cache beside the refit: {error}") from error
+            # vLLM has unmapped what it had: it is mapped when the policy has left.
+            logger.info("The KV cache found no room beside the refit, and is mapped behind it: %s", error)
+
+    def _has_room_beside_refit(self) -> bool:
+        if self._refit_bucket_bytes is None:
+            return False
+        largest = max((spec.num_bytes for spec in self._plan.tensors), default=0)
+        buckets = min(self._plan.num_bytes, max(self._refit_bucket_bytes, 2 * largest))
+        cache = sum(block.handle[1] for block in vllm_pools().values() if block.tag == "kv_cache")
+        # Both sides make a weight or two anew while they convert it.
+        return int(torch.cuda.mem_get_info()[0]) >= cache + buckets + 4 * largest + _MARGIN_BYTES
 
     def finish_generation(self) -> None:
         """Give the memory of weights and KV cache back."""
         if not self._sleep_level:
             return
+        self._wait_for_mapping()  # of a refit that failed
         self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._prefixes_are_stale = True  # the KV cache is gone

@@ -64,6 +64,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "generation_batch_size": 8,
         "max_total_sequence_length": MAX_LENGTH,
         "tokenizer": {"name": str(tokenizer)},
+        "refit_buffer_size_gb": 1.0,
         "residency": {"generation_weights": None},
         "generation": {"backend": backend, "vllm_cfg": section, "stop_strings": tokenizer and ["<no number>"]},
     }

@@ -144,4 +144,6 @@ def test_the_plan_of_the_full_recipe_names_every_phase():
     planned = planned_gib(recipe, 140 * 2**30)
     assert set(planned) == {"refit", "generation", "logprobs", "reference_logprobs", "training"}
     assert 0.6 * 140 < planned["generation"] < 140
+    assert planned["generation"] < planned["refit"] < 140
+    assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # too little for both at once
     assert planned["training"] > planned["logprobs"] > 3
