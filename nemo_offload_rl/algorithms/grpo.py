@@ -38,7 +38,10 @@ from nemo_offload_rl.run.setup import (
 from nemo_offload_rl.run.weight_sync import WeightSync
 
 if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerFast
+
     from nemo_offload_rl.config.schema import GRPOMasterConfig
+    from nemo_offload_rl.config.schema.generation import GenerationConfig
     from nemo_offload_rl.config.schema.policy import GRPOPolicyConfig
     from nemo_offload_rl.placement.cluster import Cluster
 
@@ -241,26 +244,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         prompts.check_vocabulary(problems, with_answers=False)
     reward = _make_reward(config)
     loss_fn = ClippedPGLoss(**fields_from(ClippedPGLoss, config["loss_fn"]))
-    generation_config = policy_config["generation"]
-    stop_token_ids = generation_config["stop_token_ids"]
-    check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")
-    stop_strings = generation_config["stop_strings"] or []
-    check_stop_strings(tokenizer, stop_strings, "policy.generation.stop_strings")
-    sampling = SamplingParams(
-        max_new_tokens=generation_config["max_new_tokens"],
-        temperature=generation_config["temperature"],
-        top_p=generation_config["top_p"],
-        top_k=generation_config["top_k"],
-        stop_token_ids=(tokenizer.eos_token_id,) if stop_token_ids is None else tuple(stop_token_ids),
-        seed=section["seed"],
-        stop_strings=tuple(stop_strings),
-    )
-    validation_sampling = replace(
-        sampling,
-        temperature=generation_config["val_temperature"],
-        top_p=generation_config["val_top_p"],
-        top_k=generation_config["val_top_k"],
-    )
+    sampling, validation_sampling = _make_sampling(policy_config["generation"], tokenizer, section["seed"])
     schedule = make_schedule(section, config["checkpointing"])
 
     def build(fitted_policy: GRPOPolicyConfig, cluster: Cluster) -> GRPO:
@@ -283,13 +267,7 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             policy=policy,
             generation=generation,
             weights=WeightSync(policy, generation, transport, verify=verify),
-            sample=GroupSampler(
-                train,
-                rollout,
-                sampling,
-                groups,
-                _make_reward_scaling(section),
-            ),
+            sample=GroupSampler(train, rollout, sampling, groups, _make_reward_scaling(section)),
             validation=ValidationSampling(
                 problems=validation[: section["max_val_samples"]],
                 num_generations=section["val_num_generations_per_prompt"],
@@ -311,6 +289,32 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
         )
 
     return Preparation(build, schedule, tokenizer)
+
+
+def _make_sampling(
+    section: GenerationConfig, tokenizer: PreTrainedTokenizerFast, seed: int
+) -> tuple[SamplingParams, SamplingParams]:
+    """Reads how answers are sampled in training, and in validation.
+
+    Raises:
+        DataError: the tokenizer has no such token, or cannot spell such a string.
+    """
+    stop_token_ids, stop_strings = section["stop_token_ids"], section["stop_strings"] or []
+    check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")
+    check_stop_strings(tokenizer, stop_strings, "policy.generation.stop_strings")
+    training = SamplingParams(
+        max_new_tokens=section["max_new_tokens"],
+        temperature=section["temperature"],
+        top_p=section["top_p"],
+        top_k=section["top_k"],
+        stop_token_ids=(tokenizer.eos_token_id,) if stop_token_ids is None else tuple(stop_token_ids),
+        seed=seed,
+        stop_strings=tuple(stop_strings),
+    )
+    validation = replace(
+        training, temperature=section["val_temperature"], top_p=section["val_top_p"], top_k=section["val_top_k"]
+    )
+    return training, validation
 
 
 def _make_reward(config: GRPOMasterConfig) -> Judge:
