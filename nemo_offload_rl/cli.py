@@ -174,13 +174,8 @@ def _export(options: argparse.Namespace) -> None:
 def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config import load
 
-    if options.link is not None and not 0 < options.link < float("inf"):
-        raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
-    if options.gpus is not None and options.gpus < 1:
-        raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
+    _check_plan_options(options)
     overrides = options.overrides + ([f"cluster.gpus_per_node={options.gpus}"] if options.gpus is not None else [])
-    if options.gpu_memory is not None and not 0 < options.gpu_memory < float("inf"):
-        raise ValueError(f"--gpu-memory is a size in GiB above 0; found {options.gpu_memory:g}")
     validated = load(options.recipe, overrides)
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
@@ -238,8 +233,18 @@ def _plan(options: argparse.Namespace) -> None:
     )
 
 
+def _check_plan_options(options: argparse.Namespace) -> None:
+    """Refuse sizes and speeds that cannot be."""
+    if options.link is not None and not 0 < options.link < float("inf"):
+        raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
+    if options.gpus is not None and options.gpus < 1:
+        raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
+    if options.gpu_memory is not None and not 0 < options.gpu_memory < float("inf"):
+        raise ValueError(f"--gpu-memory is a size in GiB above 0; found {options.gpu_memory:g}")
+
+
 def _link_bytes_per_s(options: argparse.Namespace) -> float | None:
-    """The speed that the command line names; None for the plan's assumption."""
+    """Return the speed that the command line names; None for the plan's assumption."""
     if options.link_of is None:
         return None if options.link is None else float(options.link * 1e9)
     if options.link is not None:
