@@ -32,7 +32,7 @@ def _told(where: str) -> Iterator[None]:
 
 
 def hf_config(policy: Mapping[str, Any]) -> Any:
-    """The Hugging Face config of the policy's model.
+    """Returns the Hugging Face config of the policy's model.
 
     Returns:
         A `transformers.PretrainedConfig`: from the recipe's `hf_config` mapping, or that of `model_name`, with

@@ -15,7 +15,7 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def cache_only(name: str) -> bool:
-    """Whether a model or tokenizer can come from the hub's cache alone.
+    """Returns whether a model or tokenizer can come from the hub's cache alone.
 
     Where that is so, processes that are started later do not ask the hub either.
 
@@ -61,7 +61,7 @@ def why_missing(name: str) -> str | None:
 
 
 def folder_hint(name: str) -> str:
-    """A remark, in brackets, on a name that begins with a folder of this machine; empty for other names."""
+    """Returns a remark, in brackets, on a name that begins with a folder of this machine; empty for other names."""
     path = Path(name)
     if path.exists() or len(path.parts) < 2 or not path.parent.is_dir():
         return ""

@@ -78,7 +78,7 @@ class GroupAdvantages:
 
 
 def informative_groups(rewards: torch.Tensor) -> torch.Tensor:
-    """Which prompts can teach anything: bool [num_prompts], true where the rewards of a row are not all the same.
+    """Returns which prompts can teach anything: bool [num_prompts], true where a row's rewards are not all the same.
 
     Those are the rows where an advantage is not 0, with the whole group's baseline as with a leave-one-out one.
     """

@@ -54,7 +54,7 @@ class Rollouts:
         return float(self.response_tokens.mean())
 
     def select_prompts(self, prompts: torch.Tensor) -> Self:
-        """The rollouts of some prompts, given by their indices (int64 [K])."""
+        """Returns the rollouts of some prompts, given by their indices (int64 [K])."""
         num_generations = self.rewards.shape[1]
         rows = (prompts[:, None] * num_generations + torch.arange(num_generations)).flatten()
         return replace(

@@ -61,7 +61,7 @@ def _place(problem: Problem) -> tuple[str, int]:
 
 
 def show(value: Any) -> str:
-    """The value as YAML writes it on one line, cut after 80 characters."""
+    """Returns the value as YAML writes it on one line, cut after 80 characters."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -76,13 +76,13 @@ def show(value: Any) -> str:
 
 
 def show_choices(values: Iterable[Any]) -> str:
-    """The values as a list in prose: 1, 2 or 3."""
+    """Returns the values as a list in prose: 1, 2 or 3."""
     shown = [show(value) for value in values]
     return shown[0] if len(shown) == 1 else f"{', '.join(shown[:-1])} or {shown[-1]}"
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """The candidate that is spelt most like the name, if one is; capital letters count for nothing."""
+    """Returns the candidate that is spelt most like the name, if one is; capital letters count for nothing."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None
@@ -98,7 +98,7 @@ def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 def show_file(path: Path) -> str:
-    """The path as users would type it: relative to the current folder where it lies below that."""
+    """Returns the path as users would type it: relative to the current folder where it lies below that."""
     if "\0" in str(path):
         return repr(str(path))
     # Not Path.resolve, which fails where links lead in a circle.
@@ -107,7 +107,7 @@ def show_file(path: Path) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Whether text reads as a number."""
+    """Returns whether text reads as a number."""
     try:
         float(text)
     except ValueError:

@@ -46,7 +46,7 @@ class Recipe:
         return Origin(show_file(self.path))
 
     def sources(self, path: str) -> list[str]:
-        """The keys that a value was interpolated from."""
+        """Returns the keys that a value was interpolated from."""
         if path not in self.written:
             return []
         sources = []
@@ -107,7 +107,7 @@ class _Inheritance:
         self._num_values = 0
 
     def read(self, path: Path, chain: tuple[Path, ...] = (), named_at: Origin | None = None) -> Node | None:
-        """The file merged over what its `defaults` name; None where any of them cannot be read.
+        """Returns the file merged over what its `defaults` name; None where any of them cannot be read.
 
         Args:
             path: of the file.

@@ -108,7 +108,7 @@ class _Findings:
         self._paths = {problem.path for problem in recipe.problems}
 
     def without_consequences(self) -> list[Problem]:
-        """The problems, without those of values that were interpolated from a key with a problem of its own."""
+        """Returns the problems, without those of values that were interpolated from a key with a problem of its own."""
         of_schema = {problem.path for problem in self.problems if problem not in self._recipe.problems}
         return [
             problem
@@ -144,7 +144,7 @@ class _Findings:
         return self._recipe.origin(path)
 
     def touches(self, path: str) -> bool:
-        """Whether a problem lies at the path, in it or around it."""
+        """Returns whether a problem lies at the path, in it or around it."""
         return _touches(self._paths, path)
 
 
@@ -209,7 +209,7 @@ def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> lis
 
 
 def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> list[Any] | None:
-    """The values that a rule reads; None where a key is not there or has a problem."""
+    """Returns the values that a rule reads; None where a key is not there or has a problem."""
     values: list[Any] = []
     for read in (one.replace(SECTION, spec.name) for one in reads):
         if read == SPEC:
@@ -226,7 +226,7 @@ def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], fou
 def _warm_start(
     recipe: Recipe, config: dict[str, Any], found: _Findings
 ) -> tuple[ValidatedRecipe | None, tuple[Problem, ...]]:
-    """The recipe that `warm_start` names, and its problems; problems of `warm_start` itself are added to `found`."""
+    """Returns the recipe that `warm_start` names, and its problems; adds those of `warm_start` itself to `found`."""
     name = value_at(config, "warm_start.recipe")
     if name is ABSENT or found.touches("warm_start"):
         return None, ()
@@ -263,7 +263,7 @@ def _warm_start(
 def _checked_on(
     sizes: Mapping[str, int], alone: Recipe, read_with: Callable[[Sequence[str]], Recipe]
 ) -> ValidatedRecipe:
-    """The recipe of a warm start with the run's sizes of the cluster, where these differ from its own.
+    """Returns the recipe of a warm start with the run's sizes of the cluster, where these differ from its own.
 
     Args:
         sizes: the keys that differ, and the run's values.
@@ -296,7 +296,7 @@ def _checked_on(
 
 
 def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
-    """The keys of `cluster` that a warm start has from the run, on whose policy ranks it trains, with their values."""
+    """Returns the keys of `cluster` that a warm start has from the run, on whose ranks it trains, with their values."""
     gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
     if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
         return {}

@@ -32,7 +32,7 @@ class BatchedData(dict[str, Any]):
     group_size: int = 1
 
     def in_groups(self, group_size: int) -> Self:
-        """The same columns, with every ``group_size`` consecutive rows held together from now on.
+        """Returns the same columns, with every ``group_size`` consecutive rows held together from now on.
 
         Raises:
             ValueError: the rows are not a whole number of groups.
@@ -71,7 +71,7 @@ class BatchedData(dict[str, Any]):
         return self._with({name: column[start:stop] for name, column in self.items()})
 
     def select(self, indices: Sequence[int] | torch.Tensor) -> Self:
-        """The rows at ``indices``, in that order; rows may repeat.
+        """Returns the rows at ``indices``, in that order; rows may repeat.
 
         Raises:
             ValueError: they are no whole groups.
@@ -124,7 +124,7 @@ class BatchedData(dict[str, Any]):
             yield self.slice(start, start + size)
 
     def to(self, device: torch.device | str) -> Self:
-        """The same batch with its tensors on ``device``; lists are shared."""
+        """Returns the same batch with its tensors on ``device``; lists are shared."""
         return self._with(
             {
                 name: column.to(device, non_blocking=True) if isinstance(column, torch.Tensor) else column

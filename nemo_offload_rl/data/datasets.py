@@ -119,7 +119,7 @@ class HFRows[Sample](Sequence[Sample]):
         return self._samples(range(number, number + 1))[0]
 
     def select(self, rows: np.ndarray) -> HFRows[Sample]:
-        """Some of the samples, by their indices (int64 [K]) and in their order; nothing is read or copied."""
+        """Returns some of the samples, by their indices (int64 [K]) and in their order; nothing is read or copied."""
         return HFRows(self._rows.select(rows), self._path, self._form, self._numbers[rows])
 
     def __iter__(self) -> Iterator[Sample]:

@@ -15,7 +15,7 @@ class LossFunction(Protocol):
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """The share of one micro-batch in the global mean.
+        """Returns the share of one micro-batch in the global mean.
 
         Args:
             logprobs: float32 [B, S] with grad; entry t is log p(input_ids[t] | input_ids[<t]), entry 0 is 0.

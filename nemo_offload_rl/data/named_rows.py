@@ -165,7 +165,7 @@ class TwoConversationsForm:
 
 
 def _split_last(value: Any, place: str) -> tuple[tuple[Message, ...], str]:
-    """The messages before the assistant's last one, and its text."""
+    """Returns the messages before the assistant's last one, and its text."""
     if not isinstance(value, list):
         raise DataError(f"{place} must be a list of messages, found {describe(value)}.")
     messages = messages_of(value, place)

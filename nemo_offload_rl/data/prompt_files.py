@@ -28,7 +28,7 @@ class PromptTexts:
     system: str | None = None
 
     def applied(self, sample: Any) -> Any:
-        """The problem, conversation or pair with its messages in these texts.
+        """Returns the problem, conversation or pair with its messages in these texts.
 
         Raises:
             DataError: there is a system's message in the data, too.
@@ -86,7 +86,7 @@ class PromptedSamples[Sample](Sequence[Sample]):
 
 
 def read_prompt_file(path: str | None, key: str) -> str:
-    """The template in a file, or the bare prompt where ``path`` is None.
+    """Returns the template in a file, or the bare prompt where ``path`` is None.
 
     Raises:
         DataError: the file cannot be read, or it is not a template of one prompt.
@@ -113,7 +113,7 @@ _TEMPLATE_RULE = "write {} where the prompt goes, and {{ or }} for a brace."
 
 
 def read_text_file(path: str, key: str) -> str:
-    """The text of a file that the recipe's ``key`` names.
+    """Returns the text of a file that the recipe's ``key`` names.
 
     Raises:
         DataError: the file cannot be read.

@@ -79,7 +79,7 @@ class PromptFormat:
                     )
 
     def prompts(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
-        """The tokens that generation starts from."""
+        """Returns the tokens that generation starts from."""
         return [
             TokenizedProblem(ids[-self.max_tokens :], [], fits=len(ids) <= self.max_tokens)
             for ids, _ in self._prompt_ids(problems)
@@ -122,7 +122,10 @@ class PromptFormat:
             yield prompt_ids, tuple(trained)
 
     def _prompt_pieces(self, problem: Conversation) -> list[tuple[str, bool]]:
-        """The prompt's text, in pieces where some of it is trained, and whether each is; pieces are tokenized apart."""
+        """Returns the prompt's text, in pieces where some of it is trained, and whether each is.
+
+        Pieces are tokenized apart.
+        """
         whole = self._prompt_text(problem)
         pieces: list[tuple[str, bool]] = []
         done = ""
@@ -195,7 +198,7 @@ def _turns(problem: Conversation) -> list[dict[str, str]]:
 
 
 def _rest(text: str, beginning: str, where: str) -> str:
-    """What a rendered conversation adds to its own beginning."""
+    """Returns what a rendered conversation adds to its own beginning."""
     if not text.startswith(beginning):
         raise DataError(
             f"{_place(where)}policy.tokenizer.chat_template: a conversation with its answer does not start with the "

@@ -37,7 +37,7 @@ def response_batch(
 
 
 def response_logprobs(batch: BatchedData, logprobs: Sequence[Sequence[float]]) -> torch.Tensor:
-    """The sampler's log-probs of the response tokens, float32 [B, S], 0 elsewhere.
+    """Returns the sampler's log-probs of the response tokens, float32 [B, S], 0 elsewhere.
 
     Args:
         batch: made by ``response_batch``.

@@ -73,7 +73,7 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
 
 
 def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """The tokenizer of the library `tokenizers` in one of transformers.
+    """Returns the tokenizer of the library `tokenizers` in one of transformers.
 
     Raises:
         DataError: it has none.

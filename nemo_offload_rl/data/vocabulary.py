@@ -26,7 +26,7 @@ class ClosedVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Self | None:
-        """The vocabulary of a tokenizer of whole words without an unknown token; None for one that encodes any text."""
+        """Returns the vocabulary of a tokenizer of whole words without an unknown token; None of others."""
         from tokenizers.models import WordLevel
 
         backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
@@ -40,7 +40,7 @@ class ClosedVocabulary:
         return cls(backend, words, re.compile("|".join(added)) if added else None)
 
     def unknown_word(self, text: str) -> str | None:
-        """The first word that has no token; None where all have."""
+        """Returns the first word that has no token; None where all have."""
         for part in [text] if self.added is None else self.added.split(text):
             normalizer, splitter = self.backend.normalizer, self.backend.pre_tokenizer
             normal = part if normalizer is None else normalizer.normalize_str(part)

@@ -162,13 +162,13 @@ class _Worker:
         return True
 
     def has_output(self) -> bool:
-        """Whether there is something to read, at once."""
+        """Returns whether there is something to read, at once."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.output, selectors.EVENT_READ)
             return bool(selector.select(0))
 
     def read(self) -> bytes | None:
-        """The line that is there; empty where a part of it is missing, None where the process has ended."""
+        """Returns the line that is there; empty where a part of it is missing, None where the process has ended."""
         read = os.read(self.output, _READ_BYTES)
         if not read:
             return None
@@ -180,7 +180,7 @@ class _Worker:
         return line + end
 
     def last_words(self) -> str:
-        """The last line that it wrote to standard error."""
+        """Returns the last line that it wrote to standard error."""
         self._process.kill()
         self._process.wait()
         self._complaints.seek(0)

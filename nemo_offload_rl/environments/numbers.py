@@ -13,7 +13,7 @@ _LATEX_SPACING = re.compile(r"\\[,!;: ]|\{,\}(?=\d{3})")
 
 
 def final_number(text: str) -> Fraction | None:
-    r"""The last number in a text, or in its last ``\boxed{...}`` where it has one; None where there is no number.
+    r"""Returns the last number in a text, or in its last ``\boxed{...}`` if it has one; None where there is no number.
 
     Understood are signs, thousands separators, decimals, exponents, ``3/4`` and ``\frac{3}{4}``.
     """

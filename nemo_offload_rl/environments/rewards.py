@@ -123,7 +123,7 @@ class Reward:
 
 
 def _cause(error: Exception) -> str:
-    """The error's type and message, and the line that raised it."""
+    """Returns the error's type and message, and the line that raised it."""
     line = traceback.extract_tb(error.__traceback__)[-1]
     lines = str(error).strip().splitlines()
     message = f"{type(error).__name__}: {lines[0][:_MAX_CAUSE_CHARS]}" if lines else type(error).__name__
@@ -131,7 +131,7 @@ def _cause(error: Exception) -> str:
 
 
 def make_reward(kind: str, reward_function: str | None = None) -> Reward:
-    """The reward that a recipe names.
+    """Returns the reward that a recipe names.
 
     Args:
         kind: a key of ``REWARDS``, or ``python``.

@@ -124,7 +124,7 @@ def build(
 
 
 def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer) -> OptimizerParamScheduler:
-    """The learning-rate and weight-decay schedule of the recipe, counted in optimizer steps."""
+    """Returns the learning-rate and weight-decay schedule of the recipe, counted in optimizer steps."""
     section, optim = megatron_cfg["scheduler"], megatron_cfg["optimizer"]
     scheduler = OptimizerParamScheduler(
         optimizer,
@@ -145,7 +145,7 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
 
 
 def _one_or_all(functions: list[Any]) -> Any:
-    """The schedules of a model without virtual stages take one function, those with take a list."""
+    """Returns what a schedule takes: one function without virtual stages, a list with them."""
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -190,7 +190,7 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
 
 
 def _device_for_whole_model(hf_config: Any) -> torch.device:
-    """The current GPU where the model, as a whole, takes at most a quarter of its memory, beside a rank's part."""
+    """Returns the current GPU if the whole model takes at most a quarter of its memory, beside a rank's part."""
     from transformers import AutoModelForCausalLM
 
     if not torch.cuda.is_available():

@@ -216,7 +216,7 @@ def evaluate(
     of: LogprobOptions,
     device: torch.device,
 ) -> StepResult:
-    """The loss and metrics of a batch, forward only."""
+    """Return the loss and metrics of a batch, forward only."""
     sums: dict[str, Tensor] = {}
 
     def on_output(batch: MicroBatch, logprobs: Tensor) -> None:

@@ -156,7 +156,7 @@ def read_text(path: Path) -> str | None:
 
 
 def normalize_pci_bus_id(pci_bus_id: str) -> str:
-    """A PCI address as sysfs spells it: lower case, a domain of four digits."""
+    """Returns a PCI address as sysfs spells it: lower case, a domain of four digits."""
     found = re.fullmatch(r"(?:([0-9a-f]{1,8}):)?([0-9a-f]{1,2}):([0-9a-f]{1,2})\.([0-7])", pci_bus_id.lower())
     if found is None:
         raise ValueError(f"{pci_bus_id!r} is no PCI address; one looks like 0000:65:00.0.")
@@ -175,7 +175,7 @@ def parse_cpu_list(text: str) -> frozenset[int]:
 
 
 def format_cpu_list(cpus: Set[int]) -> str:
-    """The inverse of `parse_cpu_list`."""
+    """Writes CPU numbers as Linux does; the inverse of `parse_cpu_list`."""
     firsts = sorted(cpu for cpu in cpus if cpu - 1 not in cpus)
     lasts = sorted(cpu for cpu in cpus if cpu + 1 not in cpus)
     return ",".join(f"{a}-{b}" if a < b else f"{a}" for a, b in zip(firsts, lasts, strict=True))
@@ -221,7 +221,7 @@ def _allowed_cpus() -> tuple[int, ...]:
 
 
 def _node_mask(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
-    """A node mask and its `maxnode`, of which the kernel reads one bit less."""
+    """Returns a node mask and its `maxnode`, of which the kernel reads one bit less."""
     words = node // _MASK_WORD_BITS + 1
     mask = (ctypes.c_uint64 * words)()
     mask[-1] = 1 << (node % _MASK_WORD_BITS)

@@ -201,6 +201,6 @@ def _map(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 def _node() -> str:
-    """What processes share that can name one another by process id."""
+    """Return what processes share that can name one another by process id."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename} (boot {boot_id}, {os.readlink('/proc/self/ns/pid')})"

@@ -25,7 +25,7 @@ class Event(Protocol):
         ...
 
     def seconds_since(self, earlier: Self) -> float:
-        """Seconds from `earlier` to here, both of them reached; below 0 if `earlier` was reached later."""
+        """Returns the seconds from `earlier` to here, both of them reached; below 0 if `earlier` was reached later."""
         ...
 
 

@@ -26,7 +26,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
-    """The medians of every move's quantities over the steps in which it was made, in the order of the first step's.
+    """Returns the medians of every move's quantities over the steps in which it was made, in the first step's order.
 
     Args:
         rows: The steps' metrics, as `read_metrics` gives them.

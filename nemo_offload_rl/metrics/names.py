@@ -33,7 +33,7 @@ def without_default_set(recipe_name: str) -> str:
 
 
 def memory_metrics(owner: str, stats: Mapping[str, float]) -> dict[str, float]:
-    """The memory of a policy's or a generation engine's processes, as logged; it differs from run to run."""
+    """Returns the memory of a policy's or a generation engine's processes, as logged; it differs from run to run."""
     return {f"performance/memory/{owner}/{name}": value for name, value in stats.items()}
 
 
@@ -43,6 +43,6 @@ def residency_metrics(moves: Mapping[str, float]) -> dict[str, float]:
 
 
 def training_metrics(result: Mapping[str, Any]) -> dict[str, float]:
-    """The metrics of a policy's ``train``, as logged."""
+    """Returns the metrics of a policy's ``train``, as logged."""
     own = {name: float(result[name]) for name in ("loss", "grad_norm", "lr", "num_skipped")}
     return {f"train/{name}": value for name, value in (own | result["metrics"]).items()}

@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy section with a model alone: its Hugging Face config, and Megatron-Bridge's own choices for it."""
+    """Return a policy section with a model alone: its Hugging Face config, and Megatron-Bridge's own choices for it."""
     policy = {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
     resolve_absent_keys({"policy": policy})
     return policy

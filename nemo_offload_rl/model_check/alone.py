@@ -50,7 +50,7 @@ _ALONE: Mapping[str, Any] = {
 
 
 def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
-    """A policy section for the twin: the run's layer specification, fusions and settings of experts, on one rank.
+    """Returns the twin's policy section: the run's layer specification, fusions and settings of experts, on one rank.
 
     Args:
         policy: the recipe's policy section.

@@ -25,7 +25,7 @@ def folder() -> Path:
 
 
 def key_of(section: Mapping[str, Any], *, device: str) -> str:
-    """The name under which the result for a twin is kept.
+    """Returns the name under which the result for a twin is kept.
 
     Args:
         section: the twin's policy section, with its Hugging Face config.
@@ -36,7 +36,7 @@ def key_of(section: Mapping[str, Any], *, device: str) -> str:
 
 
 def read(key: str) -> CheckResult | None:
-    """The result that is kept under a name; None where there is none that can be read."""
+    """Returns the result that is kept under a name; None where there is none that can be read."""
     try:
         return CheckResult.from_json(json.loads((folder() / f"{key}.json").read_text(encoding="utf-8")))
     except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the check is done again
@@ -75,7 +75,7 @@ def _version(name: str) -> str | None:
 
 @cache
 def _source_hash() -> str:
-    """A hash of this package's own files that decide the result; its version does not change with every commit."""
+    """Returns a hash of this package's files that decide the result; its version does not change with every commit."""
     root = Path(nemo_offload_rl.__file__).parent
     digest = hashlib.sha256()
     for name in _SOURCES:

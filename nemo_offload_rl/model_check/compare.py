@@ -167,7 +167,7 @@ def _backward(
 
 @torch.no_grad()
 def _exported(bridge: Any, model: torch.nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """The model's gradients, named and shaped as weights in files; its weights are gone afterwards.
+    """Returns the model's gradients, named and shaped as weights in files; its weights are gone afterwards.
 
     The bridge exports weights by maps that are linear but for a constant, such as the 1 of norms that hold their weight
     less 1: the gradients are put in the place of the weights, and what is exported of zeros is taken off.
@@ -188,7 +188,7 @@ def _difference(name: str, wanted: Reference, logprobs: Tensor, gradients: Mappi
 
 
 def _largest(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[float, str]:
-    """The largest relative difference of a parameter's gradient, and the parameter's name.
+    """Returns the largest relative difference of a parameter's gradient, and the parameter's name.
 
     A parameter that Megatron's model does not have counts as a gradient of zero.
     """

@@ -18,7 +18,7 @@ _BESIDE = frozenset(
 
 
 def changed_flags(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """The flags of a config that differ from the family's.
+    """Returns the flags of a config that differ from the family's.
 
     Args:
         config: the model's, complete (`to_dict()`).
@@ -52,7 +52,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _same_kinds(value: Any, other: Any) -> bool:
-    """Whether two lists name the same kinds of layers, of which models of unequal depth have unequal numbers."""
+    """Returns whether two lists name the same kinds of layers; models of unequal depth have unequal numbers of them."""
     if not (isinstance(value, list) and isinstance(other, list) and value and other):
         return False
     return len(value) != len(other) and {repr(item) for item in value} == {repr(item) for item in other}

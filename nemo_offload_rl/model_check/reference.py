@@ -43,7 +43,7 @@ def rows(vocab_size: int, seed: int) -> BatchedData:
 
 
 def loss_of(logprobs: Tensor) -> Tensor:
-    """A loss in which every token counts differently, so that no gradient cancels out: a mean of weighted log-probs."""
+    """Return a mean of weighted log-probs: every token counts differently, so that no gradient cancels out."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(logprobs.shape, generator=generator).to(logprobs.device)
     return (weights * logprobs).sum() / logprobs.shape[0]
@@ -93,7 +93,7 @@ def _randomize(model: torch.nn.Module) -> None:
 
 
 def _own_logprobs(logits: Tensor, data: BatchedData) -> Tensor:
-    """The log-probs [n, S] of rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
+    """Return the log-probs [n, S] of rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
     values = logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
     values = torch.nn.functional.pad(values, (1, 0))
     columns = torch.arange(values.shape[1])[None]

@@ -68,7 +68,7 @@ class CheckResult:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """The result that `to_json` wrote.
+        """Returns the result that `to_json` wrote.
 
         Raises:
             KeyError: a field is missing.
@@ -92,7 +92,7 @@ def _excess(difference: Difference) -> float:
 
 
 def describe(result: CheckResult) -> str:
-    """The result as half a sentence: what differs by how much, and where that was found."""
+    """Returns the result as half a sentence: what differs by how much, and where that was found."""
     worst = result.worst
     batches = " and ".join(difference.batches for difference in result.differences)
     gradient = f"gradients by {worst.gradient:.2g}" + (f" ({worst.parameter})" if not worst.is_rounding else "")
@@ -105,7 +105,7 @@ def describe(result: CheckResult) -> str:
 
 
 def refusal(result: CheckResult, model_type: str, flags: Sequence[str]) -> str:
-    """The sentence that refuses a model.
+    """Returns the sentence that refuses a model.
 
     Args:
         result: of its check.

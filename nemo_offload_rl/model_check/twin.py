@@ -62,7 +62,7 @@ SIZE_KEYS = frozenset(
 
 
 def twin_config(whole: Any) -> Any:
-    """The twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
+    """Returns the twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
     config = copy.deepcopy(whole)
     before = config.to_dict()
     for key, value in twin_of(before).items():
@@ -72,7 +72,7 @@ def twin_config(whole: Any) -> Any:
 
 
 def twin_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """A small model's config with the flags of a large one.
+    """Returns a small model's config with the flags of a large one.
 
     Args:
         config: a Hugging Face config as a mapping, complete (`to_dict()`).
@@ -92,7 +92,7 @@ def twin_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_count(config: Mapping[str, Any], key: str) -> bool:
-    """Whether the config gives a number above 0 there; null and 0 are flags, which stay."""
+    """Returns whether the config gives a number above 0 there; null and 0 are flags, which stay."""
     value = config.get(key)
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -198,7 +198,7 @@ def _positions(config: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, 
 
 
 def _ropes(value: Any) -> list[Mapping[str, Any]]:
-    """The parameters of each kind of rope; some families have one for each kind of layer."""
+    """Returns the parameters of each kind of rope; some families have one for each kind of layer."""
     if not isinstance(value, Mapping):
         return []
     nested = [inner for inner in value.values() if isinstance(inner, Mapping)]

@@ -39,7 +39,7 @@ class Check:
 
 
 def judge(facts: MachineFacts) -> list[Check]:
-    """A verdict on everything that matters for offloading, in the order to look at it."""
+    """Returns a verdict on everything that matters for offloading, in the order to look at it."""
     return [
         _gpus(facts),
         *(check for gpu in facts.gpus for check in _gpu(gpu, facts)),

@@ -323,7 +323,7 @@ class Cluster:
 
 
 def starts_ray_here() -> bool:
-    """Whether a `Cluster` would start Ray on this machine, whose environment its actors then have."""
+    """Returns whether a `Cluster` would start Ray on this machine, whose environment its actors then have."""
     return "RAY_ADDRESS" not in os.environ and not ray.is_initialized()
 
 

@@ -34,13 +34,13 @@ def run_doctor(as_json: bool, console: Console | None = None) -> None:
 
 
 def facts_as_json(facts: MachineFacts, checks: list[Check]) -> str:
-    """The fields of `MachineFacts`, and the verdicts under `checks`; sizes in bytes, speeds in GB/s."""
+    """Returns the fields of `MachineFacts`, and the verdicts under `checks`; sizes in bytes, speeds in GB/s."""
     fields = dataclasses.asdict(facts) | {"checks": [dataclasses.asdict(check) for check in checks]}
     return json.dumps(fields, indent=2, default=sorted)  # sorted: sets of CPUs
 
 
 def checks_table(title: str, checks: list[Check]) -> Table:
-    """A row a check."""
+    """Returns a row a check."""
     table = Table(title=f"{title}: what it offers to offloading", title_justify="left")
     for heading in ("what", "found", "verdict", "what to do"):
         table.add_column(heading, overflow="fold")

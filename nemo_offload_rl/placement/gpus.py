@@ -71,7 +71,7 @@ def gpu_facts(sysfs: Path = Path("/sys")) -> tuple[GpuFacts, ...]:
 
 
 def driver_version(sysfs: Path = Path("/sys")) -> str | None:
-    """The version of the NVIDIA kernel driver; None where none is loaded or visible."""
+    """Returns the version of the NVIDIA kernel driver; None where none is loaded or visible."""
     version = read_text(sysfs / "module/nvidia/version")
     if version is None:
         version = next((row["driver_version"] for row in _query_nvidia_smi() or ()), None)
@@ -79,7 +79,7 @@ def driver_version(sysfs: Path = Path("/sys")) -> str | None:
 
 
 def torch_pci_bus_id(index: int) -> str:
-    """The PCI address, as sysfs spells it, of the GPU that torch numbers so."""
+    """Returns the PCI address, as sysfs spells it, of the GPU that torch numbers so."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields

@@ -185,7 +185,7 @@ def _cgroups_free_bytes(proc: Path, sysfs: Path) -> Iterator[int]:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """A cgroup's path as seen from a mount of `root`; the mount itself where it lies outside, as in some containers."""
+    """Returns a cgroup's path below a mount of `root`; the mount itself if it lies outside, as in some containers."""
     if ".." in PurePosixPath(path).parts or not PurePosixPath(path).is_relative_to(root):
         return PurePosixPath()
     return PurePosixPath(path).relative_to(root)

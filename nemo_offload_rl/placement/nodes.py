@@ -93,7 +93,7 @@ def that_answer(nodes: Sequence[Node], timeout_s: float) -> list[Node]:
 
 
 def answers_at(address: str, port: int, timeout_s: float) -> bool:
-    """Whether a gRPC server answers there, or the port is not known; with Ray's TLS, whether one can connect."""
+    """Returns whether a gRPC server answers there, or the port is unknown; with Ray's TLS, whether one can connect."""
     if not port:
         return True
     try:

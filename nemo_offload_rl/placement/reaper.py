@@ -113,7 +113,7 @@ def _pids() -> set[int]:
 
 
 def _open_if_left(pid: int, mark: bytes, folders: Sequence[str]) -> int | None:
-    """A descriptor of the process, through which no other that gets its number later can be hit; None of others.
+    """Return a descriptor of the process, through which no other that gets its number later can be hit; None of others.
 
     Args:
         pid: of the process.
@@ -138,7 +138,7 @@ def _has_mark(pid: int, mark: bytes) -> bool:
 
 
 def _writes_into(pid: int, folders: Sequence[str]) -> bool:
-    """Whether the process has a file of one of the folders open for writing; a reader of a log has not."""
+    """Return whether the process has a file of one of the folders open for writing; a reader of a log has not."""
     try:
         streams = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # another user's, or gone

@@ -121,5 +121,5 @@ def _padding(cfg: Mapping[str, Any]) -> float:
 
 
 def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """A field that megatron-core sets itself where a recipe does not."""
+    """Returns a field that megatron-core sets itself where a recipe does not."""
     return cfg[name] if name in cfg and cfg[name] is not None else otherwise

@@ -27,7 +27,7 @@ _SAVED_BY_SEVERAL: Mapping[str, frozenset[str]] = {"attention's output": frozens
 
 
 def limit_where_unknown(settings: ActivationOptions, error: UnknownArchitectureError) -> int:
-    """The recipe's limit, where what activations need cannot be computed.
+    """Returns the recipe's limit, where what activations need cannot be computed.
 
     Raises:
         ValueError: the recipe has none.
@@ -128,7 +128,7 @@ def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
 
 
 def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
-    """The storages of a layer that each module moves first."""
+    """Returns the storages of a layer that each module moves first."""
     seen: set[str] = set()
     out = {}
     for module in SAVED_BY:

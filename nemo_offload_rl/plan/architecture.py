@@ -93,7 +93,7 @@ class Architecture:
 
 
 def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
-    """The architecture that a worker will build.
+    """Return the architecture that a worker will build.
 
     Args:
         hf_config: a Hugging Face config with every field, as its `to_dict()` gives it.

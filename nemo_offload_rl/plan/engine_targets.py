@@ -23,12 +23,12 @@ _AWAKE = (Phase.REFIT, Phase.GENERATE)
 
 
 def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
-    """Whether vLLM generates on the GPUs of this policy, a validated section."""
+    """Returns whether vLLM generates on the GPUs of this policy, a validated section."""
     return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
 def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
-    """Whether vLLM's weights wait in host memory while it sleeps, so that only a changed policy needs a refit.
+    """Returns whether vLLM's weights wait in host memory while it sleeps, so that only a changed policy needs a refit.
 
     Args:
         policy: the recipe's section, validated, with its absent keys resolved.
@@ -59,7 +59,7 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
 
 
 def engine_remark(policy: Mapping[str, Any]) -> str:
-    """What may be set of the table of `engine_table`, in one line."""
+    """Returns what may be set of the table of `engine_table`, in one line."""
     if not has_vllm_beside_it(policy):
         return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
     if keeps_generation_weights(policy):

@@ -82,7 +82,7 @@ def attention_pairs(length: int, window: int | None = None) -> int:
 
 
 def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> FlopModel:
-    """What a model's FLOPs follow from.
+    """Returns what a model's FLOPs follow from.
 
     Args:
         hf_config: its Hugging Face config with every field, as its `to_dict()` gives it.

@@ -94,7 +94,7 @@ def asleep_bytes(policy: Mapping[str, Any]) -> int:
 
 
 def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:
-    """What an engine takes of each of its GPUs; None where the recipe has no vLLM.
+    """Returns what an engine takes of each of its GPUs; None where the recipe has no vLLM.
 
     Args:
         policy: the recipe's section.

@@ -120,7 +120,7 @@ def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, An
 
 
 def optimizer_size(policy: Mapping[str, Any]) -> int:
-    """Bytes of optimizer state a parameter, without masters that are the parameters themselves (a float32 model).
+    """Returns the bytes of optimizer state a parameter, without masters that are the parameters (a float32 model).
 
     megatron-core keeps float32 moments and, for a bfloat16 model, a float32 master. Transformer Engine's
     precision-aware Adam keeps the moments in the types that it is given, and of a bfloat16 parameter's master only the

@@ -201,7 +201,7 @@ def _flags(*, refit: bool) -> dict[str, str]:
 
 
 def _state_cells(policy: Mapping[str, Any], **wanted: str) -> dict[str, str]:
-    """The cells that the recipe has written itself: they win over flags, and have to agree with them."""
+    """Returns the cells that the recipe has written itself: they win over flags, and have to agree with them."""
     table = policy["residency"]["table"] or {}
     written = {phase for phase, cells in table.items() if _STATE in cells}
     return {f"{_CELLS}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}

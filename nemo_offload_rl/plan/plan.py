@@ -156,7 +156,7 @@ class OffloadPlan:
 
 
 def settings(policy: Mapping[str, Any]) -> OffloadPlan:
-    """The plan without sizes: what the recipe's policy section says, in which absent keys are resolved."""
+    """Returns the plan without sizes: what the recipe's policy section says, in which absent keys are resolved."""
     table, sources = _table_and_sources(policy)
     section = policy["residency"]
     limit = section["host_memory_limit_gib"]
@@ -192,7 +192,7 @@ def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
 
 
 def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
-    """The default, the flags' cells, and single cells over both; and the keys that wrote them."""
+    """Returns the default, the flags' cells, and single cells over both; and the keys that wrote them."""
     colocated = is_colocated(policy)
     table = {phase: dict(cells) for phase, cells in (DEFAULT_TABLE if colocated else DEDICATED_TABLE).items()}
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}

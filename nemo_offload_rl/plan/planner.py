@@ -37,7 +37,7 @@ def make_plan(
     cycle: Sequence[Phase] = ALGORITHMS["grpo"].phases,
     link_bytes_per_s: float | None = None,
 ) -> OffloadPlan:
-    """The plan of a validated policy section.
+    """Returns the plan of a validated policy section.
 
     Args:
         policy: the recipe's section.
@@ -64,7 +64,7 @@ def make_plan(
 
 
 def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> RankActivations:
-    """The activations that leave one rank, and their host memory."""
+    """Returns the activations that leave one rank, and their host memory."""
     return RankActivations(
         facts=facts,
         modules=module_bytes(facts, settings),
@@ -103,7 +103,7 @@ class PlannedRun:
 def plan_run(
     config: Mapping[str, Any], hf_config: Mapping[str, Any], *, algorithm: str, link_bytes_per_s: float | None = None
 ) -> PlannedRun:
-    """The plan of a validated recipe.
+    """Returns the plan of a validated recipe.
 
     Args:
         config: the recipe.
@@ -156,7 +156,7 @@ def plan_run(
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:
-    """The host memory of every rank of a cluster; hosts are called by their number.
+    """Returns the host memory of every rank of a cluster; hosts are called by their number.
 
     Ranks of one pipeline stage are consecutive, as megatron-core orders them, and fill one host after another.
     """

@@ -132,7 +132,7 @@ def plan_tables(
 
 
 def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
-    """The same as plain values; sizes in bytes, speeds in bytes a second."""
+    """Return the same as plain values; sizes in bytes, speeds in bytes a second."""
     needs = run.needs
     return _settings_json(run.plan) | {
         "stages": [_stage_json(rank) for rank in run.plan.ranks],
@@ -206,7 +206,7 @@ def _cell(plan: OffloadPlan, phase: Phase, target: Target, has_reference: bool) 
 
 
 def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
-    """The cells that each key of the recipe wrote."""
+    """Return the cells that each key of the recipe wrote."""
     found: dict[str, list[str]] = {}
     for phase, sources in plan.sources.items():
         for target, key in sources.items():

@@ -87,7 +87,7 @@ def with_row_tokens(
 
 
 def open_keys(config: Mapping[str, Any]) -> list[str]:
-    """The keys that leave the tokens of a packed row open; none where rows are not packed."""
+    """Returns the keys that leave the tokens of a packed row open; none where rows are not packed."""
     packing = config["policy"]["sequence_packing"]
     return [key for key in _PASSES if packing["enabled"] and key in packing and packing[key] == AUTO]
 
@@ -165,7 +165,7 @@ class _Room:
     run: PlannedRun
 
     def most_tokens(self, key: str, limits: _Limits) -> int:
-        """The most that fit.
+        """Returns the most that fit.
 
         Raises:
             ValueError: the longest sample does not.
@@ -185,7 +185,7 @@ class _Room:
         )
 
     def line(self, key: str, tokens: int) -> str:
-        """What the user is told of a choice."""
+        """Returns what the user is told of a choice."""
         where = _PASSES[key][1]
         state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
         return (
@@ -209,7 +209,7 @@ class _Room:
         return True
 
     def _missing_bytes(self, key: str, tokens: int, *, margin: float) -> int:
-        """What the GPU lacks; 0 or less where it fits."""
+        """Returns what the GPU lacks; 0 or less where it fits."""
         passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
         return needed + POLICY_OVERHEAD_BYTES + asleep_bytes(self.config["policy"]) - self.gpu_bytes

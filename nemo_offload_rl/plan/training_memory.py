@@ -107,7 +107,7 @@ def _layer_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationF
 
 
 def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) -> int:
-    """What offloading frees of all micro-batches in flight, at the time when least of it is on the GPU."""
+    """Returns what offloading frees of all micro-batches in flight, at the time when least of it is on the GPU."""
     if offloaded is None:
         return 0
     modules = [module for module in module_bytes(facts, offloaded).values() if module.distinct]

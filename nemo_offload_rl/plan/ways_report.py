@@ -59,7 +59,7 @@ def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str)
 
 
 def ways_json(planned: Sequence[PlannedWay], gpu_bytes: int | None) -> dict[str, Any]:
-    """The same as plain values; sizes in bytes."""
+    """Returns the same as plain values; sizes in bytes."""
     chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes)
     return {
         "ways": [dataclasses.asdict(one) for one in planned],

@@ -89,7 +89,7 @@ class Algorithm(ABC):
         self._policy.start_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
 
     def is_save_written(self) -> bool:
-        """Whether ``finish_save`` would not wait."""
+        """Returns whether ``finish_save`` would not wait."""
         return self._policy.is_checkpoint_written()
 
     def finish_save(self) -> Mapping[str, FileSum]:

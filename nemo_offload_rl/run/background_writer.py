@@ -24,7 +24,7 @@ class WriteBesideRun:
         self._algorithm.start_save(folder)
 
     def is_written(self) -> bool:
-        """Whether all ranks have written their files."""
+        """Returns whether all ranks have written their files."""
         return self._algorithm.is_save_written()
 
     def finish(self, folder: Path) -> Mapping[str, FileSum]:

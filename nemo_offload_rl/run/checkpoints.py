@@ -70,7 +70,7 @@ class RunState:
 
 
 def read_metrics_of(folder: Path) -> dict[str, float]:
-    """The metrics that a checkpoint folder was written with.
+    """Returns the metrics that a checkpoint folder was written with.
 
     Raises:
         DamagedError: its state is not what was written.
@@ -79,7 +79,7 @@ def read_metrics_of(folder: Path) -> dict[str, float]:
 
 
 def was_written_with_manifest(folder: Path) -> bool:
-    """Whether a checkpoint folder must have a manifest; those of earlier versions have none.
+    """Returns whether a checkpoint folder must have a manifest; those of earlier versions have none.
 
     Raises:
         DamagedError: its state is not what was written.
@@ -139,7 +139,7 @@ class CheckpointWriter(Protocol):
         """Takes the state of now."""
 
     def is_written(self) -> bool:
-        """Whether ``finish`` would not wait for files."""
+        """Returns whether ``finish`` would not wait for files."""
 
     def finish(self, folder: Path) -> Mapping[str, FileSum]:
         """Fills the folder with that state; returns what ``WriteCheckpoint`` does."""

@@ -44,7 +44,7 @@ def write_recipe(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """The recipe that ``write_recipe`` has written, or None.
+    """Returns the recipe that ``write_recipe`` has written, or None.
 
     Raises:
         DamagedError: it is there and is not what was written.

@@ -117,7 +117,7 @@ class Job:
         return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
-        """The same job with the weights of a Hugging Face folder; calls back when it has read them."""
+        """Returns the same job with the weights of a Hugging Face folder; calls back when it has read them."""
         policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
         return replace(self, config=self.config | {"policy": policy}, when_built=when_built)
 

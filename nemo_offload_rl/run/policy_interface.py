@@ -43,7 +43,7 @@ class Policy(WeightSource, Protocol):
         """Takes the state of now for a checkpoint that is written beside what follows."""
 
     def is_checkpoint_written(self) -> bool:
-        """Whether ``finish_checkpoint`` would not wait."""
+        """Returns whether ``finish_checkpoint`` would not wait."""
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
         """Completes what ``start_checkpoint`` has begun; returns the folder's files."""
@@ -58,16 +58,16 @@ class Policy(WeightSource, Protocol):
         """Writes a Hugging Face folder."""
 
     def memory_stats(self) -> dict[str, float]:
-        """The largest of the ranks' memory readings, in GiB by name."""
+        """Returns the largest of the ranks' memory readings, in GiB by name."""
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns what moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, host memory."""
 
     def flop_model(self) -> FlopModel | None:
-        """What the model's FLOPs follow from; None where they are not known."""
+        """Returns what the model's FLOPs follow from; None where they are not known."""
 
     def gpu_names(self) -> list[str]:
-        """The name of each rank's GPU, or of its kind of device without one."""
+        """Returns the name of each rank's GPU, or of its kind of device without one."""
 
     def shutdown(self) -> None:
         """Ends the policy's processes."""

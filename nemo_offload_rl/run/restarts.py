@@ -27,7 +27,7 @@ class Restarts:
         self.num_done = 0
 
     def take(self, error: WorkerError | GenerationError) -> bool:
-        """Whether the run starts again after this error; counts it.
+        """Returns whether the run starts again after this error; counts it.
 
         A process that has ended without an error of its own may not do so again; an error would be raised again, and
         the host's memory would run short again.

@@ -23,7 +23,7 @@ OnDamaged = Literal["error", "previous"]
 def choose(
     checkpoints: Checkpoints, on_damaged: OnDamaged, look: Callable[[Path], list[str]], say: Callable[[str], None]
 ) -> Path | None:
-    """The checkpoint to go on from.
+    """Returns the checkpoint to go on from.
 
     Args:
         checkpoints: of the run.

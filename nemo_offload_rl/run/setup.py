@@ -64,7 +64,7 @@ class Preparation:
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """The policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps.
+    """Returns the policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps.
 
     A run that ends within its warm-up decays nothing; megatron-core wants the decay to end after the warm-up all the
     same.
@@ -106,7 +106,7 @@ def _read_parts(
 
 
 def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Sequence[Any]:
-    """The samples of a dataset with its prompt file and system prompt, or those of ``data.default``."""
+    """Returns the samples of a dataset with its prompt file and system prompt, or those of ``data.default``."""
     prompt_file, prompt_key = _prompt_file(data, path, "prompt_file")
     system_file, system_key = _prompt_file(data, path, "system_prompt_file")
     if prompt_file is None and system_file is None:
@@ -116,7 +116,7 @@ def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Seq
 
 
 def _prompt_file(data: Mapping[str, Any], path: str, name: str) -> tuple[str | None, str]:
-    """A prompt file of a dataset, and the key that names it; a null of the dataset's own stands for none."""
+    """Returns a prompt file of a dataset, and the key that names it; a null of the dataset's own stands for none."""
     for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data.get("default"))):
         if values and name in values:
             return values[name], f"{section}.{name}"
@@ -184,7 +184,7 @@ def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """The recipe's tokenizer; an explicit null as its chat template leaves it without one."""
+    """Returns the recipe's tokenizer; an explicit null as its chat template leaves it without one."""
     tokenizer = load_tokenizer(config["name"])
     if "chat_template" in config:
         tokenizer.chat_template = config["chat_template"]
@@ -244,6 +244,6 @@ def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingC
 
 
 def fields_from(cls: type, *sections: Mapping[str, Any]) -> dict[str, Any]:
-    """The entries of recipe sections that are fields of a dataclass; an absent key is left to the field's default."""
+    """Returns the entries of sections that are fields of a dataclass; an absent key is left to the field's default."""
     names = {field.name for field in fields(cls)}
     return {name: value for section in sections for name, value in section.items() if name in names}

@@ -49,7 +49,7 @@ class StopTarget:
     threshold: float
 
     def is_reached(self, metrics: Mapping[str, float]) -> bool:
-        """Whether the metric is there and at the threshold or beyond: below it for a loss, above it otherwise."""
+        """Returns whether the metric is there and at the threshold or beyond: below for a loss, above otherwise."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]

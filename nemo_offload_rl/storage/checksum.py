@@ -37,7 +37,7 @@ class RawFile(Protocol):
         """Write some of the bytes and return how many."""
 
     def fileno(self) -> int:
-        """The file's descriptor."""
+        """Return the file's descriptor."""
         ...
 
 

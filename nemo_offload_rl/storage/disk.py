@@ -40,12 +40,12 @@ class DiskFullError(ValueError):
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Whether an error says that a disk, a quota or a file is at its limit."""
+    """Return whether an error says that a disk, a quota or a file is at its limit."""
     return error.errno in _FULL
 
 
 def disk_full(path: Path, error: OSError, needed_bytes: int | None = None) -> DiskFullError:
-    """The sentence for an error of which `is_disk_full` is true; takes what is free now."""
+    """Return the sentence for an error of which `is_disk_full` is true; takes what is free now."""
     assert error.errno is not None
     return DiskFullError(str(path), os.strerror(error.errno), needed_bytes, free_bytes(path))
 
@@ -66,13 +66,13 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
 
 
 def system_error(error: Exception, path: Path) -> OSError | None:
-    """The error of the system behind one of a library in Rust, which has its number in its text alone; None without."""
+    """Return the system's error behind one of a library in Rust, whose text alone has its number; None without."""
     number = _RUST_OS_ERROR.search(str(error))
     return None if number is None else OSError(int(number.group(1)), os.strerror(int(number.group(1))), str(path))
 
 
 def free_bytes(path: Path) -> int | None:
-    """Bytes that may still be written to the disk that a path is on; None where the file system does not say.
+    """Return the bytes that may still be written to a path's disk; None where the file system does not say.
 
     Args:
         path: need not be there; the nearest folder above it that is counts.
@@ -123,7 +123,7 @@ def as_by_umask(path: Path) -> None:
 
 
 def _umask() -> int:
-    """The process's umask, read without the change that os.umask() takes, which other threads would see."""
+    """Return the process's umask, read without the change that os.umask() takes, which other threads would see."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

@@ -51,7 +51,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Self:
-        """The one that runs this."""
+        """Returns the one that runs this."""
         pid = os.getpid()
         start_ticks = _start_ticks(pid)
         assert start_ticks is not None
@@ -182,7 +182,7 @@ class FolderLock:
         )
 
     def _wait_for_name(self, descriptor: int) -> Owner | None:
-        """The process that holds the lock, which writes its name right after it has taken it."""
+        """Returns the process that holds the lock, which writes its name right after it has taken it."""
         deadline = time.monotonic() + _NAMED_AFTER_S
         while True:
             owner = _read_owner(descriptor)
@@ -227,7 +227,7 @@ class FolderLock:
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """The owner that a lock file names; None where it names none, or has not been written to its end."""
+    """Returns the owner that a lock file names; None where it names none, or has not been written to its end."""
     text = os.pread(descriptor, 1 << 16, 0)
     try:
         return Owner(**json.loads(text))

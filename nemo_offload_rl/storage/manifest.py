@@ -35,7 +35,7 @@ class Manifest:
     files: Mapping[str, FileSum]
 
     def of_rank(self, rank: int, world_size: int) -> Mapping[str, FileSum]:
-        """The files that a rank checks; each file that ranks wrote is one rank's, also where there are fewer now."""
+        """Returns the files that a rank checks; each that ranks wrote is one rank's, also where there are fewer now."""
         return {
             name: found
             for name, found in self.files.items()
@@ -43,7 +43,7 @@ class Manifest:
         }
 
     def of_driver(self) -> Mapping[str, FileSum]:
-        """The files that the driver wrote, and checks."""
+        """Returns the files that the driver wrote, and checks."""
         return {name: found for name, found in self.files.items() if found.rank is None}
 
     def wrong_sizes(self, folder: Path) -> list[str]:
@@ -79,7 +79,7 @@ def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> Manifest:
 
 
 def read_manifest(folder: Path) -> Manifest | None:
-    """The manifest of a folder, or None where it has none.
+    """Returns the manifest of a folder, or None where it has none.
 
     Raises:
         DamagedError: it is there and is not what was written.
@@ -136,7 +136,7 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def show_damage(lines: Iterable[str]) -> str:
-    """The first of several lines of damage, and how many there are beside it."""
+    """Returns the first of several lines of damage, and how many there are beside it."""
     first, *others = lines
     return first if not others else f"{first} (and {len(others)} more of its files are damaged)"
 

@@ -51,7 +51,7 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """The whole of a regular file.
+    """Return the whole of a regular file.
 
     Args:
         path: of the file.

@@ -37,7 +37,7 @@ class Annotations:
     finite: bool = False
 
     def accepts(self, annotation: ast.expr, value: Any) -> bool:
-        """Whether a YAML value is of the type; an integer is a number, too, and a list may stand for a tuple."""
+        """Returns whether a YAML value is of the type; an integer is a number, too, a list may stand for a tuple."""
         name, arguments = _parts(annotation)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         match name.lower():
@@ -78,7 +78,7 @@ class Annotations:
         return all(self.accepts(items[0], item) for item in value)
 
     def words(self, annotation: ast.expr) -> list[str]:
-        """The type in words, one entry for each member of a union; none of what no YAML value has."""
+        """Returns the type in words, one entry for each member of a union; none of what no YAML value has."""
         name, arguments = _parts(annotation)
         kind = name.lower()
         if kind in _PLAIN_WORDS:
@@ -99,7 +99,7 @@ class Annotations:
 
 
 def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
-    """The values of a Literal, or of an Optional of one; None of what is neither."""
+    """Returns the values of a Literal, or of an Optional of one; None of what is neither."""
     name, arguments = _parts(annotation)
     if name == "Literal":
         return tuple(_literals(arguments))

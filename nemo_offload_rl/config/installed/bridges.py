@@ -13,7 +13,7 @@ _CALL = re.compile(r"register_bridge\(\s*source=([\w\"']+)")
 
 @cache
 def bridged_architectures() -> frozenset[str]:
-    """The classes of transformers that a bridge is registered for."""
+    """Returns the classes of transformers that a bridge is registered for."""
     return frozenset(
         name
         for path in sorted((megatron_root() / _BRIDGES).rglob("*_bridge.py"))

@@ -79,7 +79,7 @@ class MegatronField:
     choices: tuple[str, ...] | None = None
 
     def accepts(self, value: Any) -> bool:
-        """Whether a YAML value is of the field's type."""
+        """Returns whether a YAML value is of the field's type."""
         if value is None and self.nullable:
             return True
         if self.may_be_infinite and value == math.inf:
@@ -91,7 +91,7 @@ class MegatronField:
         return _ANNOTATIONS.accepts(self.annotation, value)
 
     def expected(self) -> str:
-        """The field's type in words; empty where no YAML value has it."""
+        """Returns the field's type in words; empty where no YAML value has it."""
         words = _ANNOTATIONS.words(self.annotation)
         if self.choices is not None:
             listed = "a list of them" if any(word.startswith("a list") for word in words) else None
@@ -103,7 +103,7 @@ class MegatronField:
 
 @cache
 def megatron_fields(section: str) -> dict[str, MegatronField]:
-    """The fields of the Megatron config that a section of `policy` stands for (a key of `SECTIONS`), by name."""
+    """Returns the fields of the Megatron config that a section of `policy`, a key of `SECTIONS`, stands for."""
     fields: dict[str, MegatronField] = {}
     for file, class_name in SECTIONS[section].classes:
         for statement in _class_body(file, class_name):
@@ -144,7 +144,7 @@ def check_field(section: str, name: str, value: Any) -> str | None:
 
 @cache
 def megatron_root() -> Path:
-    """The folder of the installed Megatron: megatron-core and Megatron-Bridge.
+    """Returns the folder of the installed Megatron: megatron-core and Megatron-Bridge.
 
     Raises:
         ValueError: megatron-core is not installed.

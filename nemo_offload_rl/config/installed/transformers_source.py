@@ -70,11 +70,11 @@ class HfFamily:
     rope_keys: frozenset[str] = frozenset()
 
     def canonical(self, name: str) -> str:
-        """The name that its config has the field under."""
+        """Returns the name that its config has the field under."""
         return self.aliases[name] if name in self.aliases else name
 
     def field(self, name: str) -> HfField | None:
-        """The field of a name or of an alias; None where there is none."""
+        """Returns the field of a name or of an alias; None where there is none."""
         same = [name, self.canonical(name), *(alias for alias, target in self.aliases.items() if target == name)]
         known = next((self.fields[one] for one in same if one in self.fields), None)
         is_read = known is None and (len(same) > 2 or _is_read(self.folder, name))
@@ -96,14 +96,14 @@ class HfFamily:
 
 @cache
 def model_types() -> Mapping[str, str]:
-    """The model types that transformers knows, each with the class of its config."""
+    """Returns the model types that transformers knows, each with the class of its config."""
     names = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES"))
     return names | _updates("CONFIG_MAPPING_NAMES") | {"gpt-sw3": "GPT2Config"}
 
 
 @cache
 def causal_models() -> Mapping[str, str]:
-    """The model types of which transformers has a causal language model, each with its class."""
+    """Returns the model types of which transformers has a causal language model, each with its class."""
     return dict(_pairs("models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
 
 
@@ -126,13 +126,13 @@ def family(model_type: str) -> HfFamily | None:
 
 
 def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
-    """The family that a config names; None where it names none that transformers knows."""
+    """Returns the family that a config names; None where it names none that transformers knows."""
     model_type = fields[MODEL_TYPE] if MODEL_TYPE in fields else None
     return family(model_type) if isinstance(model_type, str) and model_type in model_types() else None
 
 
 def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields with 1.0 for 1 where transformers declares a float, for which it takes no integer."""
+    """Returns the fields with 1.0 for 1 where transformers declares a float, for which it takes no integer."""
     known = known_family(fields)
     return {name: _as_float(value) if _is_float(known, name) else value for name, value in fields.items()}
 
@@ -148,7 +148,7 @@ def _as_float(value: Any) -> Any:
 
 @cache
 def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
-    """The types of rotary embeddings, each with the keys of `rope_parameters` that it needs, and may have."""
+    """Returns the types of rotary embeddings, each with the keys of `rope_parameters` that it needs, and may have."""
     mixin = _classes(transformers_root() / "modeling_rope_utils.py")["RotaryEmbeddingConfigMixin"]
     validators = {}
     for method in mixin.body:
@@ -165,19 +165,19 @@ def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
 
 @cache
 def rope_fields() -> Mapping[str, ast.expr]:
-    """The keys of `rope_parameters` whose types transformers declares."""
+    """Returns the keys of `rope_parameters` whose types transformers declares."""
     return _annotations(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
 
 
 @cache
 def layer_types() -> tuple[str, ...]:
-    """The words that `layer_types` may hold."""
+    """Returns the words that `layer_types` may hold."""
     return tuple(ast.literal_eval(_assigned(_COMMON, "ALLOWED_LAYER_TYPES")))
 
 
 @cache
 def activations() -> tuple[str, ...]:
-    """The names of activation functions."""
+    """Returns the names of activation functions."""
     table = _assigned("activations.py", "ACT2CLS")
     assert isinstance(table, ast.Dict)
     return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
@@ -185,7 +185,7 @@ def activations() -> tuple[str, ...]:
 
 @cache
 def transformers_root() -> Path:
-    """The folder of the installed transformers.
+    """Returns the folder of the installed transformers.
 
     Raises:
         ValueError: it is not installed.
@@ -213,7 +213,7 @@ def _assigned(file: str, name: str) -> ast.expr:
 
 
 def _pairs(file: str, name: str) -> list[tuple[str, str]]:
-    """The entries of an OrderedDict that is assigned to a name."""
+    """Returns the entries of an OrderedDict that is assigned to a name."""
     call = _assigned(file, name)
     assert isinstance(call, ast.Call)
     return [(key, value) for key, value in ast.literal_eval(call.args[0]) if isinstance(value, str)]
@@ -227,7 +227,7 @@ def _updates(name: str) -> dict[str, str]:
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """The model types whose module is not called like them."""
+    """Returns the model types whose module is not called like them."""
     name = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
     return dict(_pairs("models/auto/auto_mappings.py", name)) | _updates(name)
 
@@ -239,7 +239,7 @@ def _classes(path: Path) -> Mapping[str, ast.ClassDef]:
 
 
 def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """A class behind those of the same module that it inherits from."""
+    """Returns a class behind those of the same module that it inherits from."""
     definition = classes[class_name]
     bases = [ast.unparse(base) for base in definition.bases]
     return [*(one for base in bases if base in classes for one in _bases_first(base, classes)), definition]
@@ -247,7 +247,7 @@ def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[a
 
 @cache
 def _is_read(folder: Path, name: str) -> bool:
-    """Whether a family's model reads a field that its config does not declare, such as the head_dim of qwen3_moe."""
+    """Returns whether a family's model reads a field that its config does not declare, as qwen3_moe's head_dim."""
     pattern = re.compile(rf"config(\.|,\s*[\"']){re.escape(name)}\b")
     return any(pattern.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
 
@@ -289,7 +289,7 @@ def _common_fields() -> Mapping[str, HfField]:
 
 
 def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
-    """The fields that a class declares, by name; neither private ones nor those of the class itself."""
+    """Returns the fields that a class declares, by name; neither private ones nor those of the class itself."""
     return {
         statement.target.id: statement.annotation
         for statement in definition.body
@@ -301,7 +301,7 @@ def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 def _default(definition: ast.ClassDef, name: str) -> Any:
-    """The plain value that a field has by default; None where it is computed or there is none."""
+    """Returns the plain value that a field has by default; None where it is computed or there is none."""
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
             value = statement.value

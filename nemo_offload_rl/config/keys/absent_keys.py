@@ -115,7 +115,7 @@ def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]
 
 
 def splits_validation_data(train: Mapping[str, Any]) -> bool:
-    """Whether validation data is split off the training data, absent keys considered.
+    """Returns whether validation data is split off the training data, absent keys considered.
 
     Args:
         train: the section ``data.train``.

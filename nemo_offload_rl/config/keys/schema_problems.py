@@ -141,7 +141,7 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
 
 
 def _is_quoted(kind: str, value: Any) -> bool:
-    """Whether text is what was asked for, in quotes."""
+    """Returns whether text is what was asked for, in quotes."""
     if not isinstance(value, str):
         return False
     return (
@@ -182,7 +182,7 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """The value of a key by its full path; `ABSENT` where there is none."""
+    """Returns the value of a key by its full path; `ABSENT` where there is none."""
     node: Any = config
     for name in path.split("."):
         if isinstance(node, list) and name.isdecimal() and int(name) < len(node):

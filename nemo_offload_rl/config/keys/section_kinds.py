@@ -10,7 +10,7 @@ MARK = "dataset_name"
 
 
 def kind_of(root: type, section: str, value: Any) -> type | None:
-    """The TypedDict that a section's mark chooses.
+    """Returns the TypedDict that a section's mark chooses.
 
     Args:
         root: the algorithm's schema.
@@ -25,7 +25,7 @@ def kind_of(root: type, section: str, value: Any) -> type | None:
 
 
 def kinds_of(root: type, section: str) -> dict[str, type]:
-    """The TypedDicts of a section by the mark that chooses each; empty for a section of one kind.
+    """Returns the TypedDicts of a section by the mark that chooses each; empty for a section of one kind.
 
     Args:
         root: the algorithm's schema.
@@ -40,7 +40,7 @@ def kinds_of(root: type, section: str) -> dict[str, type]:
 
 
 def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
-    """The comment of a key in the schema of the section's kind; None where the section has none, or no such key."""
+    """Returns a key's comment in the schema of the section's kind; None where the section has none, or no such key."""
     kind = kind_of(root, section, value)
     return None if kind is None else key_comments(kind).get(name)
 
@@ -71,5 +71,5 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
 
 
 def _names(kind: type) -> list[str]:
-    """The keys of a kind, its own before those that every kind has."""
+    """Returns the keys of a kind, its own before those that every kind has."""
     return list(dict.fromkeys([*key_comments(kind), *get_type_hints(kind)]))

@@ -89,7 +89,7 @@ def _declaring_class(typed_dict: type, name: str) -> type:
 
 @cache
 def key_comments(typed_dict: type) -> dict[str, str]:
-    """The comment above each key that a TypedDict declares, as one line; empty where there is none."""
+    """Returns the comment above each key that a TypedDict declares, as one line; empty where there is none."""
     lines = inspect.getsource(typed_dict).splitlines()
     [definition] = ast.parse("\n".join(lines)).body
     assert isinstance(definition, ast.ClassDef)
@@ -106,7 +106,7 @@ def key_comments(typed_dict: type) -> dict[str, str]:
 
 
 def find_key(root: type, path: str) -> Key | None:
-    """The schema's key for a path of a recipe; names that the user chooses match `*`."""
+    """Returns the schema's key for a path of a recipe; names that the user chooses match `*`."""
     return schema_keys(root).get(_with_any_name(root, path))
 
 
@@ -120,7 +120,7 @@ def _with_any_name(root: type, path: str) -> str:
 
 
 def is_valid_key(path: str) -> bool:
-    """Whether a path names a key of some algorithm's schema or a field of Megatron's."""
+    """Returns whether a path names a key of some algorithm's schema or a field of Megatron's."""
     section, _, name = path.rpartition(".")
     if section in SECTIONS and name in megatron_fields(section):
         return True
@@ -128,7 +128,7 @@ def is_valid_key(path: str) -> bool:
 
 
 def short_section(root: type, path: str, longest: int = 4) -> list[str]:
-    """The keys of a section that has no others; empty for one with many keys, and where the user chooses names.
+    """Returns the keys of a section that has no others; empty for one with many keys, and where the user chooses names.
 
     Args:
         root: the algorithm's schema.
@@ -141,7 +141,7 @@ def short_section(root: type, path: str, longest: int = 4) -> list[str]:
 
 
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
-    """The valid key that an unknown one most likely means, as a full path.
+    """Returns the valid key that an unknown one most likely means, as a full path.
 
     Args:
         root: the algorithm's schema.

@@ -42,14 +42,14 @@ class DeviceSplit:
 
 
 def is_colocated(policy: Mapping[str, Any]) -> bool:
-    """Whether generation shares the policy's devices; true of a policy without generation, too."""
+    """Returns whether generation shares the policy's devices; true of a policy without generation, too."""
     generation = policy["generation"] if "generation" in policy else {}
     colocated = generation["colocated"] if "colocated" in generation else None
     return colocated is None or bool(colocated["enabled"])
 
 
 def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> DeviceSplit:
-    """The split of a validated recipe, of its sections `cluster` and `policy`."""
+    """Returns the split of a validated recipe, of its sections `cluster` and `policy`."""
     colocated = None if is_colocated(policy) else policy["generation"]["colocated"]
     split = checked_split(cluster["gpus_per_node"], cluster["num_nodes"], colocated)
     assert isinstance(split, DeviceSplit), "a rule checks it"

@@ -28,7 +28,7 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
-    """The variable with expandable segments, where NCCL would register a graph's buffers in them; None if all is well.
+    """Return the variable with expandable segments in which NCCL would register a graph's buffers; None if all is well.
 
     Segments that expand are mapped anew, and a replay then reads what NCCL registered: illegal memory accesses.
     """

@@ -66,7 +66,7 @@ _RANGES = (
 
 
 def is_size(name: str) -> bool:
-    """Whether a field of this name is a size that a model cannot be built without."""
+    """Returns whether a field of this name is a size that a model cannot be built without."""
     return any(one.names.fullmatch(name) for one in _RANGES[:2])
 
 

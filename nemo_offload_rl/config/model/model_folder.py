@@ -45,7 +45,7 @@ def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True)
 
 
 def _looks_like_a_path(name: str) -> bool:
-    """Whether a name cannot be one of a hub, which is MODEL or ORGANISATION/MODEL."""
+    """Return whether a name cannot be one of a hub, which is MODEL or ORGANISATION/MODEL."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
 
 
@@ -83,7 +83,7 @@ def _check_contents(folder: Path, *, needs_weights: bool) -> None:
 
 
 def _listed(index: Path) -> list[str]:
-    """The files that an index of weights lists; none where there is no index."""
+    """Return the files that an index of weights lists; none where there is no index."""
     if not index.is_file():
         return []
     try:

@@ -38,7 +38,7 @@ class ModelKind:
 def model_fields(
     model_name: str, hf_config: Mapping[str, Any] | None, overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """The fields of the model's Hugging Face config that can be read here.
+    """Returns the fields of the model's Hugging Face config that can be read here.
 
     Args:
         model_name: `policy.model_name`.
@@ -52,7 +52,7 @@ def model_fields(
 
 
 def count_of(fields: Mapping[str, Any], keys: Sequence[str]) -> int | None:
-    """The count that one of these fields gives; None where none does, which the worker can then tell."""
+    """Returns the count that one of these fields gives; None where none does, which the worker can then tell."""
     found = next((fields[key] for key in keys if key in fields and fields[key] is not None), None)
     return found if isinstance(found, int) else None
 
@@ -63,7 +63,7 @@ def model_kind(
     overrides: Mapping[str, Any] | None,
     moe_layer_freq: int | list[int] | None,
 ) -> ModelKind:
-    """The kinds of the layers.
+    """Returns the kinds of the layers.
 
     Args:
         model_name: as for `model_fields`.
@@ -104,7 +104,7 @@ def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
 
 
 def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Whether a model that has experts has a layer with them.
+    """Returns whether a model that has experts has a layer with them.
 
     Args:
         moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
@@ -113,7 +113,7 @@ def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:
 
 
 def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Whether a mixture of experts has dense layers, too.
+    """Returns whether a mixture of experts has dense layers, too.
 
     Args:
         moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
@@ -122,7 +122,7 @@ def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    """The folder's config.json; None where there is none that can be read, which the worker then says."""
+    """Returns the folder's config.json; None where there is none that can be read, which the worker then says."""
     path = folder / "config.json"
     if not path.is_file():
         return None

@@ -56,7 +56,7 @@ def _hint_by_lines_above(lines: Sequence[str], number: int, above: Sequence[int]
 
 
 def _open_levels(lines: Sequence[str], above: Sequence[int]) -> set[int]:
-    """The indentations of the sections that the last line lies in, its own included."""
+    """Returns the indentations of the sections that the last line lies in, its own included."""
     levels = {_indent(lines[above[-1]])}
     for number in reversed(above):
         if _indent(lines[number]) < min(levels):

@@ -93,7 +93,7 @@ class Resolver:
         self._copied_chars = 0
 
     def resolve(self, path: str) -> Any:
-        """The value of a key that `written` holds.
+        """Returns the value of a key that `written` holds.
 
         Raises:
             InterpolationError: it has none, or one of the limits is passed.
@@ -160,7 +160,7 @@ class Resolver:
             )
 
     def _refer(self, path: str, key: str) -> Any:
-        """The value that `key` stands for in the interpolation at `path`; leading dots start at its own section."""
+        """Returns what `key` stands for in the interpolation at `path`; leading dots start at its own section."""
         names = re.findall(r"[^.\[\]]+", key)
         dots = len(key) - len(key.lstrip("."))
         section = path.split(".")[:-dots] if dots else []
@@ -182,7 +182,7 @@ class Resolver:
         return self._copy(node, at)
 
     def _named(self, path: str) -> Any:
-        """The value of a key that `written` holds, for one that refers to it."""
+        """Returns the value of a key that `written` holds, for one that refers to it."""
         if path in self._open:
             circle = " -> ".join([*self._open[self._open.index(path) :], path])
             raise _UnresolvedError(f"it refers to itself ({circle})")
@@ -196,7 +196,7 @@ class Resolver:
             raise _UnresolvedError(error.reason) from error
 
     def _copy(self, node: Any, path: str | None) -> Any:
-        """A copy with everything in it resolved; `path` is None where it is already."""
+        """Returns a copy with everything in it resolved; `path` is None where it is already."""
         if path is not None and isinstance(node, str) and self._written.get(path) == node:
             return self._copy(self._named(path), None)
         self._copied_values += 1
@@ -218,7 +218,7 @@ class Resolver:
 
 
 def nesting(text: str) -> int:
-    """The most brackets in one another, of whatever kind, as they stand in the text."""
+    """Returns the most brackets in one another, of whatever kind, as they stand in the text."""
     deepest = depth = 0
     for character in text:
         if character in "[{(":

@@ -144,7 +144,7 @@ def _wrong_value(value: Any, path: str) -> str | None:
 
 
 def _find(root: Node, sections: list[str]) -> tuple[Node | None, str | None]:
-    """The section's node; or None and the first name that is missing ("" where something on the way is no section)."""
+    """Returns the section's node; or None and the first missing name ("" where one on the way is no section)."""
     node = root
     for name in sections:
         if name not in node.value:
@@ -178,7 +178,7 @@ def _no_such_key(root: Node, path: str, is_known: Callable[[str], bool]) -> str:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """The base with what `over` sets: mappings key by key, everything else replaced.
+    """Returns the base with what `over` sets: mappings key by key, everything else replaced.
 
     A mapping with `_override_: true` replaces the whole base, as in NeMo-RL.
     """

@@ -65,7 +65,7 @@ class Node:
 
     @classmethod
     def of(cls, value: Any, origin: Origin) -> "Node":
-        """A plain value as a tree whose every node has this origin."""
+        """Returns a plain value as a tree whose every node has this origin."""
         if isinstance(value, dict):
             return cls({str(key): cls.of(item, origin) for key, item in value.items()}, origin)
         if isinstance(value, list | tuple):
@@ -73,7 +73,7 @@ class Node:
         return cls(value, origin)
 
     def plain(self) -> Any:
-        """The tree without its origins."""
+        """Returns the tree without its origins."""
         if isinstance(self.value, dict):
             return {key: node.plain() for key, node in self.value.items()}
         if isinstance(self.value, list):
@@ -89,7 +89,7 @@ class Node:
         return 1
 
     def origins(self, path: str = "") -> dict[str, Origin]:
-        """The origin of every key, by its full path; items of lists are `key.0`, `key.1` ..."""
+        """Returns the origin of every key, by its full path; items of lists are `key.0`, `key.1` ..."""
         found = {path: self.origin} if path else {}
         prefix = f"{path}." if path else ""
         if isinstance(self.value, dict):
@@ -102,7 +102,7 @@ class Node:
 
 
 def as_yaml(config: dict[str, Any]) -> str:
-    """A recipe's values as a text that is read as the same values."""
+    """Returns a recipe's values as a text that is read as the same values."""
     return yaml.dump(config, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
 
 

@@ -86,7 +86,7 @@ def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _matches(config: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
-    """The paths of the config that a pattern with `*` names, and their values."""
+    """Return the paths of the config that a pattern with `*` names, and their values."""
     found: list[tuple[str, Any]] = [("", config)]
     for part in pattern.split("."):
         found = [

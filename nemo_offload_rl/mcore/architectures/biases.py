@@ -45,7 +45,7 @@ def add_biases(config: Any, provider: Any) -> None:
 
 
 def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callable[..., Any]:
-    """A function that makes the spec of a stage's layers, with biases that Megatron's fields do not give.
+    """Returns a function that makes the spec of a stage's layers, with biases that Megatron's fields do not give.
 
     Args:
         spec: `transformer_layer_spec` of a provider; it makes layers anew at each call.
@@ -75,7 +75,7 @@ def _call(spec: Callable[..., Any] | ModuleSpec, config: Any, vp_stage: int | No
 
 
 def _always_biased(linear: type) -> type:
-    """The class of a linear layer, with a bias whatever it is told; by the same name, which Megatron-Bridge goes by."""
+    """Returns a linear layer's class with a bias, whatever it is told; of the same name, for Megatron-Bridge."""
     assert isinstance(linear, type), f"{linear} is no class: not the spec that this was written for"
 
     def __init__(self: Any, *args: Any, bias: bool, **kwargs: Any) -> None:

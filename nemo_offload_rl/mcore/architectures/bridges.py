@@ -19,7 +19,7 @@ _LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
 
 
 def is_corrected(config: Any) -> bool:
-    """Whether this package knows the family of a Hugging Face config."""
+    """Return whether this package knows the family of a Hugging Face config."""
     return config.model_type in FOLLOWED_FAMILIES
 
 
@@ -54,7 +54,7 @@ class _Corrected:
     """Mixed into a bridge before Megatron-Bridge's own class."""
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """The provider of Megatron-Bridge's class, whose fields say what the config does.
+        """Return the provider of Megatron-Bridge's class, whose fields say what the config does.
 
         Args:
             hf_pretrained: has the Hugging Face config as `config`.
@@ -72,7 +72,7 @@ class _Corrected:
         return provider
 
     def mapping_registry(self) -> Any:
-        """The names of Megatron-Bridge's class, and those that it lacks."""
+        """Return the names of Megatron-Bridge's class, and those that it lacks."""
         from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
         known = super().mapping_registry().mappings  # type: ignore[misc]

@@ -56,7 +56,7 @@ def _shown(layers: list[int]) -> str:
 
 
 def transformer_engine_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """The spec of this stage's layers with Transformer Engine, each dense or of experts.
+    """Return the spec of this stage's layers with Transformer Engine, each dense or of experts.
 
     Args:
         config: a `GPTModelProvider`.

@@ -24,13 +24,13 @@ PLAIN = "default"
 
 
 def rope_type(config: Any) -> str:
-    """The type of rotary embedding of a Hugging Face config."""
+    """Returns the type of rotary embedding of a Hugging Face config."""
     parameters = config.rope_parameters
     return str(parameters["rope_type"]) if "rope_type" in parameters else PLAIN
 
 
 def without_scaling(config: Any) -> Any:
-    """A copy of a Hugging Face config whose rotary embeddings are plain, with the same base."""
+    """Returns a copy of a Hugging Face config whose rotary embeddings are plain, with the same base."""
     plain = copy.deepcopy(config)
     plain.rope_parameters = {"rope_type": PLAIN, "rope_theta": config.rope_parameters["rope_theta"]}
     return plain

@@ -31,7 +31,7 @@ class MicroBatch:
 
 
 def padded_length(longest: int, divisible_by: int, limit: int) -> int:
-    """The length S that a batch is padded to: the longest sequence, rounded up.
+    """Returns the length S that a batch is padded to: the longest sequence, rounded up.
 
     Raises:
         ValueError: if a sequence is longer than `limit` (policy.max_total_sequence_length).
@@ -45,7 +45,7 @@ def padded_length(longest: int, divisible_by: int, limit: int) -> int:
 
 
 def with_length(data: BatchedData, length: int) -> BatchedData:
-    """The batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
+    """Returns the batch with every [B, S] field cut or padded with zeros on the right to [B, length]."""
     width = data["input_ids"].shape[1]
     out = BatchedData()
     out.group_size = data.group_size

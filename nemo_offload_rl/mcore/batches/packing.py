@@ -85,5 +85,5 @@ class _Items:
         return size, -index
 
     def two_smallest(self) -> float:
-        """The size of the two smallest together; infinite where there are fewer."""
+        """Returns the size of the two smallest together; infinite where there are fewer."""
         return self.items[0][0] + self.items[1][0] if len(self.items) > 1 else float("inf")

@@ -129,5 +129,5 @@ def start_save(
 
 
 def _without_tensors(request: Any) -> tuple[Any, ...]:
-    """The arguments of a request's write function, without the tensors that it was planned with."""
+    """Return the arguments of a request's write function, without the tensors that it was planned with."""
     return () if request.async_fn is None else (request.async_fn_args[0], None, request.async_fn_args[2])

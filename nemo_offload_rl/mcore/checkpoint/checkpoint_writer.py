@@ -102,7 +102,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         require_free(self._folder, total, min(known, default=None))
 
     def transform_save_stream(self, write_item: Any, stream: BufferedWriter) -> tuple[_Entry, list[str]]:
-        """The stream that an entry is written into, and what is to be undone when it is read: nothing."""
+        """Return the stream that an entry is written into, and what is to be undone when it is read: nothing."""
         bucket = self._buckets[str(stream.name)]
         if bucket.file is None:
             bucket.file = HashingFile(cast(RawFile, stream.raw))

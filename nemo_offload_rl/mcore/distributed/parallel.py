@@ -31,7 +31,7 @@ class ParallelSizes:
     context: int = 1
 
     def data(self, world_size: int) -> int:
-        """The data-parallel size.
+        """Returns the data-parallel size.
 
         Raises:
             ValueError: if the world size is no multiple of tensor * pipeline * context.
@@ -112,7 +112,7 @@ def initialize(
 
 
 def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
-    """The store that ranks meet at; rank 0 serves it, on this address alone.
+    """Returns the store that ranks meet at; rank 0 serves it, on this address alone.
 
     Left to itself, torch listens on every interface and answers any host that connects.
     """

@@ -36,7 +36,7 @@ class LogprobOptions:
 
 
 def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
-    """The micro-batch where the model computes; the copies may still be under way."""
+    """Returns the micro-batch where the model computes; the copies may still be under way."""
     if device.type == "cpu":
         return batch
     move = functools.partial(torch.Tensor.to, device=device, non_blocking=True)

@@ -65,7 +65,7 @@ class LinearLogprobs:
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def first_of(self, weight: Tensor) -> int:
-        """The token that the first row of this rank's weight is of."""
+        """Returns the token that the first row of this rank's weight is of."""
         return 0 if self.tp_group is None else self.tp_group.rank() * weight.shape[0]
 
     def all_tokens(self, hidden: Tensor) -> Tensor:
@@ -75,7 +75,7 @@ class LinearLogprobs:
         return hidden.reshape(-1, hidden.shape[-1])
 
     def summed_over_ranks(self, grad: Tensor, hidden: Tensor) -> Tensor:
-        """The gradient of `hidden` from this rank's part [T, H] of that of all tokens."""
+        """Returns the gradient of `hidden` from this rank's part [T, H] of that of all tokens."""
         grad = grad.to(hidden.dtype).view(-1, *hidden.shape[1:])
         if not self.is_split:
             return grad
@@ -175,14 +175,14 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _has_kernels(hidden: Tensor, of: LinearLogprobs) -> bool:
-    """Whether the logits are read by kernels, which know no filter."""
+    """Returns whether the logits are read by kernels, which know no filter."""
     return hidden.is_cuda and len(of.kept) == 1 and of.kept[0].keeps_all
 
 
 def _gradient(
     of: LinearLogprobs, scaled: Tensor, own: Tensor, factor: Tensor, log_total: Tensor, least: Tensor
 ) -> Tensor:
-    """The sum over filters of (onehot - softmax) * factor, float32; the logits are written over."""
+    """Returns the sum over filters of (onehot - softmax) * factor, float32; the logits are written over."""
     inside, column_of_own = own >= 0, own.clamp(min=0)
     out = None
     for column, kept in enumerate(of.kept):

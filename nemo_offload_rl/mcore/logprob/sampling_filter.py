@@ -25,7 +25,7 @@ class SamplingFilter:
         return self.top_k is None and self.top_p == 1
 
     def thresholds(self, scaled: Tensor, group: ProcessGroup | None) -> Tensor:
-        """The smallest logit that is kept, of each row.
+        """Returns the smallest logit that is kept, of each row.
 
         Args:
             scaled: float32 [rows, V_local] logits after the temperature, -inf at the vocabulary's padding: this rank's

@@ -12,7 +12,7 @@ from nemo_offload_rl.mcore.patches.transformer_engine_placeholder import placeho
 
 @functools.cache
 def have_transformer_engine() -> bool:
-    """Whether Transformer Engine is installed (extra `te`) and there is a CUDA device to run it on."""
+    """Returns whether Transformer Engine is installed (extra `te`) and there is a CUDA device to run it on."""
     return torch.cuda.is_available() and importlib.util.find_spec("transformer_engine") is not None
 
 

@@ -108,7 +108,7 @@ class RMSNorm(torch.nn.RMSNorm):
 
 
 def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlockSubmodules:
-    """The spec of this stage's layers without Transformer Engine, for a Megatron-Bridge model provider.
+    """Returns the spec of this stage's layers without Transformer Engine, for a Megatron-Bridge model provider.
 
     Args:
         config: a `GPTModelProvider`.

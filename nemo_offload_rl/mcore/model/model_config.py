@@ -63,7 +63,7 @@ _DERIVED = frozenset(
 
 
 def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
-    """The parallel sizes that the recipe's `megatron_cfg` asks for."""
+    """Returns the parallel sizes that the recipe's `megatron_cfg` asks for."""
     return ParallelSizes(
         tensor=megatron_cfg["tensor_model_parallel_size"],
         pipeline=megatron_cfg["pipeline_model_parallel_size"],
@@ -75,12 +75,12 @@ def parallel_sizes(megatron_cfg: Mapping[str, Any]) -> ParallelSizes:
 
 
 def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
-    """Whether the policy starts from weights (a folder or hub name) rather than from random ones (`hf_config`)."""
+    """Returns whether the policy starts from weights (a folder or hub name), not from random ones (`hf_config`)."""
     return policy.get("hf_config") is None
 
 
 def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
-    """An `AutoBridge` for the policy's model, with its weights where it starts from some.
+    """Returns an `AutoBridge` for the policy's model, with its weights where it starts from some.
 
     Args:
         policy: the recipe's policy section.
@@ -92,7 +92,7 @@ def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
 
 
 def bridge_of_config(config: Any) -> Any:
-    """An `AutoBridge` for a Hugging Face config alone, without weights."""
+    """Returns an `AutoBridge` for a Hugging Face config alone, without weights."""
     return auto_bridge().from_hf_config(config)
 
 
@@ -109,7 +109,7 @@ def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
 
 
 def packs(policy: Mapping[str, Any]) -> bool:
-    """Whether the policy's batches are packed; absent means padded."""
+    """Returns whether the policy's batches are packed; absent means padded."""
     return "sequence_packing" in policy and policy["sequence_packing"]["enabled"]
 
 
@@ -246,7 +246,7 @@ def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, over
 
 
 def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
-    """A finalized model provider for the policy.
+    """Returns a finalized model provider for the policy.
 
     Raises:
         ValueError: a module is to be offloaded or captured that no layer of the model has, a feature needs Transformer
