@@ -1,6 +1,7 @@
 """The command `nemo-offload-rl`."""
 
 import argparse
+import contextlib
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -189,25 +190,36 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
+    from nemo_offload_rl.plan.resident_params import CELL as PARAMS_CELL
+    from nemo_offload_rl.plan.resident_params import with_resident_params
     from nemo_offload_rl.plan.row_tokens import with_row_tokens
 
     link = _link_bytes_per_s(options)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
 
+    notes: list[str] = []
+
     def written_at(key: str) -> str:
-        return str(validated.recipe.origin(key))
+        return "by the plan, for this GPU" if notes and key == PARAMS_CELL else str(validated.recipe.origin(key))
 
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
     config: Mapping[str, Any] = validated.config
+
+    def planned(of: Mapping[str, Any]) -> PlannedRun:
+        return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
+
+    with contextlib.suppress(UnknownArchitectureError):  # which is told below
+        config, notes = with_resident_params(config, planned, gpu_bytes)
     try:
         config, rows = with_row_tokens(config, model, algorithm=validated.algorithm, gpu_bytes=gpu_bytes)
     except ValueError as error:  # the ways below say what would make room
         rows = [str(error)]
+    rows = [*notes, *rows]
     if rows and gpu_bytes is None:
         rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
     try:
-        run = plan_run(config, model, algorithm=validated.algorithm, link_bytes_per_s=link)
+        run = planned(config)
     except UnknownArchitectureError as error:
         without_sizes = make_plan(config["policy"], link_bytes_per_s=link)
         keeps = ALGORITHMS[validated.algorithm].has_reference(config)
@@ -217,8 +229,8 @@ def _plan(options: argparse.Namespace) -> None:
         raise
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
-        other = load(options.recipe, [*overrides, *more])
-        return plan_run(other.config, model, algorithm=other.algorithm, link_bytes_per_s=link)
+        other = load(options.recipe, [*overrides, *more]).config
+        return planned(with_resident_params(other, planned, gpu_bytes)[0])
 
     print_plan(
         run,

@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.activation_offload.schedule import ActivationOptions
 from nemo_offload_rl.config.megatron.device_split import is_colocated
-from nemo_offload_rl.config.rules.residency import FLAG_PHASES, FOR_REFIT, TABLE, flag_cell
+from nemo_offload_rl.config.rules.residency import AUTO, FLAG_PHASES, FOR_REFIT, TABLE, flag_cell
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.plan.activations import ModuleBytes
 from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engine_table
@@ -205,6 +205,8 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
             sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
     for phase, cells in (policy["residency"]["table"] or {}).items():
         for target, cell in cells.items():
+            if cell == AUTO:  # nothing has decided otherwise
+                continue
             table[Phase(phase)][Target(target)] = Placement(cell)
             sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"
     return table, sources

@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
-from nemo_offload_rl.run.resident_params import with_resident_params
+from nemo_offload_rl.run.resident_params import with_resident_params_here
 from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 
 # In this order: parameters that stay lessen the room for packed rows.
-_DECISIONS = (with_resident_params, with_kv_cache_bytes, with_row_tokens_here)
+_DECISIONS = (with_resident_params_here, with_kv_cache_bytes, with_row_tokens_here)
 
 
 def fitted_to_gpus(

@@ -1,20 +1,14 @@
-"""Keeps the policy's parameters on the GPU beside vLLM where both fit: nothing moves that need not."""
+"""Decides by this machine's GPUs whether the policy's parameters stay on them beside vLLM."""
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import ray
 
-from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
-from nemo_offload_rl.plan.generation import share_beside_policy
-from nemo_offload_rl.residency.table import Phase, Target
+from nemo_offload_rl.plan.resident_params import with_resident_params
 from nemo_offload_rl.run.preflight import check_sizes
-
-CELL = f"policy.residency.table.{Phase.GENERATE}.{Target.PARAMS}"
 
 
 def smallest_gpu_bytes(cluster: Cluster) -> int | None:
@@ -28,10 +22,10 @@ def smallest_gpu_bytes(cluster: Cluster) -> int | None:
     return min(known) if known and len(known) == len(sizes) else None
 
 
-def with_resident_params(
+def with_resident_params_here(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Decide where parameters are during generation, unless the recipe says so.
+    """As `plan.resident_params.with_resident_params`.
 
     Args:
         config: a validated recipe, resolved for this machine; it is left as it is.
@@ -41,21 +35,4 @@ def with_resident_params(
     Returns:
         The config, and a line where parameters stay on the GPU.
     """
-    policy = config["policy"]
-    table = policy["residency"]["table"] or {}
-    is_written = Phase.GENERATE in table and Target.PARAMS in table[Phase.GENERATE]
-    if not has_vllm_beside_it(policy) or is_written or gpu_bytes is None:  # they stay on GPUs of their own
-        return config, []
-    resident = copy.deepcopy(dict(config))
-    cells = {**(table.get(Phase.GENERATE) or {}), Target.PARAMS.value: "gpu"}
-    resident["policy"]["residency"]["table"] = {**table, Phase.GENERATE.value: cells}
-    planned = check_sizes(resident, algorithm)
-    if planned is None or planned.engine is None:
-        return config, []
-    if planned.engine.share_of(gpu_bytes) > share_beside_policy(planned.plan, gpu_bytes):
-        return config, []
-    params = max(rank.target_bytes[Target.PARAMS] for rank in planned.plan.ranks)
-    return resident, [
-        f"the policy's parameters, {show_gib(params)} GiB a rank, stay on the GPU during generation, since they fit "
-        f"there beside vLLM; {CELL}=host moves them"
-    ]
+    return with_resident_params(config, lambda resident: check_sizes(resident, algorithm), gpu_bytes)

@@ -7,6 +7,8 @@ from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import COLOCATED, OPTIMIZER, Conflict, Verdict, rule
 
 TABLE = "policy.residency.table"
+AUTO = "auto"
+"""Of params in generate: as the plan says."""
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
 _STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"

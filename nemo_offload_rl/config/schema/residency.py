@@ -12,8 +12,9 @@ class PhaseCells(TypedDict):
     """Section `policy.residency.table.NAME`: cells of one phase that differ from what the defaults and flags say."""
 
     # The model's parameters: gpu, host or keep (wherever they are). train, logprob and refit compute with them, so
-    # only generate may differ from gpu. Absent: gpu; in generate host, and with vLLM gpu where they fit beside it.
-    params: NotRequired[Literal["gpu", "host", "keep"]]
+    # only generate may differ from gpu; there auto, too: with vLLM gpu where the plan has room for them beside it, else
+    # host. Recommended: auto in generate. Absent: gpu; in generate auto.
+    params: NotRequired[Literal["gpu", "host", "keep", "auto"]]
     # The gradient buffers: gpu, dropped (given back, and zeroed when they return) or keep. Absent: dropped; in train
     # gpu.
     grads: NotRequired[Literal["gpu", "dropped", "keep"]]

@@ -58,6 +58,11 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     assert 50 < cache < 60  # 60% of the GPU is for all that vLLM has
     alone, everything = (float(row(memory, name)[generate]) for name in ("params", "all"))
     assert everything == pytest.approx(alone + 2.88 + cache, abs=0.02)
+    assert row(residency, "params")[-1] == "gpu"  # there is room
+    assert "params in generate: written by policy.residency.table.generate.params (by the plan, for this GPU)" in text
+    assert "2.88 GiB a rank, stay on the GPU during generation, since they fit" in text
+    moved = printed(capsys, *vllm, "++policy.residency.table.generate.params=host")
+    assert row(moved, "params")[-1] == "host"
     kept = printed(capsys, *vllm, "++policy.residency.generation_weights=host")
     assert row(kept, "generation_weights")[1:] == ["host", "host", "gpu", "gpu"]
     assert row(kept.split("┏")[2], "generation_weights")[-1] == "2.88"

@@ -10,7 +10,7 @@ from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.run import resident_params
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params
+from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params_here
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 
@@ -18,7 +18,7 @@ RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 def where_params_are(gpu_gib, *overrides, backend="vllm"):
     config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
     before = copy.deepcopy(config)
-    found, lines = with_resident_params(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    found, lines = with_resident_params_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
     assert config == before
     return settings(found["policy"]).table[Phase.GENERATE][Target.PARAMS], lines
 
@@ -31,6 +31,10 @@ def test_they_stay_where_they_fit_beside_vllm_and_the_process():
         "vLLM; policy.residency.table.generate.params=host moves them"
     ]
     assert where_params_are(12.1) == (Placement.HOST, [])
+    auto = "++policy.residency.table.generate.params=auto"
+    assert where_params_are(12.3, auto)[0] is Placement.GPU
+    assert where_params_are(12.1, auto) == (Placement.HOST, [])
+    assert where_params_are(80, auto, backend="transformers") == (Placement.HOST, [])
 
 
 @pytest.mark.parametrize(
