@@ -50,7 +50,7 @@ class UpstreamResidency:
             moves[phase]()
         self.phase = phase
 
-    def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
+    def prefetch(self, phase: Phase, reserve_bytes: int = 0, *, with_dropped: bool = False) -> None:
         """Nothing comes early there."""
 
     def start_leaving(self, phase: Phase) -> None:

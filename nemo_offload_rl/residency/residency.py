@@ -126,18 +126,21 @@ class Residency:
         assert self._where[target] is Placement.HOST, f"{target} is {self._where[target]}, and not on the host"
         self._lent[target] = wait
 
-    def prefetch(self, phase: Phase, reserve_bytes: int = 0) -> None:
+    def prefetch(self, phase: Phase, reserve_bytes: int = 0, *, with_dropped: bool = False) -> None:
         """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
 
         Args:
             phase: the one that will be entered next.
             reserve_bytes: memory that the present phase may still take, and that stays free. What finds no memory all
                 the same comes when it is needed.
+            with_dropped: begin to take memory for what was dropped, too, where no other phase comes before: behind
+                long copies it would wait for them.
         """
+        sources = (Placement.HOST, Placement.DROPPED) if with_dropped else (Placement.HOST,)
         coming = [
             t
             for t, placement in self._differing(phase).items()
-            if placement is Placement.GPU and self._where[t] is Placement.HOST
+            if placement is Placement.GPU and self._where[t] in sources
         ]
         for target in coming:
             free = self._meter.memory().gpu_free

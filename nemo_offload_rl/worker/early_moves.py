@@ -40,14 +40,16 @@ class EarlyMoves:
     def after_generation(self, *, logprobs: bool) -> None:
         """Parameters begin to come back, and behind them optimizer state, as far as there is room.
 
+        Gradients have their memory before optimizer state is copied, where training comes next.
+
         Args:
             logprobs: whether log-prob passes come before training.
         """
-        self._residency.prefetch(Phase.LOGPROB)
         if logprobs:
+            self._residency.prefetch(Phase.LOGPROB)
             self.beside_logprobs(self._most_tokens)
         else:
-            self._residency.prefetch(Phase.TRAIN)
+            self._residency.prefetch(Phase.TRAIN, with_dropped=True)
 
     def beside_logprobs(self, num_tokens: int) -> None:
         """Optimizer state begins to come back, if there is room for it and for the pass, known from the first one on.

@@ -315,3 +315,14 @@ def test_host_memory_that_is_read_is_not_written_early():
     assert moves(log) == [(Target.GRADS, Placement.DROPPED)]
     residency.enter(Phase.REFIT)
     assert "the reader has done" in log
+
+
+def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    log.clear()
+    residency.prefetch(Phase.TRAIN, with_dropped=True)
+    assert moves(log) == [(target, Placement.GPU) for target in (Target.PARAMS, Target.GRADS, Target.OPTIMIZER_STATE)]
+    residency.enter(Phase.TRAIN)
+    assert (Target.GRADS, "held for") in log
+    assert moves(log) == []

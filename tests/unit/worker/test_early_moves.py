@@ -18,8 +18,8 @@ class Asked:
     def __init__(self):
         self.calls = []
 
-    def prefetch(self, phase, reserve_bytes=0):
-        self.calls.append((phase, reserve_bytes / GIB))
+    def prefetch(self, phase, reserve_bytes=0, *, with_dropped=False):
+        self.calls.append((phase, "with gradients" if with_dropped else reserve_bytes / GIB))
 
     def start_leaving(self, phase):
         self.calls.append(f"leave for {phase}")
@@ -50,7 +50,7 @@ def test_params_return_first_and_the_state_leaves_room_for_the_largest_pass(conf
 def test_without_passes_in_between_all_of_training_returns():
     moves, calls = early()
     moves.after_generation(logprobs=False)
-    assert calls == [(Phase.LOGPROB, 0), (Phase.TRAIN, 0)]
+    assert calls == [(Phase.TRAIN, "with gradients")]
 
 
 def test_state_that_is_to_be_on_the_host_in_log_prob_passes_does_not_return_beside_them():
