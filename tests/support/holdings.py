@@ -1,0 +1,39 @@
+"""What this process holds that a cycle of phases could leak."""
+
+import gc
+import threading
+from pathlib import Path
+
+import psutil
+import torch
+
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.memory.streams import CopyStream, _CudaEvent, _HostEvent
+from nemo_offload_rl.residency.transfer import Transfer
+
+
+def counts() -> dict[str, int]:
+    """Threads, handles and objects; each is as large after any number of cycles."""
+    gc.collect()
+    kinds = {"tensors": torch.Tensor, "copy streams": CopyStream, "events": (_CudaEvent, _HostEvent), "moves": Transfer}
+    if torch.cuda.is_available():
+        kinds |= {"CUDA streams": torch.cuda.Stream, "CUDA events": torch.cuda.Event}
+    alive = gc.get_objects()
+    return {
+        "mappings": len(Path("/proc/self/maps").read_text().splitlines()) // 16,
+        "threads": threading.active_count(),
+        "file descriptors": psutil.Process().num_fds(),
+        "page-locked bytes": PinnedArena.live_bytes(),
+        **{name: sum(issubclass(type(item), kind) for item in alive) for name, kind in kinds.items()},
+    }
+
+
+def memory_mib() -> dict[str, float]:
+    """GPU memory that torch and the driver count; empty without a GPU.
+
+    Host memory is no such measure: blocks of varying sizes leave gaps between them, which fill up over many cycles.
+    """
+    if not torch.cuda.is_available():
+        return {}
+    free, total = torch.cuda.mem_get_info()
+    return {"reserved": torch.cuda.memory_reserved() / 2**20, "used by the driver": (total - free) / 2**20}

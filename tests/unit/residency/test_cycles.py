@@ -1,0 +1,92 @@
+"""200 cycles of phases with batches of varying lengths: nothing grows."""
+
+import random
+
+import pytest
+import torch
+from support.holdings import counts, memory_mib
+from support.jobs import WIDTH, make_job
+from support.ranges import small_chunks
+
+from nemo_offload_rl.memory.gpu_range import make_range
+from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.context import Options
+from nemo_offload_rl.residency.table import Phase, Placement, Target
+
+pytestmark = pytest.mark.usefixtures("no_leak")
+
+WARM_UP, NUM_CYCLES = 20, 200
+
+
+def cycle(job, engine, number):
+    """One GRPO step's phases, with what starts early; left where generation has the GPU."""
+    residency, choose = engine.residency, random.Random(number)
+    residency.prefetch(Phase.LOGPROB)
+    if number % 2:
+        residency.prefetch(Phase.TRAIN)
+    residency.enter(Phase.LOGPROB)
+    if number % 5 == 0:
+        with engine.reference.swapped_in():
+            job.model(torch.ones(choose.randint(2, 64), WIDTH, device=engine.context.device))
+    residency.enter(Phase.TRAIN)
+    data = torch.randn(choose.randint(2, 64), WIDTH, device=engine.context.device)
+    job.model(data).float().pow(2).mean().backward()
+    job.optimizer.step()
+    job.optimizer.zero_grad(set_to_none=True)
+    residency.start_leaving(Phase.REFIT)
+    residency.enter(Phase.REFIT)
+    residency.enter(Phase.GENERATE)
+    assert residency.where(Target.OPTIMIZER_STATE) is residency.where(Target.PARAMS) is Placement.HOST
+    if number % 3 == 0:  # as in a step that ends without metrics now and then
+        engine.meter.take_metrics()
+
+
+def run_cycles(job, engine, num_cycles=NUM_CYCLES):
+    """Counts and memory of the first cycle behind the warm-up, and of the last one."""
+    readings = []
+    for number in range(WARM_UP + num_cycles):
+        cycle(job, engine, number)
+        if number in (WARM_UP, WARM_UP + num_cycles - 1):
+            engine.meter.take_metrics()
+            readings.append((counts(), memory_mib()))
+    return readings
+
+
+def assert_flat(readings):
+    (first_counts, first_memory), (last_counts, last_memory) = readings
+    assert last_counts == first_counts
+    grown = {name: last_memory[name] - first_memory[name] for name in first_memory}
+    assert {name: more for name, more in grown.items() if more > 16} == {}
+
+
+def test_200_cycles_leave_no_thread_handle_or_memory_behind(engines):
+    job = make_job(num_layers=1)
+    readings = run_cycles(job, engines(job, with_reference=True, ranges=small_chunks))
+    assert readings[0][0]["copy streams"] > 0
+    assert_flat(readings)
+
+
+def test_a_handle_that_every_cycle_leaves_behind_would_show(engines, tmp_path):
+    job = make_job(num_layers=1)
+    engine = engines(job, with_reference=True)
+    left = []
+    job.model.register_forward_pre_hook(lambda *_: left.append((tmp_path / "log").open("a")))
+    try:
+        with pytest.raises(AssertionError, match="file descriptors"):
+            assert_flat(run_cycles(job, engine, 10))
+    finally:
+        for file in left:
+            file.close()
+
+
+@pytest.mark.gpu
+def test_200_cycles_on_a_gpu_leave_its_memory_streams_and_handles_flat():
+    job, arena = make_job(num_layers=14), PinnedArena()
+    job.model.cuda()
+    job.optimizer = torch.optim.AdamW(job.model.parameters(), lr=1e-3)
+    engine = attach([job.model], job.optimizer, arena, options=Options(with_reference=True), ranges=make_range)
+    readings = run_cycles(job, engine)
+    assert_flat(readings)
+    assert engine.mapped_bytes == 0  # what is left is the context and torch's own
+    engine.close()
