@@ -106,8 +106,8 @@ def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], 
     if name == REPLACES_BASE:
         return f"cannot be set by itself; write {'.'.join(sections) or 'section'}={{{REPLACES_BASE}: true, ...}}"
     new = Node.of(value, origin)
-    old = parent.value.get(name)
-    parent.value[name] = merge(old, new) if old is not None else new
+    old = parent.value[name] if name in parent.value else Node(None, origin)
+    parent.value[name] = merge(old, new)
     return None
 
 
@@ -185,7 +185,7 @@ def merge(base: Node, over: Node) -> Node:
     if not isinstance(over.value, dict):
         return over
     items = dict(over.value)
-    replaces = "_override_" in items and items.pop("_override_").value is True
+    replaces = REPLACES_BASE in items and items.pop(REPLACES_BASE).value is True
     merged = dict(base.value) if isinstance(base.value, dict) and not replaces else {}
     for key, node in items.items():
         merged[key] = merge(merged[key], node) if key in merged else merge(Node(None, node.origin), node)

@@ -49,6 +49,12 @@ def test_a_section_replaces_its_base_with_override_marker():
     assert recipe.config == {"a": {"y": 2}, "b": {"x": 1, "y": 2}}
 
 
+@pytest.mark.parametrize("base", ["{}", "{a: null}", "{a: {x: 1}}", "{a: 1}"])
+def test_the_marker_of_an_override_is_no_key_whatever_it_replaces(base):
+    recipe = load_recipe(write("recipe.yaml", f"{base}\n"), ["++a={_override_: true, b: {_override_: true, y: 2}}"])
+    assert recipe.config == {"a": {"b": {"y": 2}}}
+
+
 def test_null_replaces_a_section_and_a_section_replaces_null():
     write("parent.yaml", "a: {x: 1}\nb: null\n")
     recipe = load_recipe(write("recipe.yaml", "defaults: parent.yaml\na: null\nb: {x: 2}\n"))
