@@ -1,7 +1,6 @@
 """The driver's handle on a policy: one worker a rank, all data global."""
 
 import logging
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
@@ -20,11 +19,11 @@ from nemo_offload_rl.refit.checksum import merge_checksums
 from nemo_offload_rl.refit.interface import RefitTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import Manifest
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.environment import worker_environment
-from nemo_offload_rl.worker.errors import WorkerError, cause_of, is_death, worker_error
+from nemo_offload_rl.worker.errors import WorkerError, cause_of, worker_error
+from nemo_offload_rl.worker.gather import gather, is_disk_full
 from nemo_offload_rl.worker.rank_log import relay
 from nemo_offload_rl.worker.rank_metrics import worst_of_ranks
 from nemo_offload_rl.worker.sharding import require_parallel_sizes_fit, shard_for_inference, shard_for_training
@@ -34,10 +33,6 @@ logger = logging.getLogger(__name__)
 
 MEGATRON_POLICY_WORKER = "nemo_offload_rl.worker.checked:CheckedPolicyWorker"
 
-# After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
-FAILURE_GRACE_S = 5.0
-# And this long where they have agreed that all of them fail, as where a disk is full.
-AGREED_GRACE_S = 60.0
 _SHUTDOWN_TIMEOUT_S = 20.0
 
 
@@ -349,31 +344,9 @@ class PolicyWorkerGroup:
             self._collect("start_return", started)
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """The results of all ranks; on a failure, ends the group and raises, unless all ranks can go on after it."""
-        rank_of = {ref: rank for rank, ref in enumerate(refs)}
-        pending = list(refs)
-        results: dict[int, Any] = {}
-        failures: dict[int, RayError] = {}
-        deadline = float("inf")
-        while pending and time.monotonic() < deadline:
-            timeout = None if not failures else max(0.0, deadline - time.monotonic())
-            done, pending = self._cluster.wait(pending, timeout)
-            for ref in done:
-                try:
-                    results[rank_of[ref]] = ray.get(ref)
-                except RayError as error:
-                    failures[rank_of[ref]] = error
-                    grace_s = AGREED_GRACE_S if _is_disk_full(error) else FAILURE_GRACE_S
-                    deadline = min(deadline, time.monotonic() + grace_s)
-            for ref in pending:
-                if (loss := self._cluster.loss_of(rank_of[ref])) is not None:
-                    failures.setdefault(rank_of[ref], loss)
-                    deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
-        if failures:  # other ranks hear of a node's end before Ray does
-            silent = [rank_of[ref] for ref in pending] + [rank for rank, error in failures.items() if is_death(error)]
-            lost = {rank: self._cluster.loss_of(rank, ask=True) for rank in silent}
-            failures |= {rank: loss for rank, loss in lost.items() if loss is not None}
-        if len(failures) == len(refs) and all(map(_is_disk_full, failures.values())):
+        """Returns all ranks' results; on a failure, ends the group and raises, unless all ranks can go on after it."""
+        results, failures = gather(refs, self._cluster)
+        if len(failures) == len(refs) and all(map(is_disk_full, failures.values())):
             raise cause_of(failures[0])
         if failures:
             self._failure = worker_error(verb, failures, self._cluster.node_name)
@@ -395,7 +368,3 @@ class PolicyWorkerGroup:
         actors, self._actors = self._actors, []
         relay(actors)
         self._cluster.stop(actors, self._process_refs)
-
-
-def _is_disk_full(error: RayError) -> bool:
-    return isinstance(cause_of(error), DiskFullError)

@@ -24,7 +24,6 @@ from nemo_offload_rl.mcore.weights import export
 from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.plan import settings
@@ -39,6 +38,7 @@ from nemo_offload_rl.worker.batching import MicroBatcher
 from nemo_offload_rl.worker.checkpoints import PolicyCheckpoints
 from nemo_offload_rl.worker.early_moves import EarlyMoves
 from nemo_offload_rl.worker.engine import bind_to_gpu, make_engine, make_graphs
+from nemo_offload_rl.worker.gpu_peaks import GpuPeaks
 from nemo_offload_rl.worker.logprob_passes import logprob_passes
 from nemo_offload_rl.worker.rank_metrics import mean
 from nemo_offload_rl.worker.skipped_steps import SkippedSteps
@@ -132,9 +132,7 @@ class MegatronPolicyWorker:
         self._early = EarlyMoves(self.residency, config, plan)
         self._passes = logprob_passes(config, self.state)
         self._skipped = SkippedSteps(config["max_skipped_steps"])
-        self._peaks: dict[str, float] = {}
-        self._taken: dict[str, float] = {}  # of the GPU by each verb's last call, GiB
-        self._peak_mapped_bytes = 0  # since the last verb began
+        self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)
         self._param_gather = ParamGather(self.state.model)
         bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model)
@@ -176,7 +174,7 @@ class MegatronPolicyWorker:
             raise ValueError(
                 f"train got {data.size} rows on a rank, no multiple of its {local} rows of a global batch."
             )
-        with self._measuring("train"):
+        with self._peaks.of("train"):
             results, num_microbatches = self._train_steps(data, loss_fn, local, mbs)
         self._early.after_training()
         done = [result for result in results if not result.skipped]
@@ -257,10 +255,10 @@ class MegatronPolicyWorker:
         tokens = batches[0].tokens.numel()
         if prefetch:
             self._early.beside_logprobs(tokens)
-        with step.eval_mode(self.state.model), self._measuring("logprobs"):
+        with step.eval_mode(self.state.model), self._peaks.of("logprobs"):
             outputs = step.forward_logprobs(self.state, batches, of=of, device=self.device)
-        if "logprobs" in self._taken:  # nothing is measured without a GPU
-            self._early.note_logprobs(tokens, self._taken["logprobs"])
+        if (taken_gib := self._peaks.taken_gib("logprobs")) is not None:
+            self._early.note_logprobs(tokens, taken_gib)
         rows = range(data.size) if bins is None else [row for items in bins for row in items]
         out = torch.zeros(data["input_ids"].shape, dtype=torch.float32)
         values = [value for output in outputs for value in output]  # padded batches may end in filler rows
@@ -317,7 +315,7 @@ class MegatronPolicyWorker:
             The checksums of what this rank has sent, by name; none where the transport does not verify.
         """
         self.offload_before_refit()
-        with self._measuring("refit"):
+        with self._peaks.of("refit"):
             return self._weight_export.send()
 
     def export_hf(self, folder: str) -> None:
@@ -378,24 +376,12 @@ class MegatronPolicyWorker:
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
-        return memory_stats(self.engine.mapped_bytes, self._peak_mapped_bytes) | self._peaks
+        """Returns this process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
+        return self._peaks.memory_stats()
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
         return self.engine.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
-
-    @contextlib.contextmanager
-    def _measuring(self, verb: str) -> Iterator[None]:
-        """Record the peak of allocated GPU memory under a verb's name; nothing without a GPU."""
-        reset_gpu_peak()
-        before, mapped = memory_stats(), self.engine.mapped_bytes
-        yield
-        stats = memory_stats()
-        if "gpu_peak_allocated_gib" in stats:
-            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self.engine.mapped_bytes)
-            self._peaks[f"gpu_peak_{verb}_gib"] = peak + self._peak_mapped_bytes / GIB
-            self._taken[verb] = peak - before["gpu_allocated_gib"]
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""

@@ -10,7 +10,7 @@ import ray
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
 from nemo_offload_rl.run.failure_summary import add_failure_summary
-from nemo_offload_rl.worker import group as group_module
+from nemo_offload_rl.worker import gather
 from nemo_offload_rl.worker.actor import WorkerActor
 from nemo_offload_rl.worker.errors import WorkerError
 
@@ -32,7 +32,7 @@ def fresh_group(ray_cluster):
 
 
 def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, monkeypatch):
-    monkeypatch.setattr(group_module, "FAILURE_GRACE_S", 0.2)  # rank 0 does not answer
+    monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.2)  # rank 0 does not answer
     group = fresh_group()
     group.wait_until_ready()
     pids = pids_of(group)
@@ -53,7 +53,7 @@ def test_an_error_names_rank_verb_and_cause_and_ends_the_others(fresh_group, mon
 
 
 def test_a_return_beside_other_work_that_fails_is_an_error_of_the_next_verb(fresh_group, monkeypatch):
-    monkeypatch.setattr(group_module, "FAILURE_GRACE_S", 0.2)
+    monkeypatch.setattr(gather, "FAILURE_GRACE_S", 0.2)
     group = fresh_group(fails_to_return=1)
     group.start_return([ray.put("generation is asleep")], logprobs=True)
     with pytest.raises(WorkerError, match=r"Rank 1 failed in start_return: ValueError: no memory for the params of"):

@@ -1,0 +1,58 @@
+"""Waits for what all ranks were asked for, and not for ever once one of them has failed."""
+
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.storage.disk import DiskFullError
+from nemo_offload_rl.worker.errors import cause_of, is_death
+
+# After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
+FAILURE_GRACE_S = 5.0
+# And this long where they have agreed that all of them fail, as where a disk is full.
+AGREED_GRACE_S = 60.0
+
+
+def gather(refs: Sequence[Any], cluster: Cluster) -> tuple[dict[int, Any], dict[int, RayError]]:
+    """Waits for each rank's result.
+
+    Args:
+        refs: Ray's references to them, in rank order.
+        cluster: Tells which nodes answer.
+
+    Returns:
+        By rank: the results, and the failures in the order in which they came. After one, a rank may be in neither.
+    """
+    rank_of = {ref: rank for rank, ref in enumerate(refs)}
+    pending = list(refs)
+    results: dict[int, Any] = {}
+    failures: dict[int, RayError] = {}
+    deadline = float("inf")
+    while pending and time.monotonic() < deadline:
+        timeout = None if not failures else max(0.0, deadline - time.monotonic())
+        done, pending = cluster.wait(pending, timeout)
+        for ref in done:
+            try:
+                results[rank_of[ref]] = ray.get(ref)
+            except RayError as error:
+                failures[rank_of[ref]] = error
+                grace_s = AGREED_GRACE_S if is_disk_full(error) else FAILURE_GRACE_S
+                deadline = min(deadline, time.monotonic() + grace_s)
+        for ref in pending:
+            if (loss := cluster.loss_of(rank_of[ref])) is not None:
+                failures.setdefault(rank_of[ref], loss)
+                deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
+    if failures:  # other ranks hear of a node's end before Ray does
+        silent = [rank_of[ref] for ref in pending] + [rank for rank, error in failures.items() if is_death(error)]
+        lost = {rank: cluster.loss_of(rank, ask=True) for rank in silent}
+        failures |= {rank: loss for rank, loss in lost.items() if loss is not None}
+    return results, failures
+
+
+def is_disk_full(error: RayError) -> bool:
+    """Returns whether a rank has found its disk full, which all ranks then agree on."""
+    return isinstance(cause_of(error), DiskFullError)

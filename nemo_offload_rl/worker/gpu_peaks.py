@@ -1,0 +1,41 @@
+"""Measures the most GPU memory that each verb of a rank takes."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+
+
+class GpuPeaks:
+    """Keeps the peaks of each verb's last call; without a GPU, nothing.
+
+    Args:
+        mapped_bytes: Says what is mapped in ranges at the moment, of which torch's allocator knows nothing.
+    """
+
+    def __init__(self, mapped_bytes: Callable[[], int]) -> None:
+        self._mapped_bytes = mapped_bytes
+        self._peaks: dict[str, float] = {}
+        self._taken_gib: dict[str, float] = {}
+        self._peak_mapped_bytes = 0  # since the last verb began
+
+    @contextmanager
+    def of(self, verb: str) -> Iterator[None]:
+        """Records what is done inside under a verb's name."""
+        reset_gpu_peak()
+        before, mapped = memory_stats(), self._mapped_bytes()
+        yield
+        stats = memory_stats()
+        if "gpu_peak_allocated_gib" in stats:
+            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self._mapped_bytes())
+            self._peaks[f"gpu_peak_{verb}_gib"] = peak + self._peak_mapped_bytes / GIB
+            self._taken_gib[verb] = peak - before["gpu_allocated_gib"]
+
+    def taken_gib(self, verb: str) -> float | None:
+        """Returns what the verb's last call took at most beside what was there before; None without a GPU."""
+        return self._taken_gib.get(verb)
+
+    def memory_stats(self) -> dict[str, float]:
+        """Returns this process's memory in GiB: now, and `gpu_peak_VERB_gib`, the peak of each verb's last call."""
+        return memory_stats(self._mapped_bytes(), self._peak_mapped_bytes) | self._peaks
