@@ -1,8 +1,8 @@
-"""Cycles of refit, generation and training without log-probs, and what the processes hold between them."""
+"""Cycles of refit, generation and training without log-probs."""
 
 import math
 import random
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,10 +13,11 @@ import torch
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.sequences import response_batch
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, SamplingParams
-from nemo_offload_rl.memory.units import GIB
 
 WARM_UP = 10
 """Cycles before the first that counts: buffers grow, kernels are compiled."""
+MOST_ROWS = 32
+"""Rows of the optimizer step of one of many cycles, unless a micro-batch has more."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +57,13 @@ class Cycles:
         self.policy = algorithm._policy
 
     def prepare(self, lengths: Lengths) -> tuple[GenerationRequest, BatchedData]:
-        """Makes what a cycle generates from and trains on."""
-        return self._request(lengths, temperature=1.0), self._batch(lengths)
+        """Makes what a cycle generates from and trains on: the rows of one optimizer step."""
+        return self._request(lengths, temperature=1.0), self._batch(lengths, self._sizes.train_global)
+
+    def prepare_short(self, lengths: Lengths) -> tuple[GenerationRequest, BatchedData]:
+        """The same with few rows, so that many cycles take minutes."""
+        micro = self._sizes.train_micro
+        return self._request(lengths, temperature=1.0), self._batch(lengths, max(1, MOST_ROWS // micro) * micro)
 
     def run(
         self, request: GenerationRequest, batch: BatchedData, while_asleep: Callable[[], None] | None = None
@@ -78,8 +84,8 @@ class Cycles:
         self.generation.finish_generation()
         if while_asleep is not None:
             while_asleep()
-        sizes = self._sizes
-        result: dict[str, Any] = self.policy.train(batch, self._loss_fn, gbs=sizes.train_global, mbs=sizes.train_micro)
+        mbs = self._sizes.train_micro
+        result: dict[str, Any] = self.policy.train(batch, self._loss_fn, gbs=batch.size, mbs=mbs)
         return result
 
     def greedy(self, lengths: Lengths) -> GenerationOutput:
@@ -95,7 +101,7 @@ class Cycles:
         choose = random.Random(number)
         prompt = choose.randint(1, self._max_tokens // 2)
         row = choose.randint(self._max_tokens // 4 + 1, self._max_tokens)
-        return Lengths(choose.randint(1, 64), prompt, choose.randint(1, self._max_tokens // 2), row)
+        return Lengths(choose.randint(1, 64), prompt, choose.randint(1, self._max_tokens // 4), row)
 
     def _request(self, lengths: Lengths, *, temperature: float) -> GenerationRequest:
         self._num_requests += 1
@@ -109,9 +115,9 @@ class Cycles:
         )
         return GenerationRequest(prompts, list(range(lengths.num_prompts)), self._num_requests, sampling)
 
-    def _batch(self, lengths: Lengths) -> BatchedData:
+    def _batch(self, lengths: Lengths, num_rows: int) -> BatchedData:
         choose = torch.Generator().manual_seed(lengths.row_tokens)
-        num_rows, middle = self._sizes.train_global, max(1, lengths.row_tokens // 2)
+        middle = max(1, lengths.row_tokens // 2)
         rows = torch.randint(self._vocab_size, (num_rows, lengths.row_tokens), generator=choose).tolist()
         batch = response_batch([row[:middle] for row in rows], [row[middle:] for row in rows], 0)
         for name in ("generation_logprobs", "prev_logprobs", "reference_policy_logprobs"):
@@ -124,63 +130,3 @@ class Cycles:
         actors = {"policy": self.policy._actors[0], "engine": self.generation.receivers[0].actor}
         places = {name: ray.get(actor.process.remote()) for name, actor in actors.items()}
         return {name: psutil.Process(pid) for name, (_, pid) in places.items()}
-
-
-class Holdings:
-    """Reads what the processes of a run hold.
-
-    Args:
-        cycles: whose.
-    """
-
-    def __init__(self, cycles: Cycles) -> None:
-        self._cycles = cycles
-        self._processes = cycles.processes()
-
-    def read(self) -> dict[str, float]:
-        """Returns quantities by name; those of the GPU only where there is one."""
-        values: dict[str, float] = {}
-        stats = {"policy": self._cycles.policy.memory_stats(), "engine": self._cycles.generation.memory_stats()}
-        for owner, process in self._processes.items():
-            values[f"{owner}: threads"] = process.num_threads()
-            values[f"{owner}: file descriptors"] = process.num_fds()
-            values[f"{owner}: host memory GiB"] = stats[owner]["host_rss_gib"]
-            if "gpu_reserved_gib" in stats[owner]:
-                values[f"{owner}: reserved GPU GiB"] = stats[owner]["gpu_reserved_gib"]
-        if torch.cuda.is_available():
-            free, total = torch.cuda.mem_get_info()
-            values["GPU: used GiB, by the driver"] = (total - free) / GIB
-            values |= _by_process({process.pid: owner for owner, process in self._processes.items()})
-        return values
-
-
-def _by_process(owners: Mapping[int, str]) -> dict[str, float]:
-    """By the driver's count, where it knows this machine's process numbers: a container may have its own."""
-    try:
-        import pynvml
-    except ImportError:  # it comes with the extra te
-        return {}
-    try:
-        pynvml.nvmlInit()
-        gpu = pynvml.nvmlDeviceGetHandleByIndex(0)
-        running = {one.pid: one.usedGpuMemory for one in pynvml.nvmlDeviceGetComputeRunningProcesses(gpu)}
-    except pynvml.NVMLError:
-        return {}
-    return {
-        f"{owner}: used GPU GiB, by the driver": running[pid] / GIB
-        for pid, owner in owners.items()
-        if running.get(pid) is not None
-    }
-
-
-def flatness(readings: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Of each quantity the first, last and largest value.
-
-    Args:
-        readings: one a counted cycle.
-    """
-    figures: list[tuple[str, float]] = []
-    for name in readings[0]:
-        values = [reading[name] for reading in readings if name in reading]
-        figures += [(f"{name}, first", values[0]), (f"{name}, last", values[-1]), (f"{name}, largest", max(values))]
-    return figures

@@ -23,11 +23,13 @@ class Mark:
         name: what.
         at_s: when it ended, by the machine's monotonic clock.
         seconds: how long it took; 0 for a moment.
+        process: the file that it was read from.
     """
 
     name: str
     at_s: float
     seconds: float = 0.0
+    process: str = ""
 
 
 class Marks:
@@ -47,7 +49,7 @@ class Marks:
             return
         mark = Mark(name, time.monotonic() if at_s is None else at_s, seconds)
         with self._path.open("a") as file:
-            file.write(json.dumps(vars(mark)) + "\n")
+            file.write(json.dumps({"name": name, "at_s": mark.at_s, "seconds": seconds}) + "\n")
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
@@ -60,7 +62,11 @@ class Marks:
 
 def read_marks(folder: Path) -> list[Mark]:
     """Returns the marks of all processes, the earliest first."""
-    marks = [Mark(**json.loads(line)) for path in folder.glob("*.jsonl") for line in path.read_text().splitlines()]
+    marks = [
+        Mark(**json.loads(line), process=path.stem)
+        for path in folder.glob("*.jsonl")
+        for line in path.read_text().splitlines()
+    ]
     return sorted(marks, key=lambda mark: mark.at_s)
 
 

@@ -3,8 +3,13 @@
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES
+from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS, activation_facts
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, asleep_bytes
+from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.row_tokens import MARGIN, with_tokens
+from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.preflight import check_sizes
 
@@ -12,8 +17,8 @@ from nemo_offload_rl.run.preflight import check_sizes
 def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
     """Returns GiB by the timer's name of a phase; nothing where the plan has no vLLM.
 
-    Activations and logits count with the least that the plan knows of. The engine takes its share of the GPU while it
-    is awake, and nothing while it sleeps.
+    Passes count with the estimates and the margin that `train_mb_tokens: auto` is chosen by. The engine takes its
+    share of the GPU while it is awake; while it sleeps its context and graphs.
 
     Args:
         config: the recipe as the run resolves it.
@@ -25,15 +30,29 @@ def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
     rank, engine = run.plan.largest_rank, run.engine
     held = {phase: sum(rank.gpu_bytes[phase].values()) + POLICY_OVERHEAD_BYTES for phase in Phase}
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
-    refit = held[Phase.REFIT] + engine.weights_bytes + engine.refit_bytes
+    asleep = asleep_bytes(config["policy"])
+    refit = held[Phase.REFIT] + asleep + engine.weights_bytes + engine.refit_bytes
     beside = refit + engine.kv_cache_bytes(gpu_bytes)  # where there is room the KV cache is mapped while weights come
-    training = held[Phase.TRAIN] + rank.least_activation_bytes + rank.step_grad_bytes
-    logprobs = held[Phase.LOGPROB]
+    forward, training = _pass_bytes(config, len(run.needs))
+    logprobs = max(held[Phase.LOGPROB], held[Phase.TRAIN]) + asleep + forward  # optimizer state comes back beside them
     phases = {
         "refit": beside if beside <= gpu_bytes else max(refit, awake),
         "generation": awake,
         "logprobs": logprobs,
         "reference_logprobs": logprobs,
-        "training": training,
+        "training": held[Phase.TRAIN] + asleep + training + rank.step_grad_bytes,
     }
     return {name: nbytes / GIB for name, nbytes in phases.items()}
+
+
+def _pass_bytes(config: Mapping[str, Any], world_size: int) -> tuple[int, int]:
+    """Bytes of a log-prob pass and of a training pass, of the pipeline stage that takes most."""
+    fields, policy = hf_config(config["policy"]).to_dict(), config["policy"]
+    packing = policy["sequence_packing"]
+    of_logprobs = policy
+    if packing["enabled"]:  # activation facts are of training's rows
+        of_logprobs = with_tokens(config, {TRAIN_TOKENS: packing[LOGPROB_TOKENS]})["policy"]
+    forward = forward_pass_bytes(fields, of_logprobs, activation_facts(fields, of_logprobs, world_size=world_size))
+    facts = activation_facts(fields, policy, world_size=world_size)
+    training = training_pass_bytes(fields, policy, facts, settings(policy).activations)
+    return int(MARGIN * max(forward)), int(MARGIN * max(training))

@@ -12,7 +12,8 @@ from typing import Any
 
 from gpu_watch import GpuWatch, WatchedTimer
 
-from colocated_ways.cycles import WARM_UP, Cycles, Holdings, Lengths, flatness
+from colocated_ways.cycles import WARM_UP, Cycles, Lengths
+from colocated_ways.holdings import Holdings, flatness
 from colocated_ways.marks import FOLDER_VARIABLE, Mark, Marks, read_marks
 from colocated_ways.planned import planned_gib
 from colocated_ways.settings import OURS, built_as
@@ -66,12 +67,14 @@ class Measured:
         losses: of each GRPO step, then of the training of each switch.
         grad_norms: of the same.
         greedy_ids: tokens after the last of them, a list a prompt.
+        num_gpus: of the policy, or ranks without a GPU.
     """
 
     figures: list[tuple[str, float, str]] = field(default_factory=list)
     losses: list[float] = field(default_factory=list)
     grad_norms: list[float] = field(default_factory=list)
     greedy_ids: list[list[int]] = field(default_factory=list)
+    num_gpus: int = 1
 
     def add(self, metric: str, value: float | None, unit: str) -> None:
         """Add a figure, if there is one."""
@@ -89,6 +92,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
         with marks.span("ray"):
             cluster = Cluster(num_nodes=1, gpus_per_node=recipe["cluster"]["gpus_per_node"])
         with cluster:
+            measured.num_gpus = cluster.world_size
             recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
             gpu_bytes = smallest_gpu_bytes(cluster)
             recipe, notes = fitted_to_gpus(recipe, "grpo", gpu_bytes)
@@ -187,11 +191,11 @@ def many_cycles(cycles: Cycles, num: int) -> list[tuple[str, float, str]]:
             if counts:
                 readings.append(holdings.read())
 
-        cycles.run(*cycles.prepare(lengths), while_asleep=read)
+        cycles.run(*cycles.prepare_short(lengths), while_asleep=read)
         cycles.policy.residency_metrics()
         if number % 20 == 0:
             print(f"cycle {number}: {lengths}", flush=True)
-    return [(name, value, "") for name, value in flatness(readings)]
+    return flatness(readings)
 
 
 def figures_of_marks(marks: Sequence[Mark], start_s: float, switch_start_s: float) -> Iterator[tuple[str, float, str]]:

@@ -35,12 +35,20 @@ def switches(marks: Sequence[Mark], start_s: float) -> list[Switch]:
     names = ("first_prefill_kernel", "last_token", "first_training_kernel", "last_optimizer_kernel")
     # From the first prefill on: the update before it may have ended a little later than the driver knew.
     first_s = next((mark.at_s for mark in marks if mark.name == names[0] and mark.at_s > start_s), start_s)
-    at_s = {name: [mark.at_s for mark in marks if mark.name == name and mark.at_s >= first_s] for name in names}
-    starts, tokens, trainings, updates = (at_s[name] for name in names)
+    starts, tokens, trainings, updates = (_of_the_last(marks, name, first_s) for name in names)
     return [
         Switch(training - token, start - update)
         for token, training, update, start in zip(tokens, trainings, updates, starts[1:], strict=False)
     ]
+
+
+def _of_the_last(marks: Sequence[Mark], name: str, first_s: float) -> list[float]:
+    """When each cycle came to a mark; with several ranks or engines, when the last of them did."""
+    by_process: dict[str, list[float]] = {}
+    for mark in marks:
+        if mark.name == name and mark.at_s >= first_s:
+            by_process.setdefault(mark.process, []).append(mark.at_s)
+    return [max(moments) for moments in zip(*by_process.values(), strict=False)]
 
 
 def median_seconds(marks: Iterable[Mark], name: str, start_s: float = 0.0) -> float | None:

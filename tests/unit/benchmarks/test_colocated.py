@@ -6,8 +6,8 @@ import colocated
 import pytest
 import torch
 from colocated_ways import marks as marks_file
-from colocated_ways.cycles import flatness
 from colocated_ways.engines import marked_llm
+from colocated_ways.holdings import flatness
 from colocated_ways.marks import Mark, Marks, read_marks
 from colocated_ways.planned import planned_gib
 from colocated_ways.run import RECIPES, Measured, figures_of_marks, overrides
@@ -33,6 +33,16 @@ def test_a_switch_is_from_the_last_token_to_training_and_from_the_optimizer_to_t
     found = switches(marks, start_s=50)  # the first cycle's end does not belong to the others
     assert [(one.to_training_s, one.to_generation_s) for one in found] == [(2, 40)]
     assert found[0].both_s == 42
+
+
+def test_of_several_ranks_and_engines_the_last_one_ends_a_part_of_the_switch():
+    cycle = {"first_prefill_kernel": 0, "last_token": 10, "first_training_kernel": 12, "last_optimizer_kernel": 60}
+    marks = [
+        Mark(name, 100 * number + at + late, process=f"{name}-{late}")
+        for number in range(2) for name, at in cycle.items() for late in (0, 1)
+    ]  # fmt: skip
+    found = switches(marks, start_s=-1)
+    assert [(one.to_training_s, one.to_generation_s) for one in found] == [(2, 40)]
 
 
 def test_spans_before_the_first_training_are_not_counted():
@@ -135,8 +145,16 @@ def test_settings_that_compute_something_else_show():
     assert {tuple(row) for row in rows} == {("setting", "gpus", "model", "metric", "value", "unit")}
 
 
-def test_flatness_is_of_the_first_the_last_and_the_largest_value():
-    assert flatness([{"fds": 3}, {"fds": 9}, {"fds": 4}]) == [("fds, first", 3), ("fds, last", 4), ("fds, largest", 9)]
+def test_what_grows_over_many_cycles_is_named():
+    readings = [
+        {"engine: file descriptors": 40 + (number == 7), "GPU: used GiB, by the driver": 3 + 0.002 * number, "x": 1.0}
+        for number in range(200)
+    ]
+    found = {name: value for name, value, _ in flatness(readings)}
+    assert found["engine: file descriptors, largest"] == 41 and found["engine: file descriptors, flat"] is True
+    assert found["GPU: used GiB, by the driver, growth"] == pytest.approx(0.36)
+    assert found["GPU: used GiB, by the driver, flat"] is False
+    assert found["x, flat"] is True
 
 
 def test_the_plan_of_the_full_recipe_names_every_phase():
@@ -146,4 +164,4 @@ def test_the_plan_of_the_full_recipe_names_every_phase():
     assert 0.6 * 140 < planned["generation"] < 140
     assert planned["generation"] < planned["refit"] < 140
     assert planned_gib(recipe, 24 * 2**30)["refit"] < 24  # too little for both at once
-    assert planned["training"] > planned["logprobs"] > 3
+    assert 140 > planned["training"] > planned["logprobs"] > 25  # rows of 16,384 tokens beside 20 GiB of state
