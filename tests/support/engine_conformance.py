@@ -183,6 +183,22 @@ def a_refit_changes_the_answers(engine: GenerationInterface, weights: Weights) -
     assert engine.generate(request(GREEDY)).output_ids == before
 
 
+def a_sleeping_engine_holds_little(engine: GenerationInterface, weights: Weights) -> None:
+    """Of GPU memory: its context, kernels and what torch keeps; what it has given back does not count."""
+    awake = engine.memory_stats()
+    engine.finish_generation()
+    asleep = engine.memory_stats()
+    refit(engine, weights)
+    if "gpu_pools_gib" not in awake:  # an engine without pools, or no GPU
+        return
+    assert awake["gpu_pools_gib"] > 1
+    assert asleep["gpu_pools_gib"] == asleep["host_pools_gib"] == 0
+    assert -0.01 < asleep["gpu_reserved_gib"] < 1
+    if "gpu_driver_gib" in asleep:
+        assert 0 < asleep["gpu_context_gib"] < 2
+        assert awake["gpu_driver_gib"] - asleep["gpu_driver_gib"] > 0.9 * awake["gpu_pools_gib"]
+
+
 def refit_after_sleep(engine: GenerationInterface, weights: Weights) -> None:
     """What a training step does to an engine."""
     engine.finish_generation()
@@ -210,6 +226,7 @@ def check(
         lambda: seeds_decide(engine),
         lambda: empty_and_overlong_prompts_are_answered(engine),
         lambda: a_refit_changes_the_answers(engine, weights),
+        lambda: a_sleeping_engine_holds_little(engine, weights),
     ]
     refit(engine, weights)
     failures: list[Exception] = []

@@ -81,6 +81,7 @@ def test_a_handle_that_every_cycle_leaves_behind_would_show(engines, tmp_path):
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_200_cycles_on_a_gpu_leave_its_memory_streams_and_handles_flat():
     job, arena = make_job(num_layers=14), PinnedArena()
     job.model.cuda()
