@@ -18,7 +18,7 @@ PACKING = "policy.sequence_packing.enabled"
 GPUS, NODES = "cluster.gpus_per_node", "cluster.num_nodes"
 COLOCATED = "policy.generation.colocated?"
 REFIT_TRANSPORT = "policy.generation.refit_transport"
-# The arguments of config.model_kind.model_fields, and of model_kind.
+# The arguments of `config.model.model_kind.model_fields`, and of `model_kind` there.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
 # Reads of a rule for every algorithm: in a path, the section that marks the recipe; alone, its AlgorithmSpec.

@@ -2,7 +2,7 @@
 
 Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns
 something on, and never silently ignored. The three tables below are the whole of it; to add a feature, take its
-rows out. `upstream_split` reads them.
+rows out. `split.py` beside this file reads them.
 """
 
 from dataclasses import dataclass

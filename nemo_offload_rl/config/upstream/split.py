@@ -33,48 +33,48 @@ class SplitKeys:
 
 def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
     """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
-    screened = SplitKeys(copy.deepcopy(config), [], [])
+    split = SplitKeys(copy.deepcopy(config), [], [])
     for row in OFF_ONLY:
-        for path, value in _matches(screened.config, row.path):
+        for path, value in _matches(split.config, row.path):
             if not any(same(value, off) for off in row.off):
-                screened.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
-            _remove(screened.config, path)
+                split.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
+            _remove(split.config, path)
     for feature in SWITCHED_OFF:
-        _screen_feature(screened, feature)
+        _split_feature(split, feature)
     for plain in WITHOUT_EFFECT:
-        if plain.unless is not None and _matches(screened.config, plain.unless[0]) == [plain.unless]:
+        if plain.unless is not None and _matches(split.config, plain.unless[0]) == [plain.unless]:
             continue
-        for path, value in _matches(screened.config, plain.path):
+        for path, value in _matches(split.config, plain.path):
             if not plain.silent and value not in (None, {}, []):
-                screened.notes.append(f"{path} has no effect: {plain.reason}")
-            _remove(screened.config, path)
+                split.notes.append(f"{path} has no effect: {plain.reason}")
+            _remove(split.config, path)
     for path in UPSTREAM_SECTIONS:
-        if _matches(screened.config, path) == [(path, {})]:
-            _remove(screened.config, path)
-    return screened
+        if _matches(split.config, path) == [(path, {})]:
+            _remove(split.config, path)
+    return split
 
 
 def _refusal(feature: str, value: Any, off: tuple[Any, ...], remedy: str) -> str:
     return f"{feature} is not supported here (found {show(value)}); {remedy.format(off=show(off[0]))}"
 
 
-def _screen_feature(screened: SplitKeys, feature: SwitchedOff) -> None:
-    for path, section in _matches(screened.config, feature.section):
-        _remove(screened.config, path)
+def _split_feature(split: SplitKeys, feature: SwitchedOff) -> None:
+    for path, section in _matches(split.config, feature.section):
+        _remove(split.config, path)
         if section is None:
             continue
         if not isinstance(section, dict):
-            screened.problems.append((path, f"must be a section (a mapping), found {show(section)}"))
+            split.problems.append((path, f"must be a section (a mapping), found {show(section)}"))
             continue
         for name in _names_below(section):
             if name == feature.switch:
                 if not any(same(section[name], off) for off in feature.off):
                     message = _refusal(feature.feature, section[name], feature.off, feature.remedy)
-                    screened.problems.append((f"{path}.{name}", message))
+                    split.problems.append((f"{path}.{name}", message))
             elif not any(name == key or name.startswith(f"{key}.") for key in feature.keys):
                 close = nearest(name, (feature.switch, *feature.keys))
                 suggestion = f"; nearest valid key: {path}.{close}" if close else ""
-                screened.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
+                split.problems.append((f"{path}.{name}", f"unknown key{suggestion}"))
 
 
 def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
