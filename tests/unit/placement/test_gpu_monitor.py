@@ -9,7 +9,8 @@ import pytest
 import ray
 from support.metrics_page import undocumented
 
-from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, watch_gpus
+from nemo_offload_rl.placement import gpu_monitor
+from nemo_offload_rl.placement.gpu_monitor import GpuMonitor, NodeMonitor, watch_gpus
 from nemo_offload_rl.placement.gpu_sampler import GpuReader, GpuSampler, NoGpuReadingsError
 
 
@@ -153,3 +154,20 @@ def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):
     assert set(monitor.of_step(1)) == {f"performance/gpus/node1/gpu0/{name}" for name in reading(1, 1)[0]}
     monitor.close()
     assert "no readings of node0: its actor does not answer (ActorDiedError)" in caplog.text
+
+
+@pytest.fixture
+def signals_as_they_are(monkeypatch):
+    monkeypatch.setattr(gpu_monitor, "ignore_ending_signals", lambda: None)  # what an actor does to its own process
+
+
+def test_a_node_gives_its_readings(monkeypatch, signals_as_they_are):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml())
+    node, samples = NodeMonitor(3600.0), []
+    wait_until(lambda: samples.extend(node.take()) or samples)
+    assert samples[0][0]["power_w"] == 250.5
+
+
+def test_a_node_without_readings_says_why(monkeypatch, signals_as_they_are):
+    monkeypatch.setitem(sys.modules, "pynvml", Nvml(num_gpus=0))
+    assert NodeMonitor(3600.0).take() == "the driver knows of no GPU"

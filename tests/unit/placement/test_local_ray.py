@@ -1,0 +1,60 @@
+"""How Ray is started on this machine, without starting it."""
+
+import shutil
+import signal
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+from nemo_offload_rl.placement import local_ray
+from nemo_offload_rl.placement.local_ray import handlers_kept, object_store_options
+from nemo_offload_rl.placement.signals import ENDING_SIGNALS, ignore_ending_signals
+
+MIB = 2**20
+
+
+@pytest.mark.parametrize(("free_mib", "store_mib"), [(256, 204), (1024, 819), (2048, 1024)])
+def test_the_object_store_leaves_some_shared_memory_to_others(monkeypatch, free_mib, store_mib):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=free_mib * MIB))
+    options = object_store_options(has_gpus=False)
+    assert list(options) == ["object_store_memory"]
+    assert options["object_store_memory"] // MIB == store_mib
+
+
+def test_with_too_little_shared_memory_the_object_store_is_on_the_disk_and_says_so(monkeypatch, caplog, tmp_path):
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(free=64 * MIB))  # a container's /dev/shm
+    monkeypatch.setattr(local_ray.tempfile, "gettempdir", lambda: str(tmp_path))
+    options = object_store_options(has_gpus=False)
+    assert options == {"object_store_memory": 1024 * MIB, "_plasma_directory": str(tmp_path)}
+    assert "/dev/shm has only 64 MiB free" in caplog.text
+
+
+def test_with_gpus_ray_chooses_the_size_of_its_object_store():
+    assert object_store_options(has_gpus=True) == {}
+
+
+def test_signal_handlers_are_as_before_whatever_was_done_inside():
+    before = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+
+    def start_ray():
+        ignore_ending_signals()
+        assert {signal.getsignal(number) for number in ENDING_SIGNALS} == {signal.SIG_IGN}
+        raise RuntimeError("Ray did not start")
+
+    with pytest.raises(RuntimeError, match="Ray"), handlers_kept():
+        start_ray()
+    assert {number: signal.getsignal(number) for number in ENDING_SIGNALS} == before
+
+
+def test_in_another_thread_there_are_no_handlers_to_keep():
+    entered = []
+
+    def start_ray():
+        with handlers_kept():
+            entered.append(True)
+
+    thread = threading.Thread(target=start_ray)
+    thread.start()
+    thread.join()
+    assert entered == [True]
