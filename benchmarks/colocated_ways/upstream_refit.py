@@ -55,7 +55,7 @@ class UpstreamTransport:
         return UpstreamSender(plan, receivers, bucket_bytes) if receivers else DrawingSender()
 
 
-class UpstreamSender:
+class UpstreamSender(RefitSender):
     """Replays models/policy/utils.py, stream_weights_via_ipc_zmq_impl."""
 
     def __init__(self, plan: ExportPlan, receivers: Sequence[Receiver], bucket_bytes: int) -> None:

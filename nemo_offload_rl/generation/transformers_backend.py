@@ -1,6 +1,7 @@
 """Generation with Hugging Face models in Ray actors: one replica a GPU, or one that has all cores of a machine."""
 
 import os
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -51,10 +52,12 @@ class GeneratorActor(WeightLoader):
             tokenizer=None if tokenizer_name is None else fast_tokenizer(load_tokenizer(tokenizer_name)),
         )
 
-    def load_weights(self, bucket: WeightBucket) -> None:
+    def load_weights(self, bucket: WeightBucket) -> float:
         """Load a bucket of any transport (see `WeightLoader`)."""
+        start = time.perf_counter()
         with bucket.opened() as named_tensors:
             self._generator.load_weights(named_tensors)
+        return time.perf_counter() - start
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Run a method of the generator."""

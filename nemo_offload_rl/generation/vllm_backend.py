@@ -4,6 +4,7 @@ import contextlib
 import os
 import socket
 import tempfile
+import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -111,10 +112,12 @@ class VllmActor(WeightLoader):
         )
         self._generator.finish_generation()
 
-    def load_weights(self, bucket: WeightBucket) -> None:
+    def load_weights(self, bucket: WeightBucket) -> float:
         """Load a bucket of any transport (see `WeightLoader`)."""
+        start = time.perf_counter()
         with bucket.opened() as named_tensors:
             self._generator.load_weights(named_tensors)
+        return time.perf_counter() - start
 
     def call(self, verb: str, *arguments: Any) -> Any:
         """Run a method of the generator."""

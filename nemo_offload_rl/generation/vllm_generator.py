@@ -31,6 +31,9 @@ class VllmGenerator:
         keeps_weights: Whether its weights wait in host memory while it sleeps, and are whole when it wakes up.
         refit_bucket_bytes: GPU memory that a refit passes weights through; None where the KV cache is not to be mapped
             beside refits.
+
+    Raises:
+        ValueError: If vLLM changes weights after it has loaded them, which no refit does.
     """
 
     def __init__(
@@ -50,6 +53,14 @@ class VllmGenerator:
         self._missing: set[str] = set()  # of the plan's names
         self._has_weights = False
         self._prefixes_are_stale = False
+        [transformed] = self._on_worker("refit_transformed")
+        if transformed:
+            raise ValueError(
+                f"vLLM changes weights after it has loaded them, which no refit does: {len(transformed)} modules would "
+                f"compute with others than the policy's ({'; '.join(transformed[:3])}"
+                f"{'; ...' if len(transformed) > 3 else ''}); set policy.generation.backend to transformers, or where "
+                "these are experts policy.generation.vllm_kwargs.moe_backend to triton."
+            )
         # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
         self._asleep: set[WakeUpTag] = set()
         self._refit_bucket_bytes = refit_bucket_bytes
@@ -82,7 +93,7 @@ class VllmGenerator:
         """
         self._prefixes_are_stale = True
         try:
-            self._on_worker("refit_load", list(named_tensors))
+            self._on_worker("refit_load", named_tensors)
         except ValueError:
             self._forget_weights()  # what came before it belongs to no whole set of weights
             raise
@@ -152,8 +163,12 @@ class VllmGenerator:
             self._forget_weights()
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB; what sleeps does not count (see `vllm_memory.engine_memory_stats`)."""
-        return engine_memory_stats(vllm_pools(), self._asleep) if self._sleep_level else memory_stats()
+        """This process's memory in GiB, and what graphs of loads keep of it.
+
+        What sleeps does not count (see `vllm_memory.engine_memory_stats`).
+        """
+        [of_graphs] = self._on_worker("refit_memory_stats")
+        return (engine_memory_stats(vllm_pools(), self._asleep) if self._sleep_level else memory_stats()) | of_graphs
 
     # ---- sampling
 

@@ -1,7 +1,8 @@
 """Finds the weights of a Hugging Face checkpoint in the parameters of vLLM's model, which fuses some of them."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -86,3 +87,34 @@ def outside_of_parameters(
         if start not in safe and any(first <= start < first + size for first, size in blocks):
             lost.append(tensor)
     return lost
+
+
+# Classes of vLLM whose process_weights_after_loading leaves weights on a CUDA GPU as they were loaded.
+_PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # the kernels; others have experts' rows in another order
+_PLAIN_MODULE = "Attention"  # it sets scales alone
+
+
+def transformed_after_loading(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[str]:
+    """What vLLM makes of weights once it has loaded them, which a refit, that loads alone, would leave undone.
+
+    Args:
+        modules: Of vLLM's model on a CUDA GPU, by name.
+
+    Returns:
+        A line for each module whose weights it does not leave as they were loaded, or of which that is not known.
+    """
+    found = []
+    for name, module in modules:
+        method: Any = getattr(module, "quant_method", None)
+        method = getattr(method, "old_quant_method", method)  # another wraps it for expert parallelism
+        kind = type(method).__name__
+        if kind == "UnquantizedFusedMoEMethod":
+            if (kernel := method.unquantized_backend.name) not in _PLAIN_EXPERTS:
+                found.append(f"{name} arranges its experts for {kernel}")
+        elif hasattr(method, "process_weights_after_loading") and kind not in _PLAIN_METHODS:
+            found.append(f"{name} changes its weights ({kind})")
+        names = [one.__name__ for one in type(module).__mro__]
+        if hasattr(module, "process_weights_after_loading") and _PLAIN_MODULE not in names:
+            found.append(f"{name} computes other tensors from its weights ({names[0]})")
+    return found

@@ -1,5 +1,6 @@
 """The part of vLLM's worker that takes a refit; vLLM adds the class to its own worker's bases."""
 
+import functools
 import gc
 import logging
 from collections.abc import Iterator, Sequence
@@ -7,9 +8,12 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back
+from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
+from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
 from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.plan import NamedTensor, TensorSpec
+from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder
 
 logger = logging.getLogger(__name__)
 
@@ -24,6 +28,11 @@ class RefitExtension:
         """Note that no parameter has been filled."""
         self.refit_unfilled_names = {name for name, _ in _worker(self).get_model().named_parameters()}
 
+    @functools.cached_property
+    def refit_recorded(self) -> RecordedLoads:
+        """Loads that are replayed from CUDA graphs; the model's parameters stay the same objects."""
+        return RecordedLoads(list(_worker(self).get_model().parameters()), CudaRecorder)
+
     @torch.no_grad()
     def refit_load(self, named_tensors: Sequence[NamedTensor]) -> None:
         """Load some weights of a Hugging Face checkpoint, each whole, from any device; they are loaded on return.
@@ -31,28 +40,23 @@ class RefitExtension:
         Raises:
             ValueError: If the model has no such weight, or has it with another shape.
         """
-        from vllm.config import set_current_vllm_config
-
-        name = ""
-
-        def on_device() -> Iterator[NamedTensor]:
-            nonlocal name
-            for name, tensor in named_tensors:
-                yield name, tensor.to(_worker(self).device)
-
-        with set_current_vllm_config(_worker(self).vllm_config):
-            try:
-                loaded = _worker(self).get_model().load_weights(on_device())
-            except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
-                raise ValueError(
-                    f"vLLM's model does not take the weight {name!r} that the policy sends ({type(error).__name__}: "
-                    f"{error}); both must have one architecture, and vLLM must know it."
-                ) from error
+        if isinstance(named_tensors, FixedTensors):
+            loaded = self.refit_recorded.load(named_tensors, lambda: _load(_worker(self), named_tensors))
+        else:
+            loaded = _load(_worker(self), named_tensors)
         torch.cuda.synchronize(_worker(self).device)
         if loaded is None:  # a model that does not tell
             self.refit_unfilled_names = set()
         else:
-            self.refit_unfilled_names -= set(loaded)
+            self.refit_unfilled_names -= loaded
+
+    def refit_memory_stats(self) -> dict[str, float]:
+        """What graphs of loads keep (see `RecordedLoads.memory_stats`)."""
+        return self.refit_recorded.memory_stats
+
+    def refit_transformed(self) -> list[str]:
+        """What vLLM makes of weights after it has loaded them, and does not after a refit; one line each."""
+        return transformed_after_loading(_worker(self).get_model().named_modules())
 
     def refit_unfilled(self) -> list[str]:
         """Names of vLLM's parameters that no weight has been loaded into since `refit_begin`."""
@@ -91,3 +95,32 @@ class RefitExtension:
 def _worker(extension: RefitExtension) -> Any:
     """The extension as the worker that it is."""
     return extension
+
+
+def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
+    """Has vLLM's model load some weights.
+
+    Raises:
+        CaptureError: If it is being recorded, and cannot be.
+        ValueError: If the model has no such weight, or has it with another shape.
+    """
+    from vllm.config import set_current_vllm_config
+
+    name = ""
+
+    def on_device() -> Iterator[NamedTensor]:
+        nonlocal name
+        for name, tensor in named_tensors:
+            yield name, tensor.to(worker.device)
+
+    with set_current_vllm_config(worker.vllm_config):
+        try:
+            loaded = worker.get_model().load_weights(on_device())
+        except CaptureError:
+            raise
+        except (AssertionError, AttributeError, KeyError, RuntimeError, ValueError) as error:
+            raise ValueError(
+                f"vLLM's model does not take the weight {name!r} that the policy sends ({type(error).__name__}: "
+                f"{error}); both must have one architecture, and vLLM must know it."
+            ) from error
+    return None if loaded is None else frozenset(loaded)

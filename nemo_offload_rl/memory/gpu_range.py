@@ -119,6 +119,7 @@ class VirtualRange:
         self._properties = driver.CUmemAllocationProp()
         self._properties.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
         self._properties.location = location
+        self._properties.requestedHandleTypes = self._handle_type(driver)
         self._access = driver.CUmemAccessDesc()
         self._access.location = location
         self._access.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
@@ -144,10 +145,7 @@ class VirtualRange:
         assert self._handles[index] is None, f"chunk {index} is mapped already"
         driver, size = self._driver, self._sizes[index]
         checked(driver.cuCtxSetCurrent(self._context))  # a helper thread starts without one
-        error, handle = driver.cuMemCreate(size, self._properties, 0)
-        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            raise OutOfGpuMemoryError(f"The driver has no {size / MIB:.0f} MiB for a chunk of a range.")
-        checked((error,))
+        handle = self._take(size)
         address = self._address + self.chunks[index].start
         (error,) = driver.cuMemMap(address, size, 0, handle, 0)
         if int(error) == 0:
@@ -160,6 +158,19 @@ class VirtualRange:
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # for page tables
             raise OutOfGpuMemoryError(f"The driver has no memory to map {size / MIB:.0f} MiB of a range.")
         checked((error,))
+
+    def _handle_type(self, driver: Any) -> Any:
+        """Returns how a chunk's memory may be handed to another process: in no way."""
+        return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
+
+    def _take(self, size: int) -> Any:
+        """Returns the driver's handle of new memory."""
+        driver = self._driver
+        error, handle = driver.cuMemCreate(size, self._properties, 0)
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
+            raise OutOfGpuMemoryError(f"The driver has no {size / MIB:.0f} MiB for a chunk of a range.")
+        checked((error,))
+        return handle
 
     def unmap(self, index: int) -> None:
         """Give a chunk's memory back; callable from any thread."""

@@ -98,7 +98,7 @@ class _Load:
         return f"{self.engine} with the weight{f' {first}' if first == last else f's {first} to {last}'}"
 
 
-class BroadcastSender:
+class BroadcastSender(RefitSender):
     """Broadcasts bucket after bucket and watches the engines meanwhile."""
 
     def __init__(

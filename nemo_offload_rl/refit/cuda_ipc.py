@@ -5,24 +5,24 @@ rank exports the next.
 """
 
 import contextlib
+import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-import ray
 import torch
 
-from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
-from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.refit.bucket_memory import keys_named_where_memory_runs_out
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.graphs import MIN_GAIN_S, GraphSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
+from nemo_offload_rl.refit.recorder import CudaRecorder
 
 NUM_BUFFERS = 2
-_SETTLE_TIMEOUT_S = 60
 
 
 @dataclass(frozen=True)
@@ -51,50 +51,65 @@ class CudaIpcTransport:
     Attributes:
         receivers: Each is on the GPU of its first rank.
         verify: Whether senders return the checksums of what they have sent.
+        graphs: Whether the export is replayed from CUDA graphs where that is possible and faster.
+        min_gain_s: What graphs must save in a refit to be used.
     """
 
     receivers: Sequence[Receiver]
     verify: bool
+    graphs: bool = False
+    min_gain_s: float = MIN_GAIN_S
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Make a rank's sender; its buffers take `bucket_bytes` together, more where a tensor is above half of that."""
         receivers = [receiver for receiver in self.receivers if receiver.ranks[0] == rank]
         if not receivers:
             return DrawingSender()
-        return CudaIpcSender(plan.buckets(max(1, bucket_bytes // NUM_BUFFERS)), receivers, verify=self.verify)
+        half = plan.buckets(max(1, bucket_bytes // NUM_BUFFERS))
+        streamed = CudaIpcSender(half, receivers, verify=self.verify)
+        if not self.graphs:
+            return streamed
+        fits = plan.num_bytes <= bucket_bytes  # one bucket of all weights, then
+        return GraphSender(
+            plan.buckets(bucket_bytes) if fits else half,
+            1 if fits else NUM_BUFFERS,
+            receivers,
+            streamed,
+            verify=self.verify,
+            make_recorder=CudaRecorder,
+            device=current_device(),
+            min_gain_s=self.min_gain_s,
+        )
 
 
-class CudaIpcSender:
+class CudaIpcSender(RefitSender):
     """Copies bucket after bucket into buffers that live as long as one refit."""
 
     def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
         self._buckets = buckets
         self._receivers = receivers
         self._verify = verify
-        self._device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self._device = current_device()
+        self._verify_s = 0.0
+        self.metrics = {}
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
         weights = iter(weights)
         checksums: dict[str, int] = {}
-        loads: deque[list[Any]] = deque()  # of the last buckets, a list of references each
-        with self._buffers() as buffers:
-            try:
-                for number, bucket in enumerate(self._buckets):
-                    if len(loads) == len(buffers):
-                        ray.get(loads.popleft())
-                    buffer = buffers[number % len(buffers)]
-                    self._fill(bucket, buffer, weights, checksums)
-                    shared = SharedBucket(bucket, buffer.handle)
-                    loads.append([receiver.load_weights(shared) for receiver in self._receivers])
-                deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
-                while loads:
-                    ray.get(loads.popleft())
-            finally:
-                # A receiver may still have a buffer open, which must not be freed under it.
-                left = [reference for references in loads for reference in references]
-                if left:
-                    ray.wait(left, num_returns=len(left), timeout=_SETTLE_TIMEOUT_S)
+        export_s = self._verify_s = 0.0
+        # A receiver may still have a buffer open when an error ends the refit; it must not be freed under it.
+        with self._buffers() as buffers, (loads := Loads(self._receivers, len(buffers))).settled():
+            for number, bucket in enumerate(self._buckets):
+                loads.wait_for_room()
+                buffer = buffers[number % len(buffers)]
+                start = time.perf_counter()
+                self._fill(bucket, buffer, weights, checksums)
+                export_s += time.perf_counter() - start
+                loads.start(SharedBucket(bucket, buffer.handle))
+            deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
+            loads.wait()
+        self.metrics = {"export_s": export_s - self._verify_s, "verify_s": self._verify_s, "load_s": loads.seconds}
         return checksums
 
     def _fill(
@@ -103,7 +118,9 @@ class CudaIpcSender:
         for (_, slot), (name, tensor) in zip(bucket.views(buffer.tensor), weights, strict=False):
             slot.copy_(tensor.detach(), non_blocking=True)
             if self._verify:
+                start = time.perf_counter()
                 checksums[name] = tensor_checksum(tensor)
+                self._verify_s += time.perf_counter() - start
         if self._device.type == "cuda":
             torch.cuda.current_stream().synchronize()  # another process reads it now
 
@@ -116,13 +133,12 @@ class CudaIpcSender:
         with contextlib.ExitStack() as stack:
             buffers = []
             for size in sizes:
-                try:
+                with keys_named_where_memory_runs_out(sum(sizes)):
                     buffers.append(make_shared_buffer(size, self._device))
-                except OutOfGpuMemoryError as error:
-                    raise OutOfGpuMemoryError(
-                        f"The refit finds no {sum(sizes) / GIB:.2f} GiB of GPU memory for its buckets, beside the "
-                        "policy's and the engine's weights; lower policy.refit_buffer_size_gb or "
-                        "policy.generation.vllm_cfg.gpu_memory_utilization."
-                    ) from error
                 stack.callback(buffers[-1].close)
             yield buffers
+
+
+def current_device() -> torch.device:
+    """Returns this process's GPU, or the CPU."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")

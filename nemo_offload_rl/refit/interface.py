@@ -1,8 +1,9 @@
 """Defines a weight transport: a sender in each policy rank, and buckets that engines load."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Protocol
 
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
@@ -23,8 +24,11 @@ class WeightLoader(Protocol):
         """This node's address and the process id there."""
         ...
 
-    def load_weights(self, bucket: WeightBucket) -> None:
+    def load_weights(self, bucket: WeightBucket) -> float:
         """Load the tensors of a bucket; on return they have been read, and the sender may write over them.
+
+        Returns:
+            The seconds that it took, with all that makes the tensors readable here.
 
         Raises:
             ValueError: If a name is unknown, or a shape or dtype differs.
@@ -51,22 +55,51 @@ class Receiver:
         return self.actor.load_weights.remote(bucket)
 
 
+class Export(Protocol):
+    """A rank's weights under their Hugging Face names."""
+
+    def __iter__(self) -> Iterator[NamedTensor]:
+        """Start an export: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
+
+        It is collective: either all ranks draw it to the end, those that send nothing too, or, where a transport has
+        recorded the export, none of them does.
+        """
+        ...
+
+    def addresses(self) -> tuple[int, ...]:
+        """Return where all that an export reads is now; as long as that stays, a recorded one can be replayed."""
+        ...
+
+    def why_not_recorded(self) -> str:
+        """Return why exports must be driven from Python; nothing where one may be recorded."""
+        ...
+
+
 class RefitSender(Protocol):
     """One policy rank's end of a transport, which lives as long as the rank: buffers and handles are made once."""
 
-    def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
+    metrics: Mapping[str, float] = MappingProxyType({})
+    """Figures of the last `send`, each where it is known.
+
+    `export_s`, until the tensors were in buckets; `load_s`, of the receivers' loads, which other buckets' exports
+    overlap; `verify_s`, of checksums; `graphs`, 1 where the export was replayed from CUDA graphs, and `graph_pool_gib`,
+    the memory that their temporaries keep.
+    """
+
+    def send(self, weights: Export) -> dict[str, int]:
         """Send the weights and return once the receivers have loaded them.
 
-        The export behind `weights` is collective: either all ranks draw them to the end, those that send nothing too,
-        or, where a transport has recorded the export, none of them does.
-
         Args:
-            weights: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
+            weights: The same as in the plan.
 
         Returns:
             `tensor_checksum` of each tensor that this rank has sent, by name; none where the transport does not verify.
         """
         ...
+
+    def close(self) -> None:
+        """Give back what is kept between refits, here and at the receivers; nothing unless a sender says so."""
+        return None
 
 
 class RefitTransport(Protocol):

@@ -1,11 +1,11 @@
 """Weights through Ray's object store: works on every machine, at the price of two copies through host memory."""
 
 import contextlib
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import ray
@@ -14,6 +14,7 @@ import torch
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import DrawingSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
 MAX_BUCKETS_IN_FLIGHT = 2
@@ -59,30 +60,34 @@ class ObjectStoreTransport:
         return ObjectStoreSender(plan.buckets(bucket_bytes), self.receivers, verify=self.verify)
 
 
-class ObjectStoreSender:
+class ObjectStoreSender(RefitSender):
     """Packs bucket after bucket into one host buffer; two copies of it at most are in flight."""
 
     def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
         self._buckets = buckets
         self._receivers = receivers
         self._verify = verify
+        self.metrics = {}
         self._buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
         weights = iter(weights)
         checksums: dict[str, int] = {}
-        in_flight: deque[list[Any]] = deque()
+        export_s = verify_s = 0.0
+        loads = Loads(self._receivers, MAX_BUCKETS_IN_FLIGHT)
         for bucket in self._buckets:
+            start = time.perf_counter()
             for (_, slot), (name, tensor) in zip(bucket.views(self._buffer), weights, strict=False):
                 slot.copy_(tensor.detach())  # from whatever device it is on
                 if self._verify:
+                    began = time.perf_counter()
                     checksums[name] = tensor_checksum(tensor)
-            if len(in_flight) == MAX_BUCKETS_IN_FLIGHT:
-                ray.get(in_flight.popleft())
-            packed = ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy()))
-            in_flight.append([receiver.load_weights(packed) for receiver in self._receivers])
+                    verify_s += time.perf_counter() - began
+            export_s += time.perf_counter() - start
+            loads.wait_for_room()
+            loads.start(ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy())))
         deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
-        while in_flight:
-            ray.get(in_flight.popleft())
+        loads.wait()
+        self.metrics = {"export_s": export_s - verify_s, "verify_s": verify_s, "load_s": loads.seconds}
         return checksums

@@ -134,9 +134,9 @@ class MegatronPolicyWorker:
         self._skipped = SkippedSteps(config["max_skipped_steps"])
         self._peaks = GpuPeaks(lambda: self.engine.mapped_bytes)
         self._param_gather = ParamGather(self.state.model)
-        bucket_bytes = int(config["refit_buffer_size_gb"] * GIB)
+        size = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model)
-        self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=bucket_bytes)
+        self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=size, reads=self._hf_weights)
 
     def _catch_up(self) -> None:
         """End what a `train` that failed has left under way between ranks, which are all here now."""
@@ -381,7 +381,8 @@ class MegatronPolicyWorker:
 
     def residency_metrics(self) -> dict[str, float]:
         """Returns the measurements of moves that have ended since the last call; see residency/metrics.py."""
-        return self.engine.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
+        moves = self.engine.meter.take_metrics() | self.activations.metrics() | metrics(self.state.optimizer)
+        return moves | self._weight_export.take_metrics()
 
     def shutdown(self) -> None:
         """Give back all memory and leave the process groups; the worker is of no use afterwards."""

@@ -25,6 +25,7 @@ class Shard:
     def load_weights(self, bucket):
         with bucket.opened() as ((_, table),):
             self.columns = table.chunk(self.num_shards, dim=1)[self.index].clone()
+        return 0.25
 
     def logits(self, rows):
         return self.columns[rows]

@@ -19,6 +19,7 @@ from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
+from nemo_offload_rl.refit.interface import RefitSender
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.storage.checksum import FileSum, file_sum
 from nemo_offload_rl.storage.manifest import Manifest, find_damage
@@ -256,7 +257,7 @@ class ToyGeneration(TableSampler):
         return {"table": tensor_checksum(self.table)}
 
 
-class LocalTransport:
+class LocalTransport(RefitSender):
     """Hands weights to engines in the same process; a sender, too."""
 
     def __init__(self, engines) -> None:

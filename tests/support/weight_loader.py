@@ -28,6 +28,7 @@ class WeightLoader:
                 if name == "deadly":
                     os._exit(1)
                 self.weights[name] = tensor.clone()
+        return self.seconds
 
     def take(self):
         """Weights and `num_loads` since the last call."""

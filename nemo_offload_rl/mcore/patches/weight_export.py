@@ -22,6 +22,7 @@ _stripped: dict[int, tuple[weakref.ref[Any], Any]] = {}
 def make_exports_fast() -> None:
     """Install the replacements in this process, once or again."""
     from megatron.bridge.models.conversion import param_mapping
+    from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 
     replacements: dict[str, Callable[..., Any]] = {
         "remove_non_pickleables": strip_once,
@@ -32,6 +33,24 @@ def make_exports_fast() -> None:
         original = getattr(param_mapping, name)
         if not isinstance(original, functools.partial):
             setattr(param_mapping, name, functools.partial(replacement, original))
+    finalize = vars(HFWeightTuple)["iter_finalized"]
+    if not isinstance(finalize, functools.partialmethod):
+        HFWeightTuple.iter_finalized = functools.partialmethod(finalize_without_copy, finalize)
+
+
+def finalize_without_copy(
+    weight: Any,
+    original: Callable[..., Any],
+    *,
+    cpu: bool,
+    export_hook: Any = None,
+    clone_identity_output: bool = False,
+) -> Any:
+    """Do what `HFWeightTuple.iter_finalized` does, but copy no tied output layer, which is the embedding itself.
+
+    The copy, 0.4 GiB with 151,936 tokens of 1,536 numbers, would be the most that a recorded export keeps memory for.
+    """
+    return original(weight, cpu=cpu, export_hook=export_hook)
 
 
 def strip_once(original: Callable[..., Any], obj: Any, max_depth: int = 3, current_depth: int = 0) -> Any:

@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from megatron.core import parallel_state as mpu
 from megatron.core.utils import unwrap_model
 from torch import Tensor
 
@@ -33,3 +34,17 @@ class HfWeights:
         yield from self._bridge.export_hf_weights(
             self._model, show_progress=False, conversion_tasks=self._tasks, merge_adapter_weights=False
         )
+
+    def tensors(self) -> list[Tensor]:
+        """Return all that an export reads, the same objects each time; known from the first export on."""
+        return [task.param_weight for task in self._tasks or () if task.param_weight is not None]
+
+    def collectives(self) -> str:
+        """Return the kinds of parallelism over which ranks exchange weights in an export; nothing where they do not."""
+        sizes = {
+            "tensor": mpu.get_tensor_model_parallel_world_size(),
+            "pipeline": mpu.get_pipeline_model_parallel_world_size(),
+            "expert": mpu.get_expert_model_parallel_world_size(),
+            "expert tensor": mpu.get_expert_tensor_parallel_world_size(),
+        }
+        return ", ".join(f"{kind} parallelism of {size}" for kind, size in sizes.items() if size > 1)

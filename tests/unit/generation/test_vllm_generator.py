@@ -304,6 +304,15 @@ def test_another_type_is_refused_before_anything_is_sent(generator):
         generator.prepare_refit_info(ExportPlan.of([("weight", WEIGHTS["weight"].bfloat16())]))
 
 
+def test_an_engine_that_changes_loaded_weights_is_refused():
+    engine = StandIn()
+    engine.model.process_weights_after_loading = lambda: None
+    with pytest.raises(
+        ValueError, match=r"1 modules would compute with others than the policy's \( computes other ten"
+    ):
+        VllmGenerator(engine, precision="float32", max_sequence_length=64)
+
+
 def test_it_needs_gpus(ray_cluster):
     if ray_cluster.has_gpus:
         pytest.skip("is for machines without a GPU")

@@ -1,10 +1,12 @@
 """Weights of a checkpoint in parameters as vLLM's models keep them."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back
+from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
 from nemo_offload_rl.refit.plan import TensorSpec
 
 LAYER = "model.layers.0"
@@ -89,3 +91,46 @@ def test_a_tensor_among_discarded_weights_that_nothing_restores_is_found():
         fake = torch.zeros(1)
     lost = outside_of_parameters([weight, weight[3:5], scale, elsewhere, fake], [weight], blocks)
     assert [id(tensor) for tensor in lost] == [id(scale)]
+
+
+def module(kind, **attributes):
+    """A module of a class with a name of vLLM's."""
+    made = type(kind, (torch.nn.Module,), {})()
+    for name, value in attributes.items():
+        setattr(made, name, value)
+    return made
+
+
+def method(kind, **attributes):
+    """What vLLM gives a module as its `quant_method`."""
+    return type(kind, (), {"process_weights_after_loading": lambda layer: None, **attributes})()
+
+
+def experts(kernel):
+    return method("UnquantizedFusedMoEMethod", unquantized_backend=SimpleNamespace(name=kernel))
+
+
+def test_weights_that_vllm_leaves_as_they_are_may_be_refitted():
+    assert not transformed_after_loading(torch.nn.Sequential(torch.nn.Linear(2, 2)).named_modules())
+    attention = type("CrossAttention", (type(module("Attention")),), {"process_weights_after_loading": print})()
+    plain = {
+        "qkv_proj": module("QKVParallelLinear", quant_method=method("UnquantizedLinearMethod")),
+        "embed": module("VocabParallelEmbedding", quant_method=method("UnquantizedEmbeddingMethod")),
+        "experts": module("RoutedExperts", quant_method=experts("TRITON")),
+        "wrapped": module("RoutedExperts", quant_method=method("Modular", old_quant_method=experts("TRITON"))),
+        "attn": attention,
+    }
+    assert transformed_after_loading(plain.items()) == []
+
+
+def test_weights_that_vllm_changes_after_loading_are_named():
+    changed = {
+        "qkv_proj": module("QKVParallelLinear", quant_method=method("Fp8LinearMethod")),
+        "experts": module("RoutedExperts", quant_method=experts("FLASHINFER_CUTLASS")),
+        "attn": module("MLAAttention", process_weights_after_loading=print),
+    }
+    assert transformed_after_loading(changed.items()) == [
+        "qkv_proj changes its weights (Fp8LinearMethod)",
+        "experts arranges its experts for FLASHINFER_CUTLASS",
+        "attn computes other tensors from its weights (MLAAttention)",
+    ]

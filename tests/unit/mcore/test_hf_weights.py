@@ -66,3 +66,21 @@ def test_a_config_is_stripped_once_and_forgotten_with_its_model(originals):
     assert strip(copy.copy(config)) is not stripped
     del config
     assert len(weight_export._stripped) == before
+
+
+def test_a_tied_output_layer_is_the_embedding_and_takes_no_memory(make_worker):
+    worker = make_worker(tiny_policy(QWEN2 | {"tie_word_embeddings": True}))
+    found = dict(worker.hf_weights())
+    assert found["lm_head.weight"].data_ptr() == found["model.embed_tokens.weight"].data_ptr()
+
+
+def test_all_that_an_export_reads_is_known(make_worker):
+    weights = make_worker().hf_weights
+    reader = weights.__self__._hf_weights
+    names = [name for name, _ in weights()]
+    before = reader.tensors()
+    storages = {tensor.untyped_storage().data_ptr() for tensor in before}
+    copied = {name for name, tensor in weights() if tensor.untyped_storage().data_ptr() not in storages}
+    assert copied == {name for name in names if any(f".{part}_proj." in name for part in "qkv")}
+    assert all(one is other for one, other in zip(before, reader.tensors(), strict=True))
+    assert reader.collectives() == ""

@@ -10,8 +10,8 @@ from support.mixed_weights import MIXED
 from support.shared_memory import num_open_buffers
 from support.weight_loader import WeightLoader, take
 
-from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
@@ -29,7 +29,7 @@ def receivers(ray_cluster):
 
 
 def connect(receivers, weights, *, rank=0, bucket_bytes=1000, verify=False):
-    transport = make_transport("cuda_ipc", receivers, verify=verify)
+    transport = CudaIpcTransport(receivers, verify)
     return transport.connect(ExportPlan.of(weights), rank=rank, bucket_bytes=bucket_bytes)
 
 

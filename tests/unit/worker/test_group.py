@@ -12,7 +12,7 @@ from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import WeightExport
-from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import TensorSpec
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import DiskFullError
@@ -160,6 +160,7 @@ class Engine:
         with bucket.opened() as named_tensors:
             self.weights += ((name, tensor.clone()) for name, tensor in named_tensors)
         self.origins.append(getattr(bucket, "origin", None))
+        return 0.25
 
     def take(self):
         taken = self.weights, self.origins
@@ -210,7 +211,7 @@ class NeighbourTransport:
         return NeighbourSender(plan, rank, receiver)
 
 
-class NeighbourSender:
+class NeighbourSender(RefitSender):
     def __init__(self, plan, rank, receiver):
         (self.layout,) = plan.buckets(plan.num_bytes)
         self.buffer = torch.empty(self.layout.num_bytes, dtype=torch.uint8)  # for all refits

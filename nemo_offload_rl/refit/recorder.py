@@ -1,0 +1,157 @@
+"""Records what a function has a GPU do, as a CUDA graph, so that it can be done again without Python."""
+
+import contextlib
+import gc
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+Replay = Callable[[], object]
+"""Does what was recorded again, on the current stream."""
+
+
+class CaptureError(RuntimeError):
+    """What was to be recorded does something that a graph cannot repeat."""
+
+
+class Recorder(Protocol):
+    """Records work on one device. All that one recorder has recorded is replayed in turn, never at once."""
+
+    pool_bytes: int
+    """Memory of temporaries, which is kept from the first recording on."""
+
+    def record(self, work: Callable[[], object]) -> Replay:
+        """Record some work, which has run before; whether it is done now, too, is open.
+
+        Args:
+            work: Reads and writes tensors that stay where they are, or that other recorded work has made.
+
+        Raises:
+            CaptureError: It cannot be recorded; nothing is left of it.
+        """
+        ...
+
+    def forget(self) -> None:
+        """Give the temporaries' memory back, once every replay is gone; the next recording begins anew."""
+        ...
+
+
+class CudaRecorder:
+    """Records on the current GPU; recording does not do the work."""
+
+    def __init__(self) -> None:
+        self._stream = torch.cuda.Stream()
+        self._pool: Any = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+
+    def record(self, work: Callable[[], object]) -> Replay:
+        """Capture a graph (see `Recorder`)."""
+        graph = torch.cuda.CUDAGraph()
+        before = torch.cuda.memory_reserved()
+        torch.cuda.current_stream().synchronize()
+        try:
+            with _no_collection(), _current_stream(self._stream):
+                self._capture(graph, work)
+        except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
+            raise CaptureError(str(error).partition("\n")[0]) from error
+        finally:
+            self.pool_bytes += max(0, torch.cuda.memory_reserved() - before)
+        return graph.replay
+
+    def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
+        # Other threads of the process map memory and copy meanwhile, which another mode would forbid them.
+        graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
+        try:
+            with RepeatableOnly():
+                work()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):
+                graph.capture_end()
+            self._abandon_pool()
+            raise
+        try:
+            graph.capture_end()
+        except RuntimeError:
+            self._abandon_pool()
+            raise
+
+    def _abandon_pool(self) -> None:
+        """Have the allocator end what a capture that failed has begun, which `capture_end` then leaves as it is."""
+        with contextlib.suppress(RuntimeError):  # it had been ended
+            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+
+    def forget(self) -> None:
+        """Give the pool back to the driver."""
+        self._pool = torch.cuda.graph_pool_handle()
+        self.pool_bytes = 0
+        torch.cuda.empty_cache()
+
+
+class RepeatableOnly(TorchDispatchMode):
+    """Lets no operation pass that reads host memory, or that waits for an answer of the GPU.
+
+    The driver refuses most of them in a capture. It would take a number from a CPU tensor of one element, though, and
+    replay it for ever.
+    """
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Run an operation.
+
+        Raises:
+            CaptureError: It cannot be repeated from a graph.
+        """
+        kwargs = kwargs or {}
+        if torch.Tag.data_dependent_output in func.tags:
+            raise CaptureError(f"{func} waits for an answer of the GPU")
+        devices = {leaf.device.type for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)}
+        if kwargs.get("device") is not None:
+            devices.add(torch.device(kwargs["device"]).type)
+        if {"cpu", "cuda"} <= devices:
+            raise CaptureError(f"{func} goes between host memory and the GPU")
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """Keep the garbage collector away, which might end graphs and events of others in the middle of a capture."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@contextlib.contextmanager
+def _current_stream(stream: torch.cuda.Stream) -> Iterator[None]:
+    """Make a stream current, and the one before again, also where a capture has failed."""
+    before = torch.cuda.current_stream()
+    torch.cuda.set_stream(stream)
+    try:
+        yield
+    finally:
+        torch.cuda.set_stream(before)
+
+
+def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
+    """Returns where tensors are: what recorded work depends on."""
+    return tuple(tensor.data_ptr() for tensor in tensors)
+
+
+def why_not_recorded(tensors: Sequence[torch.Tensor]) -> str:
+    """Returns why work that reads some tensors cannot be recorded; nothing where it can."""
+    if not tensors or any(tensor.device.type != "cuda" for tensor in tensors):
+        return "the weights are not on a GPU"
+    wrapped = next((tensor for tensor in tensors if type(tensor).__torch_dispatch__ is not _PLAIN), None)
+    if wrapped is not None:  # its address is not that of its data
+        return f"a weight is a {type(wrapped).__name__}, whose address is not known"
+    return ""
+
+
+_PLAIN = torch.Tensor.__torch_dispatch__

@@ -1,0 +1,66 @@
+"""A policy's export replayed from CUDA graphs, through GPU memory that another process maps, is a fresh one."""
+
+import itertools
+
+import pytest
+import ray
+from support.refit_sides import look, start_engine
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
+from nemo_offload_rl.refit.interface import Receiver
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)"),
+]
+
+
+@pytest.fixture(scope="module")
+def engine(ray_cluster):
+    actor = start_engine(ray_cluster)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.mark.parametrize("bucket_gib", [1.0, 0.0005])
+@pytest.mark.parametrize("hf_config", [TINY_QWEN3, TINY_QWEN3_MOE, TINY_QWEN3 | {"model_type": "qwen2"}])
+def test_replays_bring_what_a_fresh_export_has_after_every_phase(make_worker, engine, hf_config, bucket_gib):
+    ray.get(engine.start.remote("cuda"))
+    policy = tiny_policy(hf_config, "bfloat16")
+    policy["use_pinned_optimizer_offload"] = True
+    policy["refit_buffer_size_gb"] = bucket_gib
+    worker = make_worker(policy)
+    transport = CudaIpcTransport([Receiver(engine, (0,))], verify=False, graphs=True, min_gain_s=-100.0)
+    worker.prepare_refit_info(transport)
+    seen = []
+    for step in range(5):
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        if step == 3:  # an address that changes
+            parameter = next(iter(worker.state.model[0].parameters()))
+            parameter.data = parameter.data.clone()
+        worker.send_weights()
+        metrics = worker.residency_metrics()
+        assert metrics["refit/graphs"] == 1
+        expected = {name: tensor_checksum(tensor) for name, tensor in worker.hf_weights()}
+        found = look(engine)
+        assert found["sums"] == expected
+        assert step == 0 or found["num_copied"] == 0
+        seen.append(expected)
+        worker.offload_after_refit()
+    assert all(one != other for one, other in itertools.pairwise(seen))
+    worker.prepare_refit_info(transport)  # gives the graphs back
+    assert look(engine)["num_senders"] == 0
+
+
+def test_the_checksums_of_a_verified_refit_are_those_of_an_export_driven_from_python(make_worker, engine):
+    ray.get(engine.start.remote("cuda"))
+    worker = make_worker(tiny_policy(TINY_QWEN3, "bfloat16"))
+    worker.prepare_refit_info(CudaIpcTransport([Receiver(engine, (0,))], verify=True, graphs=True, min_gain_s=-100.0))
+    for _ in range(3):
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        assert worker.send_weights() == look(engine)["sums"]
+        assert worker.residency_metrics()["refit/graphs"] == 1

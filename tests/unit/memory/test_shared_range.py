@@ -1,0 +1,120 @@
+"""Ranges that a second process maps, at one address for as long as they live."""
+
+import multiprocessing
+import os
+
+import pytest
+import torch
+from support.shared_memory import num_open_buffers
+
+from nemo_offload_rl.memory.descriptors import DescriptorError, DescriptorOffer
+from nemo_offload_rl.memory.shared_range import make_shared_range
+
+NBYTES = 5_000_000
+on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+
+
+def add_one(pipe):
+    """The second process: adds 1 to every byte of the range whose handle it gets, and tells where it has mapped it."""
+    peer = None
+    while (handle := pipe.recv()) is not None:
+        if isinstance(handle, str):
+            peer.close()
+            peer = None
+            pipe.send(None)
+            continue
+        if peer is None:
+            peer = handle.make_peer()
+        peer.map(handle)
+        peer.tensor.add_(1)
+        pipe.send((peer.tensor.data_ptr(), peer.tensor.numel()))
+        peer.unmap()
+
+
+@pytest.fixture(scope="module")
+def other_process():
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=add_one, args=(theirs,))
+    process.start()
+
+    def ask(handle):
+        ours.send(handle)
+        return ours.recv()
+
+    yield ask
+    ours.send(None)
+    process.join()
+
+
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+@on_each_device
+def test_both_processes_see_one_memory_at_addresses_that_stay(other_process, device):
+    shared = make_shared_range(NBYTES, torch.device(device))
+    addresses = set()
+    for value in (3, 40, 7):
+        handle = shared.map()
+        shared.tensor.fill_(value)
+        wait(device)
+        peer_address, size = other_process(handle)
+        assert size == NBYTES
+        assert shared.tensor.eq(value + 1).all()
+        addresses.add((shared.tensor.data_ptr(), peer_address))
+        shared.unmap()
+    assert len(addresses) == 1
+    other_process("close")
+    shared.close()
+
+
+@pytest.mark.gpu
+def test_gpu_memory_is_given_back_once_neither_process_maps_it(other_process):
+    shared = make_shared_range(2**30, torch.device("cuda"))
+    wait("cuda")
+    before = torch.cuda.mem_get_info()[0]
+    for _ in range(3):
+        other_process(shared.map())
+        assert before - torch.cuda.mem_get_info()[0] >= 2**30
+        shared.unmap()
+        assert before - torch.cuda.mem_get_info()[0] < 2**28
+    other_process("close")
+    shared.close()
+
+
+def test_host_memory_is_given_back_and_leaves_no_name():
+    before = num_open_buffers()
+    shared = make_shared_range(NBYTES, torch.device("cpu"))
+    shared.map()
+    shared.tensor.fill_(1)
+    descriptor = shared._buffer.handle.descriptor
+    assert os.fstat(descriptor).st_blocks * 512 >= NBYTES
+    shared.unmap()
+    assert os.fstat(descriptor).st_blocks == 0
+    assert shared.tensor.eq(0).all()
+    shared.close()
+    assert num_open_buffers() == before
+
+
+def test_a_descriptor_is_handed_over_until_its_offer_is_closed(tmp_path):
+    (tmp_path / "file").write_text("content")
+    offer = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY))
+    for _ in range(2):
+        with open(offer.address.receive()) as received:
+            received.seek(0)
+            assert received.read() == "content"
+    offer.close()
+    with pytest.raises(DescriptorError, match=rf"Process {os.getpid()} does not hand over its descriptor"):
+        offer.address.receive()
+
+
+def test_another_users_process_gets_no_descriptor(tmp_path, monkeypatch):
+    (tmp_path / "file").touch()
+    offer = DescriptorOffer(os.open(tmp_path / "file", os.O_RDONLY))
+    own = os.getuid()
+    monkeypatch.setattr(os, "getuid", lambda: own + 1)
+    with pytest.raises(DescriptorError, match="both processes must be of one user"):
+        offer.address.receive()
+    offer.close()

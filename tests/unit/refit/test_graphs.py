@@ -1,0 +1,283 @@
+"""Refits that are recorded and replayed: CUDA graphs on a GPU; on a CPU, recorded operations stand for them."""
+
+import itertools
+import logging
+
+import pytest
+import ray
+import torch
+from support import recorded_ops
+from support.recorded_ops import OpsRecorder
+from support.refit_sides import Counting, Weights, look, start_engine
+from support.shared_memory import num_open_buffers
+
+from nemo_offload_rl.generation import recorded_loads
+from nemo_offload_rl.generation.recorded_loads import RecordedLoads
+from nemo_offload_rl.memory.shared_buffer import SharedBufferError
+from nemo_offload_rl.memory.shared_range import HostRangeHandle
+from nemo_offload_rl.refit import fixed_buckets
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
+from nemo_offload_rl.refit.fixed_buckets import FixedTensors
+from nemo_offload_rl.refit.graphs import GraphSender
+from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.plan import ExportPlan
+from nemo_offload_rl.refit.recorder import CaptureError
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+on_each_device = pytest.mark.parametrize(
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=pytest.mark.gpu)]
+)
+
+
+@pytest.fixture(scope="module")
+def engine_process(ray_cluster):
+    actor = start_engine(ray_cluster)
+    yield actor
+    ray.kill(actor)
+
+
+@pytest.fixture
+def device():
+    return "cpu"
+
+
+@pytest.fixture
+def engine(engine_process, device):
+    ray.get(engine_process.start.remote(device))
+    return engine_process
+
+
+@pytest.fixture
+def make_sender(engine, device):
+    made = []
+
+    def make(weights, *, bucket_bytes=1000, verify=False, recorder=None, min_gain_s=-100.0, **arguments):
+        receivers, recorder = [Receiver(engine, (0,))], recorder or Counting(device)
+        layouts = ExportPlan.of(weights).buckets(bucket_bytes)
+        made.append(
+            GraphSender(
+                layouts,
+                min(2, len(layouts)),
+                receivers,
+                CudaIpcSender(layouts, receivers, verify=verify),
+                verify=verify,
+                make_recorder=lambda: recorder,
+                device=torch.device(device),
+                min_gain_s=min_gain_s,
+                **arguments,
+            )
+        )
+        return made[-1]
+
+    yield make
+    for sender in made:
+        sender.close()
+    assert (look(engine)["num_senders"], num_open_buffers()) == (0, 0)
+
+
+@on_each_device
+@pytest.mark.parametrize(("bucket_bytes", "num_buckets"), [(1000, 1), (300, 3)])
+def test_later_refits_run_no_python_and_bring_the_weights_of_then(
+    engine, make_sender, device, bucket_bytes, num_buckets
+):
+    weights, recorder = Weights(device), Counting(device)
+    sender = make_sender(weights, bucket_bytes=bucket_bytes, recorder=recorder)
+    assert sender.send(weights) == {}
+    first = look(engine)
+    assert first["sums"] == weights.sums()
+    assert (recorder.num_recordings, first["num_recordings"]) == (num_buckets, num_buckets)
+    for _ in range(3):
+        weights.step()
+        weights.num_exports = 0
+        sender.send(weights)
+        assert weights.num_exports == 0
+        found = look(engine)
+        assert found["sums"] == weights.sums()
+        assert found["num_copied"] == 0
+        assert found["num_recordings"] == num_buckets
+    assert sender.metrics["graphs"] == 1
+    assert sender.metrics["load_s"] == 0.25 * num_buckets
+    assert sender.metrics["graph_pool_gib"] > 0
+
+
+@on_cpu
+def test_memory_is_there_in_a_refit_alone(engine, make_sender, device):
+    weights = Weights(device)
+    sender = make_sender(weights, bucket_bytes=300)
+    sender.send(weights)
+    slots = [slot for of_bucket in sender._recorded._buckets.slots for slot in of_bucket]
+    assert [slot.float().abs().sum().item() for slot in slots] == [0] * 5  # the kernel has given new pages
+    sender.send(weights)
+    assert look(engine)["sums"] == weights.sums()
+
+
+@on_each_device
+def test_a_changed_address_has_the_export_recorded_anew(engine, make_sender, device):
+    weights, recorder = Weights(device), Counting(device)
+    sender = make_sender(weights, recorder=recorder)
+    for number in range(4):
+        if number in (1, 3):
+            weights.tensors[0] = weights.tensors[0].clone()
+        weights.step()
+        sender.send(weights)
+        assert look(engine)["sums"] == weights.sums()
+        assert recorder.num_recordings == (1, 2, 2, 3)[number]
+
+
+@on_each_device
+def test_addresses_that_never_stay_have_refits_streamed(engine, make_sender, device, caplog):
+    weights, recorder = Weights(device), Counting(device)
+    sender = make_sender(weights, recorder=recorder)
+    with caplog.at_level(logging.INFO):
+        for _ in range(4):
+            weights.tensors[1] = weights.tensors[1] + 1
+            sender.send(weights)
+            assert look(engine)["sums"] == weights.sums()
+    assert recorder.num_recordings == 2
+    assert "streamed, not replayed from CUDA graphs: the weights have other addresses in each refit" in caplog.text
+    assert sender.metrics["graphs"] == 0
+    assert look(engine)["num_senders"] == 0
+
+
+@on_each_device
+def test_an_engine_whose_parameters_move_records_its_loads_anew(engine, make_sender, device):
+    weights = Weights(device)
+    sender = make_sender(weights)
+    sender.send(weights)
+    look(engine, "first")
+    weights.step()
+    sender.send(weights)
+    found = look(engine)
+    assert found["sums"] == weights.sums()
+    assert (found["num_recordings"], found["num_copied"]) == (2, 5 * 2)  # the second time to record
+
+
+@on_each_device
+@pytest.mark.parametrize("first", [True, False])
+def test_an_export_that_cannot_be_recorded_is_streamed_and_said_once(engine, make_sender, device, caplog, first):
+    weights = Weights(device)
+    sender = make_sender(weights)
+    with caplog.at_level(logging.INFO):
+        for number in range(4):
+            weights.reads_a_number = first or number
+            weights.tensors[0] = weights.tensors[0].clone() if number == 1 else weights.tensors[0]
+            weights.step()
+            sender.send(weights)
+            assert look(engine)["sums"] == weights.sums()
+            assert sender.metrics["graphs"] == float(number == 0 and not first)
+    assert caplog.text.count("streamed, not replayed from CUDA graphs: aten._local_scalar_dense") == 1
+    assert num_open_buffers() == 0
+
+
+@on_each_device
+def test_what_ranks_exchange_is_streamed_from_the_start(engine, make_sender, device, caplog):
+    weights, recorder = Weights(device, "ranks exchange weights"), Counting(device)
+    sender = make_sender(weights, recorder=recorder)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            sender.send(weights)
+    assert caplog.text.count("streamed, not replayed from CUDA graphs: ranks exchange weights.") == 1
+    assert (weights.num_exports, recorder.num_recordings) == (1 + 2, 0)  # one for the plan
+    assert look(engine)["sums"] == weights.sums()
+
+
+@on_each_device
+def test_graphs_that_gain_too_little_are_given_back_on_both_sides(engine, make_sender, device, caplog):
+    weights = Weights(device)
+    # Two readings around each streamed send, others while graphs are tried: all of 1 ms.
+    sender = make_sender(weights, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
+    with caplog.at_level(logging.INFO):
+        sender.send(weights)
+    assert "takes 3.0 ms instead of 1.0 ms, and would have to save 5 ms" in caplog.text
+    found = look(engine)
+    assert found["sums"] == weights.sums()
+    assert (found["num_senders"], found["num_open"], num_open_buffers()) == (0, 0, 0)
+    weights.step()
+    sender.send(weights)
+    assert look(engine)["sums"] == weights.sums()
+
+
+class ForgetfulRecorder(OpsRecorder):
+    """Leaves out the last operation."""
+
+    def record(self, work):
+        replay = super().record(work)
+        replay.__self__.steps.pop()
+        return replay
+
+
+@on_each_device
+def test_checksums_are_those_of_an_export_and_not_of_what_a_graph_has_made(engine, make_sender, device):
+    weights = Weights(device)
+    sender = make_sender(weights, verify=True)
+    for _ in range(3):
+        weights.step()
+        assert sender.send(weights) == weights.sums() == look(engine)["sums"]
+
+
+@on_cpu
+def test_a_graph_that_exports_anything_else_is_found(engine, make_sender, device):
+    weights = Weights(device)
+    sender = make_sender(weights, verify=True, recorder=ForgetfulRecorder())
+    sender.send(weights)
+    weights.step()
+    sent, received = sender.send(weights), look(engine)["sums"]
+    assert [name for name in sent if sent[name] != received[name]] == ["scalar"]
+
+
+def test_a_bucket_that_an_engine_has_never_had_is_refused(engine):
+    bucket = fixed_buckets.FixedBucket("a sender", 3, 0, HostRangeHandle(None), True)
+    with pytest.raises(
+        SharedBufferError, match="Bucket 3 of a refit comes by its number alone, but this engine has ne"
+    ):
+        ray.get(engine.load_weights.remote(bucket))
+
+
+def fixed(*tensors):
+    return FixedTensors(tuple((str(number), tensor) for number, tensor in enumerate(tensors)))
+
+
+def test_a_load_that_cannot_be_recorded_is_driven_from_python(monkeypatch, caplog):
+    monkeypatch.setattr(recorded_loads, "why_not_recorded", lambda tensors: "")
+    parameter, tensors = torch.zeros(3), fixed(torch.ones(3))
+    loads = RecordedLoads([parameter], OpsRecorder)
+
+    def load():
+        parameter.fill_(tensors[0][1][0].item())
+        return frozenset({"0"})
+
+    for value in (1.0, 2.0):
+        tensors[0][1].fill_(value)
+        assert loads.load(tensors, load) == {"0"}
+        assert parameter.tolist() == [value] * 3
+    assert caplog.text.count("driven from Python, without CUDA graphs: aten._local_scalar_dense waits") == 1
+
+
+def test_replayed_loads_fill_the_parameters_that_the_recorded_one_did(monkeypatch):
+    monkeypatch.setattr(recorded_loads, "why_not_recorded", lambda tensors: "")
+    parameters, tensors = [torch.zeros(3)], fixed(torch.ones(3))
+    loads = RecordedLoads(parameters, OpsRecorder)
+    calls = []
+
+    def load():
+        calls.append(1)
+        parameters[0].copy_(tensors[0][1])
+        return frozenset({"a", "b"})
+
+    for value in (1.0, 2.0):
+        tensors[0][1].fill_(value)
+        assert loads.load(tensors, load) == {"a", "b"}
+        assert parameters[0].tolist() == [value] * 3
+    assert len(calls) == 2  # one of them was recorded
+
+
+def test_nothing_is_recorded_without_a_gpu():
+    with pytest.raises(CaptureError, match="never"):
+        recorded_ops.OpsRecorder().record(raise_capture_error)
+    loads = RecordedLoads([torch.zeros(3)], lambda: pytest.fail("there is nothing to record with"))
+    assert loads.load(fixed(torch.ones(3)), lambda: None) is None
+    assert loads.memory_stats == {}
+
+
+def raise_capture_error():
+    raise CaptureError("never")
