@@ -1,21 +1,31 @@
-"""How long does a refit take, by each transport: from the driver's call until the engine has loaded every weight?
+"""How long does a refit take, in each way: from the driver's call until the engine has loaded every weight?
 
 Policy and engine share the GPU, as in a run; the policy has no optimizer. Each refit is repeated, and the first, in
-which the export finds out what to convert, is not counted. `equal` says that checksums of what was sent and of what the
-engine has were compared after the last one, by that transport.
+which the export finds out what to convert and graphs are recorded, is not counted. `export_ms` and `load_ms` are parts
+of `send_ms`, of the rank alone, and overlap. `equal` says that checksums of what was sent and of what the engine has
+were compared after the last one, in that way.
 
-    python benchmarks/refit.py --backend vllm --out docs/results/refit.json
+    python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json
     python benchmarks/refit.py --scale tiny
+
+| way | what it is |
+|---|---|
+| `object_store` | through host memory |
+| `streamed` | through GPU memory, driven from Python |
+| `graphs` | the same, replayed from CUDA graphs; where `replayed` is false, the log says why they could not be |
 
 At `--scale tiny` tiny models are sent, also without a GPU.
 """
 
 import argparse
 import contextlib
+import itertools
+import math
 import os
 import statistics
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,15 +39,35 @@ from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.interface import GenerationInterface
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.cluster import Cluster
-from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import require_equal_checksums
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
+from nemo_offload_rl.refit.interface import Receiver, RefitSender, RefitTransport
+from nemo_offload_rl.refit.object_store import ObjectStoreTransport
+from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
 CASES: Mapping[str, Mapping[str, Any]] = {"1.5B": QWEN2_1_5B, "experts": QWEN3_EXPERTS}
-SHARED_GPU = ["object_store", "cuda_ipc"]
-"""The transports to an engine on the policy's GPU."""
+Receivers = Sequence[Receiver]
+WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
+    "object_store": lambda receivers, verify: ObjectStoreTransport(receivers, verify),
+    "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify),
+    "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
+}
+"""How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+
+
+@dataclass(frozen=True)
+class Sized:
+    """A transport with buckets of another size than the recipe's (see `RefitTransport`)."""
+
+    transport: RefitTransport
+    buffers_gib: float
+
+    def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
+        """Make a rank's sender."""
+        return self.transport.connect(plan, rank=rank, bucket_bytes=int(self.buffers_gib * GIB))
 
 
 def main() -> None:
@@ -45,25 +75,25 @@ def main() -> None:
     arguments = parse_arguments()
     rows: list[dict[str, TableValue]] = []
     for case in arguments.cases:
-        for row in measure(case, arguments.backend, arguments.scale, arguments.transports, arguments.repeats):
+        for row in measure(case, arguments):
             rows.append(row)
             write_result(arguments.out, rows)
     print_rows(rows)
 
 
-def measure(
-    case: str, backend: str, scale: str, transports: list[str], repeats: int
-) -> Iterator[dict[str, TableValue]]:
-    """Yields a row a transport."""
+def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, TableValue]]:
+    """Yields a row a way and size of buffers."""
     import torch
 
+    largest = max(arguments.buffers_gib)
     overrides = [
-        f"policy.generation.backend={backend}",
+        f"policy.generation.backend={arguments.backend}",
+        f"policy.refit_buffer_size_gb={largest}",
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
     ]
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
-    policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, scale)}
+    policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
     with (
         Cluster(num_nodes=1, gpus_per_node=1) as cluster,
@@ -78,23 +108,29 @@ def measure(
         ) as group,
     ):
         generation.prepare_for_generation(["weights"])
-        for name in transports:
-            plan = group.prepare_refit_info(make_transport(name, generation.receivers, verify=False))
+        for way, buffers_gib in itertools.product(arguments.ways, arguments.buffers_gib):
+            make, receivers = WAYS[way], generation.receivers
+            plan = group.prepare_refit_info(Sized(make(receivers, False), buffers_gib))
             generation.prepare_refit_info(plan)
-            seconds = [_seconds(group) for _ in range(1 + repeats)][1:]
-            group.prepare_refit_info(make_transport(name, generation.receivers, verify=True))
+            refits = [_refit(group) for _ in range(1 + arguments.repeats)][1:]
+            kept = generation.memory_stats().get("refit_graph_pool_gib", 0.0)
+            group.prepare_refit_info(Sized(make(receivers, True), buffers_gib))
             require_equal_checksums(group.send_weights(), generation.weights_checksum())
-            median = statistics.median(seconds)
+            seconds = statistics.median(refit["seconds"] for refit in refits)
             yield {
                 "case": case,
                 "backend": backend,
-                "transport": name,
-                "buffers_gib": policy["refit_buffer_size_gb"],
+                "way": way,
+                "buffers_gib": buffers_gib,
                 "tensors": len(plan.tensors),
                 "gib": round(plan.num_bytes / GIB, 3),
-                "refit_ms": round(median * 1e3, 1),
-                "fastest_ms": round(min(seconds) * 1e3, 1),
-                "gb_per_s": round(plan.num_bytes / median / 1e9, 2),
+                "refit_ms": round(seconds * 1e3, 1),
+                "fastest_ms": round(min(refit["seconds"] for refit in refits) * 1e3, 1),
+                **{f"{name}_ms": _median_ms(refits, f"refit/{name}_s") for name in ("send", "export", "load")},
+                "gb_per_s": round(plan.num_bytes / seconds / 1e9, 2),
+                "replayed": all(refit.get("refit/graphs") == 1 for refit in refits),
+                "policy_pool_gib": round(refits[-1].get("refit/graph_pool_gib", 0.0), 3),
+                "engine_pool_gib": round(kept, 3),
                 "equal": True,
             }
 
@@ -116,10 +152,16 @@ def stopped_at_the_end(generation: GenerationInterface) -> Iterator[Any]:
         generation.shutdown()
 
 
-def _seconds(group: PolicyWorkerGroup) -> float:
+def _refit(group: PolicyWorkerGroup) -> dict[str, float]:
+    """Refits once: `seconds` as the driver sees it, and the metrics of the rank."""
     start = time.perf_counter()
     group.send_weights()
-    return time.perf_counter() - start
+    seconds = time.perf_counter() - start
+    return {"seconds": seconds, **group.residency_metrics()}
+
+
+def _median_ms(refits: list[dict[str, float]], name: str) -> float:
+    return round(statistics.median(refit[name] for refit in refits) * 1e3, 2)
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -127,7 +169,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
-    parser.add_argument("--transports", nargs="+", default=SHARED_GPU, choices=SHARED_GPU)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--buffers-gib", nargs="+", type=float, default=[1.0], help="GiB of buckets under way")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("build/refit.json"), help="the result file")

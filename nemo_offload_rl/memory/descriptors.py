@@ -56,6 +56,9 @@ class DescriptorOffer:
 
     Args:
         descriptor: Is closed with the offer.
+
+    Raises:
+        OSError: This machine has no such sockets.
     """
 
     def __init__(self, descriptor: int) -> None:

@@ -13,22 +13,21 @@ from collections.abc import Callable, Iterator, Sequence
 
 import torch
 
-from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError, VirtualMemoryUnsupportedError
-from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.fixed_buckets import FixedBuckets, LastBucket
 from nemo_offload_rl.refit.interface import Export, Receiver, RefitSender
 from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
-from nemo_offload_rl.refit.recorder import CaptureError, Recorder, Replay
+from nemo_offload_rl.refit.recorder import Recorder, Replay
 
 logger = logging.getLogger(__name__)
 
 MIN_GAIN_S = 0.005
 """What graphs must save in a refit to be used."""
 
-_NOT_WITH_GRAPHS = (CaptureError, VirtualMemoryUnsupportedError, SharedBufferError, OutOfGpuMemoryError)
+_FAILURES = (RuntimeError, OSError)
+"""Of what is done for graphs alone, here and in an engine: streaming goes on without, or shows the same error."""
 
 
 class GraphSender(RefitSender):
@@ -94,8 +93,8 @@ class GraphSender(RefitSender):
             logger.info("Weights have other addresses than when their export was recorded; it is recorded again.")
             try:
                 self._recorded.record(weights)
-            except _NOT_WITH_GRAPHS as error:
-                self._give_up(str(error))
+            except _FAILURES as error:
+                self._give_up(_reason(error))
                 return self._send_streamed(weights)
         return self._send_recorded(self._recorded, weights)
 
@@ -112,8 +111,8 @@ class GraphSender(RefitSender):
             self._send_recorded(self._recorded, weights)
             checksums = self._send_recorded(self._recorded, weights)
             graphs_s = self.metrics["send_s"] - self.metrics.get("verify_s", 0.0)
-        except _NOT_WITH_GRAPHS as error:
-            self._give_up(str(error))
+        except _FAILURES as error:
+            self._give_up(_reason(error))
             return self._send_streamed(weights)
         times = f"{1e3 * graphs_s:.1f} ms instead of {1e3 * streamed_s:.1f} ms"
         if streamed_s - graphs_s < self._min_gain_s:
@@ -157,6 +156,12 @@ class GraphSender(RefitSender):
             "graph_pool_gib": recorded.pool_bytes / GIB,
         }
         return checksums
+
+
+def _reason(error: Exception) -> str:
+    """The first line of an error; of one in an engine, that of its own."""
+    cause = getattr(error, "cause", error)
+    return f"{cause}".partition("\n")[0].rstrip(".") or type(cause).__name__
 
 
 class _RecordedExport:

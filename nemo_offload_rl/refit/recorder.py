@@ -39,6 +39,10 @@ class Recorder(Protocol):
         ...
 
 
+_ABANDONED: list[torch.cuda.CUDAGraph] = []
+"""Graphs whose capture the driver has ended with an error; torch's allocator of host memory still points to them."""
+
+
 class CudaRecorder:
     """Records on the current GPU; recording does not do the work."""
 
@@ -69,19 +73,23 @@ class CudaRecorder:
                 work()
         except BaseException:
             with contextlib.suppress(RuntimeError):
-                graph.capture_end()
-            self._abandon_pool()
+                self._end(graph)
             raise
+        self._end(graph)
+
+    def _end(self, graph: torch.cuda.CUDAGraph) -> None:
         try:
             graph.capture_end()
         except RuntimeError:
-            self._abandon_pool()
+            # The driver has ended the capture, but torch goes no further: without this, its allocators would ask the
+            # graph about every stream, and its generator of random numbers would wait for the capture's end.
+            device = torch.cuda.current_device()
+            _ABANDONED.append(graph)
+            with contextlib.suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(device, self._pool)
+            generator = torch.cuda.default_generators[device]
+            generator.graphsafe_set_state(generator.clone_state())
             raise
-
-    def _abandon_pool(self) -> None:
-        """Have the allocator end what a capture that failed has begun, which `capture_end` then leaves as it is."""
-        with contextlib.suppress(RuntimeError):  # it had been ended
-            torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
 
     def forget(self) -> None:
         """Give the pool back to the driver."""

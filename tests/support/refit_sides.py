@@ -10,6 +10,7 @@ from support.shared_memory import num_open_buffers
 
 from nemo_offload_rl.generation import recorded_loads
 from nemo_offload_rl.generation.recorded_loads import RecordedLoads
+from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.placement.cluster import ENGINE_SHARE
 from nemo_offload_rl.refit import fixed_buckets
 from nemo_offload_rl.refit.checksum import tensor_checksum
@@ -43,16 +44,19 @@ class Counting:
 class Engine:
     """Loads into parameters of its own, and replays that for buckets that stay."""
 
-    def start(self, device):
+    def start(self, device, *, opens_fixed=True):
         if device == "cpu":
             recorded_loads.why_not_recorded = lambda tensors: ""  # of this process
         self.recorder = Counting(device)
         self.device, self.parameters, self.num_copied, self.loads = device, {}, 0, None
+        self.opens_fixed = opens_fixed
 
     def load_weights(self, bucket):
         with bucket.opened() as tensors:
             if not isinstance(tensors, FixedTensors):
                 self.copy(tensors)
+            elif not self.opens_fixed:
+                raise SharedBufferError("this memory cannot be opened.\nAnd so on")
             else:
                 if self.loads is None:
                     self.loads = RecordedLoads(list(self.parameters.values()), lambda: self.recorder)

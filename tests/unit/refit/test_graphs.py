@@ -182,6 +182,19 @@ def test_what_ranks_exchange_is_streamed_from_the_start(engine, make_sender, dev
 
 
 @on_each_device
+def test_an_engine_that_cannot_open_buckets_that_stay_gets_others(engine, make_sender, device, caplog):
+    ray.get(engine.start.remote(device, opens_fixed=False))
+    weights = Weights(device)
+    sender = make_sender(weights)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            weights.step()
+            sender.send(weights)
+            assert look(engine)["sums"] == weights.sums()
+    assert caplog.text.count("streamed, not replayed from CUDA graphs: this memory cannot be opened.\n") == 1
+
+
+@on_each_device
 def test_graphs_that_gain_too_little_are_given_back_on_both_sides(engine, make_sender, device, caplog):
     weights = Weights(device)
     # Two readings around each streamed send, others while graphs are tried: all of 1 ms.

@@ -57,6 +57,7 @@ def test_a_failed_capture_leaves_the_gpu_as_it_was():
             recorder.record(bad)
         assert torch.cuda.current_stream() == stream
         assert not torch.cuda.is_current_stream_capturing()
+        assert torch.rand(8, device="cuda").cpu().pin_memory().unique().numel() > 1
     recorder.forget()
     replay = recorder.record(lambda: result.copy_((source * 2).flip(0)))
     for value in (1.0, 5.0):
