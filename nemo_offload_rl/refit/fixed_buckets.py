@@ -157,7 +157,7 @@ class FixedBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[FixedTensors]:
-        """Map the buffer until its last bucket has been read; all that was started on the GPU must have ended then."""
+        """Map the buffer until its last bucket has been read; the GPU has done all that was started in the context."""
         sender = _SENDERS.get(self.sender)
         if sender is None or self.number not in sender.layouts:
             raise SharedBufferError(
@@ -170,6 +170,8 @@ class FixedBucket:
                 views = sender.layouts[self.number].views(sender.ranges[self.buffer].tensor)
                 sender.tensors[self.number] = FixedTensors(tuple(views))
             yield sender.tensors[self.number]
+            if sender.ranges[self.buffer].tensor.is_cuda:
+                torch.cuda.synchronize()  # the sender's process writes there next
         except BaseException:
             for buffer in list(sender.mapped):
                 sender.unmap(buffer)

@@ -48,7 +48,7 @@ class Engine:
         if device == "cpu":
             recorded_loads.why_not_recorded = lambda tensors: ""  # of this process
         self.recorder = Counting(device)
-        self.device, self.parameters, self.num_copied, self.loads = device, {}, 0, None
+        self.parameters, self.num_copied, self.loads = {}, 0, None
         self.opens_fixed = opens_fixed
 
     def load_weights(self, bucket):
@@ -61,8 +61,6 @@ class Engine:
                 if self.loads is None:
                     self.loads = RecordedLoads(list(self.parameters.values()), lambda: self.recorder)
                 self.loads.load(tensors, lambda: self.copy(tensors))
-            if self.device == "cuda":
-                torch.cuda.synchronize()
         return 0.25
 
     def copy(self, tensors):
