@@ -15,6 +15,7 @@ from nemo_offload_rl.refit.recorder import addresses_of
 
 pytestmark = [
     pytest.mark.gpu,
+    pytest.mark.whole_gpu,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
     pytest.mark.skipif(torch.cuda.device_count() != 1, reason="the engine must be on the GPU of this process"),
@@ -56,8 +57,9 @@ def named_weights(hf_config):
     return {name: tensor for name, tensor in named.items() if name != "lm_head.weight"}
 
 
-@pytest.mark.parametrize("bucket_bytes", [1 << 30, 30_000])
-@pytest.mark.parametrize("hf_config", [engine_conformance.QWEN3, MOE], ids=["dense", "experts"])
+@pytest.mark.parametrize(
+    ("hf_config", "bucket_bytes"), [(engine_conformance.QWEN3, 1 << 30), (MOE, 30_000)], ids=["dense", "experts"]
+)
 def test_replayed_refits_bring_the_weights_and_the_answers(ray_cluster, tmp_path, hf_config, bucket_bytes):
     engine_conformance.save_numbers_tokenizer(tmp_path)
     policy = engine_conformance.policy("vllm", tmp_path) | {"hf_config": hf_config}
