@@ -111,15 +111,8 @@ class Cluster:
                 self._start_ray(num_nodes, gpus_per_node, segment_size, log_to_driver)
             self.has_gpus, self.nodes = self._find_nodes(num_nodes, segment_size, wait_for_nodes_s)
             self._reserve()
-            threads = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
-            of_nodes = {node.id: threads[node.id] for node in self.nodes}
-            self.threads_per_node = max(1, int(min(of_nodes.values())))
-            nodes_of_ranks = len({node.id for node in self.nodes[: self.num_nodes]})
-            self.threads_per_rank = max(1, self.threads_per_node * nodes_of_ranks // self.world_size)
-            nodes_of_engines = len({node.id for node in self.nodes[self._first_engine_bundle // gpus_per_node :]})
-            num_engine_bundles = self.num_bundles - self._first_engine_bundle
-            self.threads_per_engine_bundle = max(1, self.threads_per_node * nodes_of_engines // num_engine_bundles)
-            if len(of_nodes) > 1:
+            self._share_out_threads()
+            if len(self.node_ids) > 1:
                 self._watch = NodeWatch(self.nodes)
         except BaseException as error:  # a signal that came while Ray started is raised once it has
             self.keep_logs = isinstance(error, Exception)
@@ -307,6 +300,17 @@ class Cluster:
             elif waited_s >= max(wait_for_nodes_s, _PLACEMENT_TIMEOUT_S):
                 raise _no_room(num_nodes, self.bundles_per_node)
             time.sleep(_LOOK_PERIOD_S)
+
+    def _share_out_threads(self) -> None:
+        """Sets how many CPU threads each side may use, by the node that has the fewest."""
+        threads = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
+        self.threads_per_node = max(1, int(min(threads[node_id] for node_id in self.node_ids)))
+        nodes_of_ranks = len({node.id for node in self.nodes[: self.num_nodes]})
+        self.threads_per_rank = max(1, self.threads_per_node * nodes_of_ranks // self.world_size)
+        engine_nodes = self.nodes[self._first_engine_bundle // self.bundles_per_node :]
+        nodes_of_engines = len({node.id for node in engine_nodes})
+        num_engine_bundles = self.num_bundles - self._first_engine_bundle
+        self.threads_per_engine_bundle = max(1, self.threads_per_node * nodes_of_engines // num_engine_bundles)
 
     def _reserve(self) -> None:
         """Reserve the ranks' bundles, those of a node on that node alone."""

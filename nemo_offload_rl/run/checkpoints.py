@@ -19,7 +19,11 @@ from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import full_disk_in_words, sync, write_whole
 from nemo_offload_rl.storage.manifest import MANIFEST_FILE, DamagedError, write_manifest
 
+logger = logging.getLogger(__name__)
+
 STATE_FILE = "training_state.json"
+_FINISHED = re.compile(r"step_(\d+)")
+_UNFINISHED_PREFIX = "tmp_step_"
 
 
 @dataclass(frozen=True)
@@ -100,11 +104,6 @@ def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DamagedError(f"{STATE_FILE} is not what was written ({type(error).__name__}: {error})") from error
 
-
-logger = logging.getLogger(__name__)
-
-_FINISHED = re.compile(r"step_(\d+)")
-_UNFINISHED_PREFIX = "tmp_step_"
 
 # Fills a folder; returns what those of its files are that were hashed while they were written, by name.
 WriteCheckpoint = Callable[[Path], Mapping[str, FileSum]]
