@@ -10,7 +10,7 @@ from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, asleep_bytes
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.plan.row_tokens import MARGIN, with_tokens
 from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.residency.table import Phase, Target
 from nemo_offload_rl.run.preflight import check_sizes
 
 
@@ -31,13 +31,15 @@ def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
     held = {phase: sum(rank.gpu_bytes[phase].values()) + POLICY_OVERHEAD_BYTES for phase in Phase}
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
     asleep = asleep_bytes(config["policy"])
+    # What leaves from the end of training is copied on beside refit and generation, where there is room.
+    leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
     refit = held[Phase.REFIT] + asleep + engine.weights_bytes + engine.refit_bytes
-    beside = refit + engine.kv_cache_bytes(gpu_bytes)  # where there is room the KV cache is mapped while weights come
+    beside = refit + leaving + engine.kv_cache_bytes(gpu_bytes)  # the KV cache is mapped while weights come, likewise
     forward, training = _pass_bytes(config, len(run.needs))
     logprobs = max(held[Phase.LOGPROB], held[Phase.TRAIN]) + asleep + forward  # optimizer state comes back beside them
     phases = {
         "refit": beside if beside <= gpu_bytes else max(refit, awake),
-        "generation": awake,
+        "generation": awake + leaving if awake + leaving <= gpu_bytes else awake,
         "logprobs": logprobs,
         "reference_logprobs": logprobs,
         "training": held[Phase.TRAIN] + asleep + training + rank.step_grad_bytes,

@@ -34,7 +34,7 @@ class UpstreamResidency:
         self._offload_for_logprob = offload_for_logprob
         self.phase: Phase | None = None
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, *, wait: bool = True) -> None:
         """Make the calls of a phase; NeMo-RL's driver makes them once a phase, so twice in a row is a no-op."""
         if phase is self.phase:
             return

@@ -158,12 +158,16 @@ class GenerationInterface(Protocol):
         """Continue every prompt."""
         ...
 
-    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Wake up a part of what generation needs on the GPU.
 
         Args:
             tags: "weights" before a refit; "kv_cache" once the policy has left the GPU. Both together only where
                 the engine keeps its weights.
+
+        Returns:
+            Whether generation finds room for all that it needs beside what the policy has on the GPU now, so that it
+            need not wait until the policy has left.
         """
         ...
 

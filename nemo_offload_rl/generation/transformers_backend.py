@@ -128,10 +128,11 @@ class TransformersGeneration(ActorEngines):
         ]
         super().__init__(cluster, actors, build_refs)
 
-    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Bring the replicas' models onto their GPUs; a KV cache grows there while a batch is generated."""
         if "weights" in tags:
             self._run("prepare_for_generation")
+        return False
 
 
 def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:

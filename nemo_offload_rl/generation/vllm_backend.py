@@ -169,9 +169,9 @@ class VllmGeneration(ActorEngines):
         ]
         super().__init__(cluster, actors, build_refs)
 
-    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
-        """Map the memory of weights or of the KV cache."""
-        self._run("prepare_for_generation", tags)
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
+        """Map the memory of weights or of the KV cache; returns whether every GPU has room for all that comes."""
+        return all(self._run("prepare_for_generation", tags))
 
 
 def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> int:

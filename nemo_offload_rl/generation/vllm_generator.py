@@ -16,7 +16,7 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_BYTES = GIB
+_MARGIN_BYTES = 2 * GIB  # the pools of a refit's graphs, and what else the policy takes while it sends
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -65,6 +65,8 @@ class VllmGenerator:
         self._asleep: set[WakeUpTag] = set()
         self._refit_bucket_bytes = refit_bucket_bytes
         self._mapping = BackgroundCall("kv-cache")
+        self._has_generated = False  # since it woke up
+        self._activation_bytes = 0  # the most that a generation took beside the pools of weights and KV cache
         self._sleep_level = 0
         if sleeps:
             self._sleep_level = 1 if keeps_weights else int(self._on_worker("refit_sleep_level")[0])
@@ -112,10 +114,13 @@ class VllmGenerator:
 
     # ---- phases
 
-    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> None:
+    def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them.
 
         Beside a refit the KV cache is mapped, too, where there is room for both.
+
+        Returns:
+            Whether there is room now for the KV cache and for twice what any generation so far took beside it.
 
         Raises:
             RuntimeError: If the KV cache could not be mapped, beside the refit or now.
@@ -125,8 +130,10 @@ class VllmGenerator:
             self._wake_up([tag for tag in tags if tag in self._asleep])
         if list(tags) == ["weights"]:
             self._forget_weights()
-            if "kv_cache" in self._asleep and self._has_room_beside_refit():
+            if "kv_cache" in self._asleep and (spare := self._spare_bytes_beside_refit()) >= 0:
                 self._mapping.start(lambda: self._wake_up(["kv_cache"]))
+                return self._activation_bytes > 0 and spare >= 2 * self._activation_bytes
+        return False
 
     def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:
         if tags:
@@ -142,20 +149,25 @@ class VllmGenerator:
             # vLLM has unmapped what it had: it is mapped when the policy has left.
             logger.info("The KV cache found no room beside the refit, and is mapped behind it: %s", error)
 
-    def _has_room_beside_refit(self) -> bool:
+    def _spare_bytes_beside_refit(self) -> int:
+        """What the GPU has beside the KV cache and the refit; below 0 where one of the two finds no room."""
         if self._refit_bucket_bytes is None:
-            return False
+            return -1
         largest = max((spec.num_bytes for spec in self._plan.tensors), default=0)
         buckets = min(self._plan.num_bytes, max(self._refit_bucket_bytes, 2 * largest))
         cache = sum(block.handle[1] for block in vllm_pools().values() if block.tag == "kv_cache")
         # Both sides make a weight or two anew while they convert it.
-        return int(torch.cuda.mem_get_info()[0]) >= cache + buckets + 4 * largest + _MARGIN_BYTES
+        return int(torch.cuda.mem_get_info()[0]) - (cache + buckets + 4 * largest + _MARGIN_BYTES)
 
     def finish_generation(self) -> None:
         """Give the memory of weights and KV cache back."""
         if not self._sleep_level:
             return
         self._wait_for_mapping()  # of a refit that failed
+        if self._has_generated:  # torch's allocator has kept all that this took
+            beside_pools = torch.cuda.memory_reserved() - sum(block.handle[1] for block in vllm_pools().values())
+            self._activation_bytes = max(self._activation_bytes, beside_pools)
+            self._has_generated = False
         self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._prefixes_are_stale = True  # the KV cache is gone
@@ -184,6 +196,7 @@ class VllmGenerator:
                 raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of other weights.")
             self._prefixes_are_stale = False
         num_rows = len(request.prompt_ids)
+        self._has_generated = self._refit_bucket_bytes is not None
         output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
         rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
         if not rows:

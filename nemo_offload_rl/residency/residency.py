@@ -60,18 +60,24 @@ class Residency:
         self._room = dict(room or {})
         self._check = check
         self._lent: dict[Target, Callable[[], None]] = {}
+        self._gave_cache_back = False  # since the last phase was entered
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Placement:
         """Returns where a target is now, or is on its way to."""
         return self._where[target]
 
-    def enter(self, phase: Phase) -> None:
+    def enter(self, phase: Phase, *, wait: bool = True) -> None:
         """Move every target to its placement of `phase`; twice in a row is a no-op.
 
         Copies start at once on streams of their own. What the phase reads first is in place for the current stream
         when this returns; targets with a lazy wait (optimizer state: before the optimizer's step) may still be coming,
         and copies to the host may still run, except for GENERATE, which hands the GPU to another process.
+
+        Args:
+            phase: to enter.
+            wait: False where that process has the memory that it needs already: GENERATE then waits for no copy to the
+                host either, and torch's allocator keeps what it does not use.
 
         Raises:
             NoRoomError: a target could not move; those that had moved for this phase are back where they were.
@@ -79,10 +85,11 @@ class Residency:
         """
         self._check()
         start, before = time.perf_counter(), self._meter.memory()
-        if phase in _OTHERS_NEED_MEMORY and phase is not self.phase:
+        if wait and phase in _OTHERS_NEED_MEMORY and phase is not self.phase and not self._gave_cache_back:
             self._meter.give_back_cache()  # before the copies: it waits for every stream
+        self._gave_cache_back = False
         is_switch = self._move(self._differing(phase), phase) or phase is not self.phase
-        if phase is Phase.GENERATE:
+        if phase is Phase.GENERATE and wait:
             for target, placement in self._where.items():
                 if placement in _LEAVES_THE_GPU:
                     self._wait(target)
@@ -159,6 +166,9 @@ class Residency:
             phase: the one that will be entered next.
         """
         self._check()
+        if phase in _OTHERS_NEED_MEMORY:
+            self._meter.give_back_cache()  # while no copy runs, for which the phase would wait then
+            self._gave_cache_back = True
         for target, placement in self._differing(phase).items():
             if placement in _LEAVES_THE_GPU and target not in self._lent:
                 with contextlib.suppress(NoRoomError):

@@ -23,8 +23,8 @@ class WeightSource(Protocol):
     def send_weights(self) -> dict[str, int]:
         """Sends every weight; returns their checksums, where the transport verifies."""
 
-    def offload_after_refit(self) -> None:
-        """Makes room for generation."""
+    def offload_after_refit(self, *, wait: bool = True) -> None:
+        """Makes room for generation; without ``wait`` it has the memory that it needs already."""
 
 
 class WeightSync:
@@ -71,10 +71,11 @@ class WeightSync:
             self._generation.prepare_for_generation(["weights", "kv_cache"])
             return
         self._policy.offload_before_refit()
-        self._generation.prepare_for_generation(["weights"])
+        has_room = self._generation.prepare_for_generation(["weights"])
         sent = self._policy.send_weights()
         if self._received_checksums is not None:
             require_equal_checksums(sent, self._received_checksums())
-        self._policy.offload_after_refit()  # its weights leave before the KV cache takes their room
+        # Its weights leave before the KV cache takes their room, unless there is room for all.
+        self._policy.offload_after_refit(wait=not has_room)
         self._generation.prepare_for_generation(["kv_cache"])
         self._stale = False

@@ -179,9 +179,9 @@ class PolicyWorkerGroup:
         """Leave on the GPU only what a refit needs."""
         self._run("offload_before_refit")
 
-    def offload_after_refit(self) -> None:
-        """Leave the GPU to generation."""
-        self._run("offload_after_refit")
+    def offload_after_refit(self, *, wait: bool = True) -> None:
+        """Leave the GPU to generation, which without `wait` has the memory that it needs already."""
+        self._run("offload_after_refit", [wait])
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connect each rank to a transport and return what each refit will send through it."""

@@ -269,9 +269,9 @@ class MegatronPolicyWorker:
 
     # --- phases -----------------------------------------------------------------------------------------------------
 
-    def _enter(self, phase: Phase) -> None:
+    def _enter(self, phase: Phase, *, wait: bool = True) -> None:
         self._catch_up()  # while parameters and gradients are where they were
-        self.residency.enter(phase)
+        self.residency.enter(phase, wait=wait)
 
     def prepare_for_training(self) -> None:
         """Everything that training needs is on the GPU."""
@@ -293,9 +293,9 @@ class MegatronPolicyWorker:
         """Make room for the export of weights."""
         self._enter(Phase.REFIT)
 
-    def offload_after_refit(self) -> None:
-        """Leave the GPU to generation."""
-        self._enter(Phase.GENERATE)
+    def offload_after_refit(self, wait: bool = True) -> None:
+        """Leave the GPU to generation; without `wait` some of the state may still be leaving on return."""
+        self._enter(Phase.GENERATE, wait=wait)
 
     # --- weights out ------------------------------------------------------------------------------------------------
 

@@ -64,8 +64,8 @@ class ToyPolicy:
         self.calls.append("offload_before_refit")
         self._enter("refit", moved_gb=4.0)
 
-    def offload_after_refit(self) -> None:
-        self.calls.append("offload_after_refit")
+    def offload_after_refit(self, *, wait: bool = True) -> None:
+        self.calls.append("offload_after_refit" if wait else "offload_after_refit, without waiting")
         self._enter("generate")
 
     def start_return(self, after, *, logprobs: bool) -> None:
@@ -180,6 +180,7 @@ class TableSampler:
     def __init__(self, capabilities: Capabilities) -> None:
         self.capabilities = capabilities
         self.awake: set[str] = set()
+        self.has_room = False
         self.requests: list[GenerationRequest] = []
         self.calls: list[str] = []
 
@@ -187,10 +188,11 @@ class TableSampler:
         """Of the next token after input_ids [B, 2]: [B, V]."""
         raise NotImplementedError
 
-    def prepare_for_generation(self, tags) -> None:
+    def prepare_for_generation(self, tags) -> bool:
         self.calls += (f"wake up {tag}" for tag in tags)
         assert not self.awake & set(tags)
         self.awake |= set(tags)
+        return self.has_room
 
     def start_finish_generation(self) -> list[str]:
         self.calls.append("begin to sleep")

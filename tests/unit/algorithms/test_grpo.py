@@ -215,6 +215,13 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
     ]
 
 
+def test_an_engine_that_has_room_does_not_wait_until_the_policy_has_left():
+    setting = Setting()
+    setting.generation.has_room = True
+    setting.grpo.step(1, Timer())
+    assert setting.policy.calls[2:5] == ["send_weights", "offload_after_refit, without waiting", "wake up kv_cache"]
+
+
 @pytest.fixture
 def sharded(ray_cluster, monkeypatch):
     monkeypatch.setitem(ENGINES, "toy", "support.toy_engine:ENGINE")

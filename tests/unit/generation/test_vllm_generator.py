@@ -229,17 +229,34 @@ def with_room(monkeypatch):
     return make
 
 
-@pytest.mark.parametrize("free", [11.5, 10.5])
+@pytest.mark.parametrize("free", [12.5, 11.5])
 def test_the_kv_cache_is_mapped_beside_a_refit_where_there_is_room(with_room, free):
     generator, llm = with_room(free)
     generator.prepare_for_generation(["weights"])
     generator.load_weights(list(WEIGHTS.items()))
     generator._mapping.wait()
-    early = [("wake_up", ["kv_cache"])] if free == 11.5 else []
+    early = [("wake_up", ["kv_cache"])] if free == 12.5 else []
     assert llm.calls == [("wake_up", ["weights"]), *early]
     generator.prepare_for_generation(["kv_cache"])
     assert llm.calls == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
+
+
+def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_generations_took(with_room, monkeypatch):
+    generator, _ = with_room(20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)  # 3 beside the pools of 13
+
+    def has_room():
+        generator.finish_generation()
+        return generator.prepare_for_generation(["weights"])
+
+    assert not has_room()  # nothing is known of a generation
+    generator.load_weights(list(WEIGHTS.items()))
+    generator.prepare_for_generation(["kv_cache"])
+    generator.generate(TOO_LONG)
+    assert has_room()  # 20 - 10 of the cache - 2 of margin, and some bytes of the refit
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(16.9 * GIB), 0))
+    assert not has_room()
 
 
 class Failing(StandIn):

@@ -51,7 +51,7 @@ def policy_of(kind, monkeypatch):
     "kind", ["fused_adam", "torch_adamw", "precision_aware early", "moe", "moe precision_aware early"]
 )
 def test_twenty_steps_with_all_phases_between_are_bit_equal_to_none(make_worker, monkeypatch, kind):
-    plain = run_steps(make_worker(policy_of(kind, monkeypatch)), 20, visit_phases=False)
+    plain = run_steps(make_worker(policy_of(kind.removesuffix("early"), monkeypatch)), 20, visit_phases=False)
     worker = make_worker(offloading(policy_of(kind, monkeypatch), verify=True))
     inner = worker.state.optimizer.chained_optimizers[0].optimizer
     assert isinstance(inner, torch.optim.AdamW) == ("torch_adamw" in kind)

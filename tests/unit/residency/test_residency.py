@@ -1,7 +1,9 @@
 """The state machine alone, over targets that only note where they were told to go."""
 
 import pytest
+import torch
 
+from nemo_offload_rl.residency.metrics import Meter
 from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
@@ -326,3 +328,32 @@ def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
     residency.enter(Phase.TRAIN)
     assert (Target.GRADS, "held for") in log
     assert moves(log) == []
+
+
+class CountingMeter(Meter):
+    """Counts how often torch's allocator gives back what it does not use."""
+
+    num_given_back = 0
+
+    def give_back_cache(self):
+        self.num_given_back += 1
+
+
+def test_the_cache_is_given_back_before_copies_leave_early_and_not_once_more_while_they_run():
+    _, targets, log = make()
+    meter = CountingMeter(torch.device("cpu"))
+    residency = Residency(targets, DEFAULT_TABLE, meter=meter)
+    residency.enter(Phase.TRAIN)
+    residency.start_leaving(Phase.REFIT)
+    residency.enter(Phase.REFIT)
+    assert meter.num_given_back == 1
+    residency.enter(Phase.GENERATE)
+    assert meter.num_given_back == 2
+    residency.enter(Phase.TRAIN)
+    residency.enter(Phase.REFIT)
+    assert meter.num_given_back == 3
+    log.clear()
+    residency.enter(Phase.GENERATE, wait=False)
+    assert meter.num_given_back == 3
+    assert (Target.PARAMS, Placement.HOST) in log
+    assert "waited for" not in [what for _, what in log]
