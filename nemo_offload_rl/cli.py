@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.config.schema import MasterConfig
+    from nemo_offload_rl.plan.planner import PlannedRun
 
 EXIT_OK, EXIT_ERROR = 0, 2
 
@@ -192,32 +193,20 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.report import print_plan, print_residency
     from nemo_offload_rl.plan.resident_params import CELL as PARAMS_CELL
     from nemo_offload_rl.plan.resident_params import with_resident_params
-    from nemo_offload_rl.plan.row_tokens import with_row_tokens
 
     link = _link_bytes_per_s(options)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
-
-    notes: list[str] = []
-
-    def written_at(key: str) -> str:
-        return "by the plan, for this GPU" if notes and key == PARAMS_CELL else str(validated.recipe.origin(key))
-
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
-    config: Mapping[str, Any] = validated.config
 
     def planned(of: Mapping[str, Any]) -> PlannedRun:
         return plan_run(of, model, algorithm=validated.algorithm, link_bytes_per_s=link)
 
-    with contextlib.suppress(UnknownArchitectureError):  # which is told below
-        config, notes = with_resident_params(config, planned, gpu_bytes)
-    try:
-        config, rows = with_row_tokens(config, model, algorithm=validated.algorithm, gpu_bytes=gpu_bytes)
-    except ValueError as error:  # the ways below say what would make room
-        rows = [str(error)]
-    rows = [*notes, *rows]
-    if rows and gpu_bytes is None:
-        rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
+    config, notes, rows = _fit_to_gpu(validated, model, planned, gpu_bytes)
+
+    def written_at(key: str) -> str:
+        return "by the plan, for this GPU" if notes and key == PARAMS_CELL else str(validated.recipe.origin(key))
+
     try:
         run = planned(config)
     except UnknownArchitectureError as error:
@@ -237,12 +226,46 @@ def _plan(options: argparse.Namespace) -> None:
         ways=plan_ways(config["policy"], plan_with),
         gpu_bytes=gpu_bytes,
         packing=config["policy"]["sequence_packing"],
-        row_lines=rows,
+        row_lines=[*notes, *rows],
         link_source=_link_source(options),
         written_at=written_at,
         here=host_facts(),
         as_json=options.json,
     )
+
+
+def _fit_to_gpu(
+    recipe: "ValidatedRecipe",
+    model: Mapping[str, Any],
+    planned: Callable[[Mapping[str, Any]], "PlannedRun"],
+    gpu_bytes: int | None,
+) -> tuple[Mapping[str, Any], list[str], list[str]]:
+    """Decide what the recipe leaves to the size of the GPU.
+
+    Args:
+        recipe: the recipe.
+        model: its Hugging Face config.
+        planned: plans a run.
+        gpu_bytes: memory of the GPU; None where that is not known.
+
+    Returns:
+        The config; a line where parameters stay on the GPU; and lines about the tokens of packed rows.
+    """
+    from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+    from nemo_offload_rl.plan.resident_params import with_resident_params
+    from nemo_offload_rl.plan.row_tokens import with_row_tokens
+
+    config: Mapping[str, Any] = recipe.config
+    notes: list[str] = []
+    with contextlib.suppress(UnknownArchitectureError):  # which the caller tells
+        config, notes = with_resident_params(config, planned, gpu_bytes)
+    try:
+        config, rows = with_row_tokens(config, model, algorithm=recipe.algorithm, gpu_bytes=gpu_bytes)
+    except ValueError as error:  # the ways that `plan` prints say what would make room
+        rows = [str(error)]
+    if (notes or rows) and gpu_bytes is None:
+        rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
+    return config, notes, rows
 
 
 def _check_plan_options(options: argparse.Namespace) -> None:
