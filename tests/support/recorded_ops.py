@@ -34,6 +34,7 @@ class RecordedOps(TorchDispatchMode):
         self.steps.append((call, made))
         return result
 
+    @torch.no_grad()
     def replay(self):
         for call, made in self.steps:
             result = call()

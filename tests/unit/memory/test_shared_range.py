@@ -71,9 +71,11 @@ def test_both_processes_see_one_memory_at_addresses_that_stay(other_process, dev
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_gpu_memory_is_given_back_once_neither_process_maps_it(other_process):
     shared = make_shared_range(2**30, torch.device("cuda"))
-    wait("cuda")
+    other_process(shared.map())  # from now on the other process has its CUDA context
+    shared.unmap()
     before = torch.cuda.mem_get_info()[0]
     for _ in range(3):
         other_process(shared.map())

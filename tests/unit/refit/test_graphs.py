@@ -24,8 +24,9 @@ from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.refit.recorder import CaptureError
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+on_one_gpu = pytest.mark.skipif(torch.cuda.device_count() > 1, reason="the engine must be on the GPU of this process")
 on_each_device = pytest.mark.parametrize(
-    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=pytest.mark.gpu)]
+    "device", [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=[pytest.mark.gpu, on_one_gpu])]
 )
 
 

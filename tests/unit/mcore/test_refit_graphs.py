@@ -1,0 +1,42 @@
+"""A policy's export, recorded and replayed, is a fresh one; on a CPU, recorded operations stand for CUDA graphs."""
+
+import pytest
+import ray
+from support.refit_sides import Counting, look, start_engine
+from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
+
+from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.refit import cuda_ipc, export
+from nemo_offload_rl.refit.checksum import tensor_checksum
+from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
+from nemo_offload_rl.refit.interface import Receiver
+
+
+@pytest.mark.parametrize("hf_config", [TINY_QWEN3_MOE, TINY_QWEN3 | {"model_type": "qwen2"}])
+def test_a_replayed_export_is_a_fresh_one_after_every_step(make_worker, ray_cluster, monkeypatch, hf_config):
+    if ray_cluster.has_gpus:
+        pytest.skip("is for machines without a GPU")
+    monkeypatch.setattr(cuda_ipc, "CudaRecorder", lambda: Counting("cpu"))
+    monkeypatch.setattr(export, "why_not_recorded", lambda tensors: "")
+    engine = start_engine(ray_cluster)
+    ray.get(engine.start.remote("cpu"))
+    policy = tiny_policy(hf_config)
+    policy["refit_buffer_size_gb"] = 0.0005  # several buckets
+    worker = make_worker(policy)
+    worker.prepare_refit_info(CudaIpcTransport([Receiver(engine, (0,))], verify=False, graphs=True, min_gain_s=-100.0))
+    for step in range(3):
+        worker.train(random_batch(4), NLLLoss(), gbs=4, mbs=2)
+        if step == 2:
+            parameter = next(iter(worker.state.model[0].parameters()))
+            parameter.data = parameter.data + 1
+        worker.send_weights()
+        metrics = worker.residency_metrics()
+        assert metrics["refit/graphs"] == 1
+        assert metrics["refit/send_s"] > metrics["refit/export_s"] > 0
+        found = look(engine)
+        assert found["sums"] == {name: tensor_checksum(tensor) for name, tensor in worker.hf_weights()}
+        assert step == 0 or found["num_copied"] == 0
+        worker.offload_after_refit()
+    worker.prepare_refit_info(CudaIpcTransport([], verify=False))  # gives the buckets back
+    assert look(engine)["num_senders"] == 0
+    ray.kill(engine)
