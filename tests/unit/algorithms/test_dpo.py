@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
-import torch
 from support.metrics_page import undocumented
-from support.toy_policy import TOKENIZER, Recorded, ToyPolicy
+from support.recorded_runs import SIX_STEPS, record, record_with_a_break
+from support.toy_policy import TOKENIZER, ToyPolicy
 
 from nemo_offload_rl.algorithms.dpo import DPO, PairBatchSizes
 from nemo_offload_rl.algorithms.losses import DPOLoss
@@ -15,17 +15,12 @@ from nemo_offload_rl.data.preferences import PreferencePair
 from nemo_offload_rl.data.problem import Message
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
-from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.run.train_loop import StopReason, StopTarget
 
 # Repeat the digit; the rejected answer is the next one.
 PAIRS = [
     PreferencePair((Message("user", f"{digit}="),), str(digit), str((digit + 1) % 10)) for digit in range(10)
 ]  # fmt: skip
-SCHEDULE = Schedule(
-    max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
-)
 
 
 def make(*, micro=4, max_tokens=8) -> DPO:
@@ -40,23 +35,9 @@ def make(*, micro=4, max_tokens=8) -> DPO:
     )
 
 
-def run(dpo, schedule=SCHEDULE, checkpoints=None, state=None):
-    outputs = Recorded()
-    run = Run(
-        dpo,
-        schedule,
-        state or RunState("unused"),
-        checkpoints or NoCheckpoints(),
-        WriteAtOnce(dpo.save),
-        outputs,
-        Interrupt(),
-    )
-    return run.train(), outputs
-
-
 def test_it_learns_what_is_preferred_and_stops_at_its_target():
-    schedule = replace(SCHEDULE, max_num_steps=200, target=StopTarget("validation/accuracy", 1.0))
-    reason, outputs = run(make(), schedule)
+    schedule = replace(SIX_STEPS, max_num_steps=200, target=StopTarget("validation/accuracy", 1.0))
+    reason, outputs = record(make(), schedule)
     first, last = outputs.rows[0], outputs.rows[max(outputs.rows)]
     assert reason is StopReason.TARGET
     assert first["validation/accuracy"] == 0  # nothing is preferred to anything yet
@@ -87,7 +68,7 @@ def test_the_reference_is_asked_once_a_step_and_once_for_all_validations():
 
 
 def test_every_metric_of_a_run_is_documented():
-    _, outputs = run(make())
+    _, outputs = record(make())
     names = {name for row in outputs.rows.values() for name in row}
     assert {"validation/accuracy", "train/num_overlong_pairs", "timing/train/reference_logprobs"} <= names
     assert undocumented(names) == []
@@ -111,19 +92,12 @@ def test_pairs_that_do_not_fit_are_left_out_and_counted():
 
 
 def test_a_resumed_run_goes_on_bit_for_bit_from_the_same_reference(tmp_path):
-    _, whole = run(make())
-    folder = CheckpointFolder(tmp_path, "validation/loss", higher_is_better=False, keep_top_k=1)
-    _, before = run(make(), replace(SCHEDULE, max_num_steps=4), folder)
-    dpo, state = make(), RunState.read(folder.newest_first()[0])
-    dpo.position = state.position
-    dpo.load(folder.newest_first()[0])
-    assert not torch.equal(dpo._policy.table, dpo._policy.reference)
-    _, after = run(dpo, SCHEDULE, folder, state)
-    assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
+    _, whole = record(make())
+    assert record_with_a_break(make, tmp_path, "validation/loss") == whole.without_timings()
 
 
 def test_microbatches_do_not_change_the_run():
-    _, whole = run(make(micro=4))
-    _, pieces = run(make(micro=1))
+    _, whole = record(make(micro=4))
+    _, pieces = record(make(micro=1))
     for step, row in whole.without_timings().items():
         assert pieces.without_timings()[step] == pytest.approx(row, rel=1e-4, abs=1e-6)

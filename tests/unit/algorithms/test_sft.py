@@ -3,20 +3,15 @@ from dataclasses import replace
 import pytest
 import torch
 from support.metrics_page import undocumented
-from support.toy_policy import PROBLEMS, TOKENIZER, Recorded, ToyPolicy, table_logprobs
+from support.recorded_runs import SIX_STEPS, record, record_with_a_break
+from support.toy_policy import PROBLEMS, TOKENIZER, ToyPolicy, table_logprobs
 
 from nemo_offload_rl.algorithms.sft import SFT, ValidationData
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.metrics.timer import Timer
-from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
-from nemo_offload_rl.run.interrupt import Interrupt
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
-
-SCHEDULE = Schedule(
-    max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
-)
+from nemo_offload_rl.run.train_loop import StopReason, StopTarget
 
 
 def make(*, micro=4, max_tokens=8) -> SFT:
@@ -31,23 +26,9 @@ def make(*, micro=4, max_tokens=8) -> SFT:
     )
 
 
-def run(sft, schedule=SCHEDULE, checkpoints=None, state=None):
-    outputs = Recorded()
-    run = Run(
-        sft,
-        schedule,
-        state or RunState("unused"),
-        checkpoints or NoCheckpoints(),
-        WriteAtOnce(sft.save),
-        outputs,
-        Interrupt(),
-    )
-    return run.train(), outputs
-
-
 def test_it_learns_and_stops_at_its_target():
-    schedule = replace(SCHEDULE, max_num_steps=200, target=StopTarget("validation/answer_probability", 0.8))
-    reason, outputs = run(make(), schedule)
+    schedule = replace(SIX_STEPS, max_num_steps=200, target=StopTarget("validation/answer_probability", 0.8))
+    reason, outputs = record(make(), schedule)
     last = outputs.rows[max(outputs.rows)]
     assert reason is StopReason.TARGET
     assert outputs.rows[0]["validation/answer_probability"] < 0.05
@@ -56,8 +37,8 @@ def test_it_learns_and_stops_at_its_target():
 
 
 def test_a_loss_is_a_target_from_above():
-    schedule = replace(SCHEDULE, max_num_steps=200, target=StopTarget("validation/val_loss", 0.5))
-    _, outputs = run(make(), schedule)
+    schedule = replace(SIX_STEPS, max_num_steps=200, target=StopTarget("validation/val_loss", 0.5))
+    _, outputs = record(make(), schedule)
     losses = [row["validation/val_loss"] for row in outputs.rows.values() if "validation/val_loss" in row]
     assert losses[-1] <= 0.5 < losses[-2]
 
@@ -97,7 +78,7 @@ def test_a_step_reports_what_moved():
 
 
 def test_every_metric_of_a_run_is_documented():
-    _, outputs = run(make())
+    _, outputs = record(make())
     names = {name for row in outputs.rows.values() for name in row}
     assert "validation/val_loss" in names
     assert undocumented(names) == []
@@ -121,25 +102,19 @@ def test_examples_that_do_not_fit_are_left_out():
 
 
 def test_a_resumed_run_goes_on_bit_for_bit(tmp_path):
-    _, whole = run(make())
-    folder = CheckpointFolder(tmp_path, "validation/val_loss", higher_is_better=False, keep_top_k=1)
-    _, before = run(make(), replace(SCHEDULE, max_num_steps=4), folder)
-    sft, state = make(), RunState.read(folder.newest_first()[0])
-    sft.position = state.position
-    sft.load(folder.newest_first()[0])
-    _, after = run(sft, SCHEDULE, folder, state)
-    assert {**before.without_timings(), **after.without_timings()} == whole.without_timings()
+    _, whole = record(make())
+    assert record_with_a_break(make, tmp_path, "validation/val_loss") == whole.without_timings()
 
 
 def test_microbatches_do_not_change_the_run():
-    _, whole = run(make(micro=4))
-    _, pieces = run(make(micro=1))
+    _, whole = record(make(micro=4))
+    _, pieces = record(make(micro=1))
     for step, row in whole.without_timings().items():
         assert pieces.without_timings()[step] == pytest.approx(row, rel=1e-4, abs=1e-6)
 
 
 def test_epochs_end_a_run():
-    reason, outputs = run(make(), replace(SCHEDULE, max_num_steps=100, max_num_epochs=2))
+    reason, outputs = record(make(), replace(SIX_STEPS, max_num_steps=100, max_num_epochs=2))
     assert reason is StopReason.EPOCHS
     assert max(outputs.rows) == 4  # two batches of four from ten problems, twice
     assert "validation/val_loss" in outputs.rows[4]

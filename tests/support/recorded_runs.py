@@ -1,0 +1,58 @@
+"""Runs of an algorithm in the test's own process, whose outputs are kept."""
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from support.toy_policy import Recorded
+
+from nemo_offload_rl.run.algorithm import Algorithm
+from nemo_offload_rl.run.checkpoints import CheckpointFolder, Checkpoints, NoCheckpoints, RunState, WriteAtOnce
+from nemo_offload_rl.run.interrupt import Interrupt
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason
+
+SIX_STEPS = Schedule(
+    max_num_steps=6, max_num_epochs=99, val_period=2, val_at_start=True, val_at_end=True, save_period=2, target=None
+)
+
+
+def record(
+    algorithm: Algorithm,
+    schedule: Schedule = SIX_STEPS,
+    checkpoints: Checkpoints | None = None,
+    state: RunState | None = None,
+    interrupt: Interrupt | None = None,
+) -> tuple[StopReason, Recorded]:
+    """Runs an algorithm; returns why it ended, and its outputs."""
+    outputs = Recorded()
+    run = Run(
+        algorithm,
+        schedule,
+        state or RunState("unused"),
+        checkpoints or NoCheckpoints(),
+        WriteAtOnce(algorithm.save),
+        outputs,
+        interrupt or Interrupt(),
+    )
+    return run.train(), outputs
+
+
+def record_with_a_break(make: Callable[[], Algorithm], folder: Path, metric: str) -> dict[int, dict[str, float]]:
+    """Runs four of the six steps, and the others by another object that starts from the checkpoint.
+
+    Args:
+        make: the algorithm.
+        folder: for checkpoints.
+        metric: a loss, by which they are ranked.
+
+    Returns:
+        The rows of both runs, without timings.
+    """
+    checkpoints = CheckpointFolder(folder, metric, higher_is_better=False, keep_top_k=1)
+    _, before = record(make(), replace(SIX_STEPS, max_num_steps=4), checkpoints)
+    newest, resumed = checkpoints.newest_first()[0], make()
+    state = RunState.read(newest)
+    resumed.position = state.position
+    resumed.load(newest)
+    _, after = record(resumed, SIX_STEPS, checkpoints, state)
+    return {**before.without_timings(), **after.without_timings()}
