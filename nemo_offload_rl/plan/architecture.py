@@ -116,65 +116,94 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
                 f"{MEGATRON}.{name} is {show(megatron_cfg[name])}, with which the sizes are not known here; they are "
                 f"with {show_choices(values)}. The worker will know the exact sizes once it has built the model."
             )
-    return _read(FAMILIES[kind], kind, hf_config, megatron_cfg)
+    return _read(FAMILIES[kind], _Fields(kind, hf_config, megatron_cfg))
 
 
-def _read(family: Family, kind: str, hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
-    def field(name: str) -> Any:
-        if name not in hf_config or hf_config[name] is None:
-            raise ValueError(f"The model's config (model_type {kind}) has no {name}; give policy.hf_config.{name}.")
-        return hf_config[name]
+@dataclass(frozen=True)
+class _Fields:
+    """Looks fields up in a model's config, and in the recipe's section that overrides some of them.
 
-    def has(name: str) -> bool:
-        return name in hf_config and hf_config[name] is not None
+    Attributes:
+        kind: the config's model_type.
+        hf_config: the config with every field.
+        megatron_cfg: the recipe's section.
+    """
 
-    def size(name: str) -> int:
-        value = field(name)
+    kind: str
+    hf_config: Mapping[str, Any]
+    megatron_cfg: Mapping[str, Any]
+
+    def has(self, name: str) -> bool:
+        """Returns whether the config has a value of that name other than null."""
+        return name in self.hf_config and self.hf_config[name] is not None
+
+    def value(self, name: str) -> Any:
+        """Returns the value of a field.
+
+        Raises:
+            ValueError: there is none.
+        """
+        if not self.has(name):
+            raise ValueError(
+                f"The model's config (model_type {self.kind}) has no {name}; give policy.hf_config.{name}."
+            )
+        return self.hf_config[name]
+
+    def size(self, name: str) -> int:
+        """Returns the value of a field that is a size.
+
+        Raises:
+            ValueError: there is none, or it is no integer of at least 1.
+        """
+        value = self.value(name)
         if not isinstance(value, int) or value < 1:
             raise ValueError(
-                f"The model's config (model_type {kind}) has {name} {show(value)}, where an integer of at least 1 must "
-                f"be; give policy.hf_config_overrides.{name}."
+                f"The model's config (model_type {self.kind}) has {name} {show(value)}, where an integer of at least 1 "
+                f"must be; give policy.hf_config_overrides.{name}."
             )
         return value
 
-    def optional(name: str, otherwise: Any) -> Any:
-        return field(name) if has(name) else otherwise
+    def optional(self, name: str, otherwise: Any) -> Any:
+        """Returns the value of a field, or another where there is none."""
+        return self.hf_config[name] if self.has(name) else otherwise
 
-    def overridden(name: str, value: Any) -> Any:
-        return megatron_cfg[name] if name in megatron_cfg and megatron_cfg[name] is not None else value
+    def overridden(self, name: str, value: Any) -> Any:
+        """Returns what the recipe's section says; the value of the model where it says nothing."""
+        own = self.megatron_cfg[name] if name in self.megatron_cfg else None
+        return value if own is None else own
 
-    hidden_size, num_heads = size("hidden_size"), size("num_attention_heads")
-    ffn_hidden_size = size("intermediate_size")
+
+def _read(family: Family, fields: _Fields) -> Architecture:
+    hidden_size, num_heads = fields.size("hidden_size"), fields.size("num_attention_heads")
+    ffn_hidden_size, num_experts, experts_per_token = fields.size("intermediate_size"), None, None
     if family.experts:
-        ffn_hidden_size = overridden("moe_ffn_hidden_size", size("moe_intermediate_size"))
-    num_experts, experts_per_token = None, None
-    if family.experts:
-        num_experts = size("num_local_experts" if has("num_local_experts") else "num_experts")
-        experts_per_token = overridden("moe_router_topk", size("num_experts_per_tok"))
-    num_layers = size("num_hidden_layers")
-    attention_bias = optional("attention_bias", False)
-    all_biased = overridden("add_bias_linear", False)
+        ffn_hidden_size = fields.overridden("moe_ffn_hidden_size", fields.size("moe_intermediate_size"))
+        num_experts = fields.size("num_local_experts" if fields.has("num_local_experts") else "num_experts")
+        experts_per_token = fields.overridden("moe_router_topk", fields.size("num_experts_per_tok"))
+    num_layers = fields.size("num_hidden_layers")
+    attention_bias = fields.optional("attention_bias", False)
+    all_biased = fields.overridden("add_bias_linear", False)
     qkv_bias = attention_bias if family.qkv_bias is None else family.qkv_bias
     output_bias = attention_bias if family.output_bias is None else family.output_bias
-    mlp_bias = optional("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
-    by_layer = (expert_layers(hf_config) if family.experts else None) or [False] * num_layers
+    mlp_bias = fields.optional("mlp_bias", False) if family.mlp_bias is None else family.mlp_bias
+    by_layer = (expert_layers(fields.hf_config) if family.experts else None) or [False] * num_layers
     if family.experts:
-        _check_expert_layers(overridden("moe_layer_freq", None), by_layer)
+        _check_expert_layers(fields.overridden("moe_layer_freq", None), by_layer)
     return Architecture(
         num_layers=num_layers,
         hidden_size=hidden_size,
         ffn_hidden_size=ffn_hidden_size,
-        dense_ffn_hidden_size=size("intermediate_size"),
+        dense_ffn_hidden_size=fields.size("intermediate_size"),
         num_heads=num_heads,
-        num_query_groups=size("num_key_value_heads") if has("num_key_value_heads") else num_heads,
-        head_dim=size("head_dim") if has("head_dim") else hidden_size // num_heads,
-        vocab_size=size("vocab_size"),
-        tied_embeddings=field("tie_word_embeddings"),
-        qkv_bias=overridden("add_qkv_bias", qkv_bias) or all_biased,
+        num_query_groups=fields.size("num_key_value_heads") if fields.has("num_key_value_heads") else num_heads,
+        head_dim=fields.size("head_dim") if fields.has("head_dim") else hidden_size // num_heads,
+        vocab_size=fields.size("vocab_size"),
+        tied_embeddings=fields.value("tie_word_embeddings"),
+        qkv_bias=fields.overridden("add_qkv_bias", qkv_bias) or all_biased,
         output_bias=output_bias or all_biased,
         mlp_bias=mlp_bias or all_biased,
         router_bias=all_biased,
-        qk_norm=overridden("qk_layernorm", family.qk_norm),
+        qk_norm=fields.overridden("qk_layernorm", family.qk_norm),
         expert_layers=tuple(by_layer),
         num_experts=num_experts,
         experts_per_token=experts_per_token,
