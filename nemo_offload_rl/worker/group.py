@@ -323,7 +323,6 @@ class PolicyWorkerGroup:
             The results in data-parallel order, or of all ranks.
         """
         layout = self._built()
-        self._collect_started()
         shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
         reporting = list(range(len(self._actors))) if from_all_ranks else layout.reporting_ranks
         refs = [
@@ -335,6 +334,7 @@ class PolicyWorkerGroup:
             )
             for rank, actor in enumerate(self._actors)
         ]
+        self._collect_started()  # the ranks have begun with this verb, too
         results = self._collect(verb, refs)
         return [results[rank] for rank in reporting]
 

@@ -45,7 +45,7 @@ def run_steps(
         report["checksums"] = checksums(worker)
         if visit_phases:
             worker.offload_before_refit()
-            worker.offload_after_refit()
+            worker.offload_after_refit(wait=step % 2 == 0)
             if step % 2:
                 worker.start_return(logprobs=True)
         report["logprobs"] = worker.get_logprobs(random_batch(4, seed=seed), mbs=2)["logprobs"].tolist()
