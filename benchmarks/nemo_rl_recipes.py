@@ -114,7 +114,8 @@ def row_of(path: Path, folder: Path) -> Row:
         facts: Row = {"megatron_policy": None, "algorithm": "-", "architecture_supported": None, "asks_for": ""}
     else:
         facts = facts_of(config)
-    return row | facts | {"refused_keys": ", ".join(keys), "seconds": round(seconds, 3)}
+    why = problems[0].message if problems else ""
+    return row | facts | {"refused_keys": ", ".join(keys), "why": why, "seconds": round(seconds, 3)}
 
 
 def deep_verdict(row: Mapping[str, TableValue], folder: Path, work: Path) -> str | None:
@@ -179,6 +180,7 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     built = [row for row in rows if not row["asks_for"]]
     loaded = [row for row in rows if row["loads"]]
     refused = [row for row in rows if not row["loads"]]
+    alone = Counter(row["asks_for"] for row in rows)
     lines = [
         "# NeMo-RL's recipes",
         "",
@@ -204,9 +206,12 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "",
         "## What recipes ask for that is not built here",
         "",
-        table_line(["feature", "recipes"]),
-        table_line(["---"] * 2),
-        *(table_line([feature, str(count)]) for feature, count in features_of(rows).most_common()),
+        "Under `alone`: recipes that ask for nothing else of these. A draft model is one for speculative decoding, "
+        "trained beside the policy (eagle3), or DeepSeek-V3's layer for multi-token prediction.",
+        "",
+        table_line(["feature", "recipes", "alone"]),
+        table_line(["---"] * 3),
+        *(table_line([feature, str(count), str(alone[feature])]) for feature, count in features_of(rows).most_common()),
         "",
         *refused_lines([row for row in built if not row["loads"]]),
         "## How it was measured",
@@ -280,12 +285,13 @@ def deep_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def refused_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The recipes that ask for no missing feature and are refused all the same, each with its keys."""
+    """The recipes that ask for no missing feature and are refused all the same, each with its keys and the reason."""
     if not refused:
         return
     yield from ("## Refused, but for none of these features", "")
-    yield from (table_line(["recipe", "refused keys"]), table_line(["---"] * 2))
-    yield from (table_line([row["recipe"], f"`{row['refused_keys'].replace(', ', '`, `')}`"]) for row in refused)
+    yield from (table_line(["recipe", "refused keys", "why, of the first"]), table_line(["---"] * 3))
+    for row in refused:
+        yield table_line([row["recipe"], f"`{row['refused_keys'].replace(', ', '`, `')}`", row["why"]])
     yield ""
 
 

@@ -38,8 +38,8 @@ def test_each_recipe_is_told_with_its_keys_and_what_it_asks_for(tmp_path):
     page = page_of(result, "rows.json")
     assert "| grpo | 3 | 1 | 2 | 1 |" in page
     assert "3 more keys, of fewer than 3 recipes each | 3 | 2 | 1 | 1 |" in page
-    assert "| context parallelism | 1 |" in page
-    assert "| odd.yaml | `env.math.math_verify_impl` |" in page and "| wrong.yaml |" not in page
+    assert "| context parallelism | 1 | 1 |" in page
+    assert "| odd.yaml | `env.math.math_verify_impl` | must be " in page and "| wrong.yaml |" not in page
     assert "Refused, but" not in page_of(result | {"rows": [loads, wrong]}, "rows.json")
 
 
