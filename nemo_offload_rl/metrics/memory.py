@@ -53,7 +53,7 @@ def graph_pool_bytes() -> int:
 
     if not _gpu_is_in_use():
         return 0
-    segments = torch.cuda.memory_snapshot()
+    segments = torch.cuda.memory_snapshot(include_traces=False)
     return sum(one["total_size"] for one in segments if tuple(one["segment_pool_id"]) != (0, 0))
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+from nemo_offload_rl.metrics.memory import graph_pool_bytes, memory_stats, reset_gpu_peak
 
 
 def test_host_memory_grows_with_what_is_held():
@@ -15,6 +15,7 @@ def test_host_memory_grows_with_what_is_held():
 def test_without_a_gpu_there_is_only_host_memory():
     reset_gpu_peak()
     assert list(memory_stats()) == ["host_rss_gib"]
+    assert graph_pool_bytes() == 0
 
 
 @pytest.mark.gpu
@@ -26,3 +27,17 @@ def test_gpu_peak_starts_anew():
     stats = memory_stats()
     assert stats["gpu_peak_allocated_gib"] < 0.25
     assert stats["gpu_peak_allocated_gib"] == pytest.approx(stats["gpu_allocated_gib"])
+
+
+@pytest.mark.gpu
+def test_memory_of_cuda_graphs_is_told_from_other_memory():
+    source = torch.ones(32 * 1024**2, device="cuda")
+    before = graph_pool_bytes()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        copy = source + 1
+    assert graph_pool_bytes() - before >= copy.untyped_storage().nbytes()
+    stats = memory_stats()
+    if "gpu_driver_gib" in stats:  # the driver knows this process by its number
+        assert stats["gpu_driver_gib"] > stats["gpu_reserved_gib"] >= 0.25
+        assert 0 < stats["gpu_context_gib"] < 4
