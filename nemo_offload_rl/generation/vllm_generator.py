@@ -180,7 +180,7 @@ class VllmGenerator:
         What sleeps does not count (see `vllm_memory.engine_memory_stats`).
         """
         [of_graphs] = self._on_worker("refit_memory_stats")
-        return (engine_memory_stats(vllm_pools(), self._asleep) if self._sleep_level else memory_stats()) | of_graphs
+        return (engine_memory_stats(vllm_pools()) if self._sleep_level else memory_stats()) | of_graphs
 
     # ---- sampling
 

@@ -57,7 +57,7 @@ class CudaRecorder:
         before = torch.cuda.memory_reserved()
         torch.cuda.current_stream().synchronize()
         try:
-            with _no_collection(), _current_stream(self._stream):
+            with _no_collection(), _random_state_set_aside(), _current_stream(self._stream):
                 self._capture(graph, work)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
@@ -82,13 +82,11 @@ class CudaRecorder:
             graph.capture_end()
         except RuntimeError:
             # The driver has ended the capture, but torch goes no further: without this, its allocators would ask the
-            # graph about every stream, and its generator of random numbers would wait for the capture's end.
-            device = torch.cuda.current_device()
+            # graph about every stream.
             _ABANDONED.append(graph)
             with contextlib.suppress(RuntimeError):
-                torch._C._cuda_endAllocateToPool(device, self._pool)
-            generator = torch.cuda.default_generators[device]
-            generator.graphsafe_set_state(generator.clone_state())
+                torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
+            self._stream = torch.cuda.Stream()
             raise
 
     def forget(self) -> None:
@@ -134,6 +132,18 @@ def _no_collection() -> Iterator[None]:
     finally:
         if was_enabled:
             gc.enable()
+
+
+@contextlib.contextmanager
+def _random_state_set_aside() -> Iterator[None]:
+    """Have a capture take a copy of the state of the GPU's random numbers, which a failed one leaves unusable."""
+    generator = torch.cuda.default_generators[torch.cuda.current_device()]
+    own = generator.graphsafe_get_state()
+    generator.graphsafe_set_state(own.clone_state())
+    try:
+        yield
+    finally:
+        generator.graphsafe_set_state(own)
 
 
 @contextlib.contextmanager

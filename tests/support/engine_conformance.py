@@ -192,7 +192,7 @@ def a_sleeping_engine_holds_little(engine: GenerationInterface, weights: Weights
     if "gpu_pools_gib" not in awake:  # an engine without pools, or no GPU
         return
     assert awake["gpu_pools_gib"] > 1
-    assert asleep["gpu_pools_gib"] == asleep["host_pools_gib"] == 0
+    assert (asleep["gpu_pools_gib"], asleep["host_pools_gib"]) == (0, 0)
     assert -0.01 < asleep["gpu_reserved_gib"] < 1
     if "gpu_driver_gib" in asleep:
         assert 0 < asleep["gpu_context_gib"] < 2

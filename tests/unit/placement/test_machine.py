@@ -307,6 +307,7 @@ def test_facts_of_this_machine_are_complete():
 
 
 @pytest.mark.gpu
+@pytest.mark.whole_gpu
 def test_a_link_is_measured_and_gives_everything_back():
     torch.cuda.empty_cache()  # what earlier tests left
     before = torch.cuda.memory_reserved(0)
