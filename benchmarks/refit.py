@@ -92,6 +92,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
     ]
+    start = time.perf_counter()
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
     policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
@@ -107,6 +108,9 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
             before_build=generation.wait_until_ready,
         ) as group,
     ):
+        print(f"{case}: the engine is there after {time.perf_counter() - start:.0f} s", flush=True)
+        group.memory_stats()  # of ranks that are built
+        print(f"{case}: the policy is built after {time.perf_counter() - start:.0f} s", flush=True)
         generation.prepare_for_generation(["weights"])
         for way, buffers_gib in itertools.product(arguments.ways, arguments.buffers_gib):
             make, receivers = WAYS[way], generation.receivers
