@@ -144,6 +144,14 @@ def test_all_problems_are_reported_at_once_with_their_lines():
         ("a: ${a}\n", "recipe.yaml:1: a: '${a}' cannot be resolved"),
         ("a: ${mul:1}\n", "mul expected 2 arguments, got 1"),
         ("a: ${nope:1}\n", "Unsupported interpolation type nope"),
+        ("a: ${div:1,0}\n", "div of 1 and 0: division by zero"),
+        ("a: ${mul:true,2}\n", "mul takes two numbers, found true"),
+        ("a: ${oc.env:NO_SUCH_VARIABLE}\n", "the environment has no variable NO_SUCH_VARIABLE"),
+        ("a: ${oc.env:1}\n", "oc.env takes the name of a variable, and a default"),
+        (
+            "a: {b: '${...c}'}\nc: 1\n",
+            "recipe.yaml:1: a.b: '${...c}' cannot be resolved: ...c lies outside of the recipe",
+        ),
         ("a: ${b\n", "recipe.yaml:1: a: '${b'"),
         ("a: ???\n", "recipe.yaml:1: a: must be given a value; it is ???"),
         ("a: 1\nb: [1\n", "broken YAML"),
@@ -181,6 +189,13 @@ def test_all_problems_are_reported_at_once_with_their_lines():
 def test_a_recipe_that_cannot_be_read_says_where_and_why(text, message):
     write("a.yaml", "a: 1\n")
     assert message in error_of(write("recipe.yaml", text))
+
+
+def test_an_environment_variable_is_text(monkeypatch):
+    monkeypatch.setenv("NUM_ROWS", "8")
+    given = "a: ${oc.env:NUM_ROWS}\nb: ${oc.env:NUM_ROWS,4}\n"
+    text = f"{given}c: ${{oc.env:NO_SUCH_VARIABLE,4}}\nd: ${{oc.env:NO_SUCH_VARIABLE,null}}\n"
+    assert read_recipe(write("recipe.yaml", text)).config == {"a": "8", "b": "8", "c": "4", "d": None}
 
 
 def test_a_longer_cycle_is_shown_whole():

@@ -429,6 +429,32 @@ def test_a_broken_rule_is_one_problem_with_its_key_and_remedy(rule, error_of):
     assert message in error
 
 
+TIS = "loss_fn.truncated_importance_sampling"
+CORRECTED = "loss_fn.use_importance_sampling_correction=true"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["grpo.batch_multiplier=0.01", "grpo.use_dynamic_sampling=true"], "makes no whole prompt; raise it"),
+        (
+            ["grpo.reward_scaling.enabled=true", "~grpo.reward_scaling.source_min"],
+            "grpo.reward_scaling.enabled: is true, which needs source_min, source_max, target_min and target_max",
+        ),
+        ([f"{TIS}_ratio=2.0"], f"{TIS}_type: is null, but {TIS}_ratio is set; name a type"),
+        ([f"{TIS}_ratio_min=0.5"], f"{TIS}_type: is null, but {TIS}_ratio_min is set; name a type"),
+        ([CORRECTED, f"{TIS}_type=tis"], f"{TIS}_type: is tis, which needs {TIS}_ratio"),
+        ([CORRECTED, f"{TIS}_type=icepop", f"{TIS}_ratio=2.0"], f"{TIS}_type: is icepop, which needs {TIS}_ratio_min"),
+        (
+            [CORRECTED, f"{TIS}_type=icepop", f"{TIS}_ratio=2.0", f"{TIS}_ratio_min=3.0"],
+            f"{TIS}_ratio_min: is 3.0, above {TIS}_ratio (2.0)",
+        ),
+    ],
+)
+def test_other_ways_to_break_a_rule_of_grpo(overrides, message, error_of):
+    assert message in error_of(*overrides)
+
+
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -164,7 +164,10 @@ MEGATRON = "policy.megatron_cfg"
             "+policy.residency.table.generate.grads=host",
             "policy.residency.table.generate.grads: must be 'gpu', 'dropped' or 'keep'; found 'host'\n",
         ),
-        ("+policy.residency.table.generate.params=hots", "must be 'gpu', 'host' or 'keep'; found 'hots'; did you mean"),
+        (
+            "+policy.residency.table.generate.params=hots",
+            "must be 'gpu', 'host', 'keep' or 'auto'; found 'hots'; did you mean",
+        ),
         ("+policy.residency.table.train.reference_weights=gpu", "must be 'host'; found 'gpu'"),
         ("policy.residency.table={generate: null}", "table.generate: must be a section (a mapping); found null"),
         ("policy.residency.host_memory_limit_gib=0", "must be above 0.0; found 0"),

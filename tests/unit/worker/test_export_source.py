@@ -1,0 +1,78 @@
+"""What an export needs of a checkpoint is checked before torch is imported."""
+
+import json
+
+import pytest
+import yaml
+
+from nemo_offload_rl.worker.export_source import read_export_source
+
+PARTS = ("recipe.yaml", "policy/metadata.json", "policy/hf_config/config.json", "tokenizer")
+
+
+@pytest.fixture
+def checkpoint(tmp_path):
+    folder = tmp_path / "results" / "step_10"
+    (folder / "policy" / "hf_config").mkdir(parents=True)
+    (folder / "tokenizer").mkdir()
+    (folder / "policy" / "metadata.json").write_text("{}")
+    (folder / "policy" / "hf_config" / "config.json").write_text(json.dumps({"model_type": "qwen3"}))
+    (folder / "recipe.yaml").write_text(yaml.safe_dump({"policy": {"precision": "float32"}}))
+    return folder
+
+
+def error_of(checkpoint, folder):
+    with pytest.raises(ValueError, match=r"\S") as caught:
+        read_export_source(checkpoint, folder)
+    return str(caught.value)
+
+
+def test_a_checkpoint_is_read_with_values_for_keys_that_it_lacks(checkpoint, tmp_path):
+    source = read_export_source(checkpoint, tmp_path / "hf")
+    assert source.policy == checkpoint / "policy"
+    assert source.tokenizer == checkpoint / "tokenizer"
+    assert source.hf_config == {"model_type": "qwen3"}
+    assert source.recipe["policy"]["precision"] == "float32"
+    assert source.recipe["policy"]["refit_buffer_size_gb"] == 1.0  # an earlier version did not write it
+
+
+def test_what_is_no_checkpoint_is_said_with_what_to_give_instead(checkpoint, tmp_path):
+    results, model, recipe = checkpoint.parent, tmp_path / "model", checkpoint / "recipe.yaml"
+    (results / "step_9").mkdir()
+    model.mkdir()
+    (model / "config.json").write_text("{}")
+    new = tmp_path / "hf"
+    assert f"{tmp_path / 'nope'} does not exist; give a checkpoint's folder" in error_of(tmp_path / "nope", new)
+    assert f"{recipe} is a file; give a checkpoint's folder" in error_of(recipe, new)
+    error = error_of(results, new)
+    assert "it has no recipe.yaml and no policy/metadata.json and no" in error
+    assert f"give one of those that it holds, such as {checkpoint}." in error  # the newest
+    assert "it is a Hugging Face folder already" in error_of(model, new)
+    assert "give a checkpoint's folder, such as .../step_100." in error_of(tmp_path / "results" / "step_9", new)
+
+
+def test_a_folder_that_holds_something_else_is_not_written_to(checkpoint, tmp_path):
+    folder = tmp_path / "hf"
+    folder.mkdir()
+    read_export_source(checkpoint, folder)  # empty
+    (folder / "notes.txt").write_text("mine")
+    assert f"{folder} is not empty and holds no model; give an empty or new folder." in error_of(checkpoint, folder)
+    (folder / "config.json").write_text("{}")
+    read_export_source(checkpoint, folder)  # an export, to be written anew
+    assert "notes.txt is a file; give an empty or new folder." in error_of(checkpoint, folder / "notes.txt")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("recipe.yaml", "a: [1\n", "recipe.yaml cannot be read: "),
+        ("recipe.yaml", "a: 1\n", "recipe.yaml is not what a run writes there: it has no policy"),
+        ("policy/hf_config/config.json", "{", "config.json cannot be read: "),
+        ("policy/hf_config/config.json", "[]", "config.json is not what a run writes there: it has no model_type"),
+    ],
+)
+def test_a_part_that_is_damaged_is_named(checkpoint, tmp_path, name, text, message):
+    (checkpoint / name).write_text(text)
+    error = error_of(checkpoint, tmp_path / "hf")
+    assert message in error
+    assert error.endswith("; take another checkpoint.")
