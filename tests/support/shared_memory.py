@@ -1,7 +1,11 @@
-"""What shared host memory this process has."""
+"""What shared host memory this process has, and a second process to share it with."""
 
 import contextlib
+import multiprocessing
 import os
+from collections.abc import Callable, Iterator
+from multiprocessing.connection import Connection
+from typing import Any
 
 
 def num_open_buffers() -> int:
@@ -11,3 +15,20 @@ def num_open_buffers() -> int:
         with contextlib.suppress(FileNotFoundError):  # the listing's own
             num += "memfd:nemo_offload_rl" in os.readlink(f"/proc/self/fd/{name}")
     return num
+
+
+@contextlib.contextmanager
+def process_that_answers(answer: Callable[[Connection], None]) -> Iterator[Callable[[Any], Any]]:
+    """A second process, which answers what it is asked through a pipe, until it gets None."""
+    context = multiprocessing.get_context("forkserver")
+    ours, theirs = context.Pipe()
+    process = context.Process(target=answer, args=(theirs,))
+    process.start()
+
+    def ask(question: Any) -> Any:
+        ours.send(question)
+        return ours.recv()
+
+    yield ask
+    ours.send(None)
+    process.join()

@@ -1,12 +1,11 @@
 """Buffers that a second process opens."""
 
 import dataclasses
-import multiprocessing
 import os
 
 import pytest
 import torch
-from support.shared_memory import num_open_buffers
+from support.shared_memory import num_open_buffers, process_that_answers
 
 from nemo_offload_rl.memory import shared_buffer
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError, make_shared_buffer
@@ -27,18 +26,8 @@ def add_one(pipe):
 
 @pytest.fixture(scope="module")
 def other_process():
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=add_one, args=(theirs,))
-    process.start()
-
-    def ask(handle):
-        ours.send(handle)
-        return ours.recv()
-
-    yield ask
-    ours.send(None)
-    process.join()
+    with process_that_answers(add_one) as ask:
+        yield ask
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])

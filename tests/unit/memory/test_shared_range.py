@@ -1,11 +1,10 @@
 """Ranges that a second process maps, at one address for as long as they live."""
 
-import multiprocessing
 import os
 
 import pytest
 import torch
-from support.shared_memory import num_open_buffers
+from support.shared_memory import num_open_buffers, process_that_answers
 
 from nemo_offload_rl.memory.descriptors import DescriptorError, DescriptorOffer
 from nemo_offload_rl.memory.shared_range import make_shared_range
@@ -33,18 +32,8 @@ def add_one(pipe):
 
 @pytest.fixture(scope="module")
 def other_process():
-    context = multiprocessing.get_context("forkserver")
-    ours, theirs = context.Pipe()
-    process = context.Process(target=add_one, args=(theirs,))
-    process.start()
-
-    def ask(handle):
-        ours.send(handle)
-        return ours.recv()
-
-    yield ask
-    ours.send(None)
-    process.join()
+    with process_that_answers(add_one) as ask:
+        yield ask
 
 
 def wait(device):
