@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from support.toy_policy import Recorded
 
@@ -37,13 +38,16 @@ def record(
     return run.train(), outputs
 
 
-def record_with_a_break(make: Callable[[], Algorithm], folder: Path, metric: str) -> dict[int, dict[str, float]]:
+def record_with_a_break(
+    make: Callable[[], Algorithm], folder: Path, metric: str, check_loaded: Callable[[Any], None] = lambda _: None
+) -> dict[int, dict[str, float]]:
     """Runs four of the six steps, and the others by another object that starts from the checkpoint.
 
     Args:
         make: the algorithm.
         folder: for checkpoints.
         metric: a loss, by which they are ranked.
+        check_loaded: looks at the other object as it is behind its load.
 
     Returns:
         The rows of both runs, without timings.
@@ -54,5 +58,6 @@ def record_with_a_break(make: Callable[[], Algorithm], folder: Path, metric: str
     state = RunState.read(newest)
     resumed.position = state.position
     resumed.load(newest)
+    check_loaded(resumed)
     _, after = record(resumed, SIX_STEPS, checkpoints, state)
     return {**before.without_timings(), **after.without_timings()}
