@@ -48,11 +48,13 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
     if "generation" not in policy or not is_colocated(policy):
         return {}
     asleep = "discarded" if has_vllm_beside_it(policy) and not keeps_generation_weights(policy) else "host"
-    cache = {Phase.REFIT: "gpu at its end" if has_vllm_beside_it(policy) else "discarded", Phase.GENERATE: "gpu"}
+    cache = dict.fromkeys(Phase, "discarded") | {Phase.GENERATE: "gpu"}
+    if has_vllm_beside_it(policy):
+        cache[Phase.REFIT] = "gpu at its end"
     return {
         phase: {
             EngineTarget.GENERATION_WEIGHTS: "gpu" if phase in _AWAKE else asleep,
-            EngineTarget.KV_CACHE: cache.get(phase, "discarded"),
+            EngineTarget.KV_CACHE: cache[phase],
         }
         for phase in Phase
     }

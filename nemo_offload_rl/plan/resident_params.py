@@ -30,7 +30,7 @@ def with_resident_params(
     policy = config["policy"]
     table = policy["residency"]["table"] or {}
     cells = table.get(Phase.GENERATE) or {}
-    is_open = cells.get(Target.PARAMS, AUTO) == AUTO
+    is_open = Target.PARAMS not in cells or cells[Target.PARAMS] == AUTO
     if not has_vllm_beside_it(policy) or not is_open or gpu_bytes is None:  # they stay on GPUs of their own
         return config, []
     resident = copy.deepcopy(dict(config))
