@@ -69,7 +69,7 @@ class VllmGenerator:
         self._activation_bytes = 0  # the most that a generation took beside the pools of weights and KV cache
         self._sleep_level = 0
         if sleeps:
-            self._sleep_level = 1 if keeps_weights else int(self._on_worker("refit_sleep_level")[0])
+            self._sleep_level = 1 if keeps_weights else 2
 
     # ---- weights
 
@@ -139,6 +139,8 @@ class VllmGenerator:
         if tags:
             self._llm.wake_up(list(tags))
             self._asleep -= set(tags)
+        if "weights" in tags and self._sleep_level > 1:
+            self._on_worker("refit_restore")
 
     def _wait_for_mapping(self) -> None:
         try:
@@ -168,6 +170,8 @@ class VllmGenerator:
             beside_pools = torch.cuda.memory_reserved() - sum(block.handle[1] for block in vllm_pools().values())
             self._activation_bytes = max(self._activation_bytes, beside_pools)
             self._has_generated = False
+        if self._sleep_level > 1 and "weights" not in self._asleep:
+            self._on_worker("refit_save")
         self._llm.sleep(level=self._sleep_level)
         self._asleep = {"weights", "kv_cache"}
         self._prefixes_are_stale = True  # the KV cache is gone

@@ -105,7 +105,12 @@ def transformed_after_loading(modules: Iterable[tuple[str, torch.nn.Module]]) ->
         A line for each module whose weights it does not leave as they were loaded, or of which that is not known.
     """
     found = []
-    for name, module in modules:
+    named = list(modules)
+    # vLLM 0.25's methods for experts are modules themselves, which are judged where they are used.
+    methods = {id(getattr(module, "quant_method", None)) for _, module in named}
+    for name, module in named:
+        if id(module) in methods:
+            continue
         method: Any = getattr(module, "quant_method", None)
         method = getattr(method, "old_quant_method", method)  # another wraps it for expert parallelism
         kind = type(method).__name__

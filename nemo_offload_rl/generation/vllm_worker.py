@@ -2,20 +2,18 @@
 
 import functools
 import gc
-import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 
 from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
+from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.plan import NamedTensor, TensorSpec
 from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder
-
-logger = logging.getLogger(__name__)
 
 
 class RefitExtension:
@@ -67,8 +65,9 @@ class RefitExtension:
         found = read_back(dict(_worker(self).get_model().named_parameters()), specs)
         return {name: tensor_checksum(tensor) for name, tensor in found.items()}
 
-    def refit_sleep_level(self) -> int:
-        """The level to sleep at: 2, which discards weights, where all that lies among them is restored; else 1."""
+    @functools.cached_property
+    def refit_saved(self) -> SavedMemory:
+        """What lies among vLLM's weights beside parameters and buffers, such as its sampler's state of requests."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         model = _worker(self).get_model()
@@ -78,18 +77,18 @@ class RefitExtension:
             if data.tag == "weights"
         ]
         gc.unfreeze()  # vLLM has frozen what is alive, and the collector does not list that
-        alive = [item for item in gc.get_objects() if isinstance(item, torch.Tensor) and item.is_cuda]
+        # isinstance asks some of torch.distributed's objects for their class, which warns.
+        alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_cuda]
         gc.freeze()
-        lost = outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks)
-        if not lost:
-            return 2
-        logger.warning(
-            "vLLM sleeps at level 1, which keeps its weights in host memory: %d tensors among them are neither "
-            "parameters nor buffers, and a refit would not bring them back; the first has the shape %s.",
-            len(lost),
-            list(lost[0].shape),
-        )
-        return 1
+        return SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
+
+    def refit_save(self) -> None:
+        """Copy to host memory what sleep at level 2 discards among the weights and no refit brings back."""
+        self.refit_saved.save()
+
+    def refit_restore(self) -> None:
+        """Copy back what `refit_save` has saved, to memory that is mapped again."""
+        self.refit_saved.restore()
 
 
 def _worker(extension: RefitExtension) -> Any:

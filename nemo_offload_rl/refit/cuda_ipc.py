@@ -57,7 +57,7 @@ class CudaIpcTransport:
 
     receivers: Sequence[Receiver]
     verify: bool
-    graphs: bool = False
+    graphs: bool = True
     min_gain_s: float = MIN_GAIN_S
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:

@@ -2,6 +2,7 @@
 
 import contextlib
 import gc
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Protocol
 
@@ -49,10 +50,13 @@ class CudaRecorder:
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
         self._pool: Any = torch.cuda.graph_pool_handle()
+        self._graphs: weakref.WeakSet[torch.cuda.CUDAGraph] = weakref.WeakSet()
         self.pool_bytes = 0
 
     def record(self, work: Callable[[], object]) -> Replay:
         """Capture a graph (see `Recorder`)."""
+        if not self._graphs:
+            self.forget()  # torch 2.11 refuses a pool again whose last graph is gone
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved()
         torch.cuda.current_stream().synchronize()
@@ -63,6 +67,7 @@ class CudaRecorder:
             raise CaptureError(str(error).partition("\n")[0]) from error
         finally:
             self.pool_bytes += max(0, torch.cuda.memory_reserved() - before)
+        self._graphs.add(graph)
         return graph.replay
 
     def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:

@@ -11,6 +11,7 @@ from support import engine_conformance
 from nemo_offload_rl.generation import vllm_generator
 from nemo_offload_rl.generation.interface import GenerationRequest, SamplingParams
 from nemo_offload_rl.generation.sampling import row_seed, row_uniforms
+from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_arguments import (
     ENVIRONMENT,
     engine_arguments,
@@ -120,13 +121,12 @@ class StandIn(RefitExtension):
 
     def __init__(self):
         self.model = torch.nn.Linear(3, 2)
+        self.state_of_requests = torch.arange(4)
+        self.refit_saved = SavedMemory([self.state_of_requests])
         self.calls = []
 
     def get_model(self):
         return self.model
-
-    def refit_sleep_level(self):
-        return 2
 
     def refit_load(self, named_tensors):
         for name, tensor in named_tensors:
@@ -140,6 +140,8 @@ class StandIn(RefitExtension):
 
     def sleep(self, level):
         self.calls.append(("sleep", level))
+        if level == 2:
+            self.state_of_requests.fill_(-1)
 
     def wake_up(self, tags):
         self.calls.append(("wake_up", tags))
@@ -171,6 +173,10 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
     assert generator.weights_checksum().keys() == WEIGHTS.keys()
     generator.finish_generation()
     assert ("sleep", 2) in generator._llm.calls
+    generator.finish_generation()  # it sleeps already
+    assert generator._llm.state_of_requests.tolist() == [-1] * 4
+    generator.prepare_for_generation(["weights"])
+    assert generator._llm.state_of_requests.tolist() == [0, 1, 2, 3]  # no refit would bring them
     with pytest.raises(RuntimeError, match="still waits for 2"):
         generator.generate(TOO_LONG)
 

@@ -121,6 +121,13 @@ def test_weights_that_vllm_leaves_as_they_are_may_be_refitted():
         "attn": attention,
     }
     assert transformed_after_loading(plain.items()) == []
+    as_module = module("UnquantizedFusedMoEMethod", unquantized_backend=SimpleNamespace(name="TRITON"))
+    type(as_module).process_weights_after_loading = print
+    named = [*module("RoutedExperts", quant_method=as_module).named_modules(prefix="experts")]
+    assert [name for name, _ in named] == ["experts", "experts.quant_method"]
+    assert transformed_after_loading(named) == []
+    as_module.unquantized_backend.name = "AITER"
+    assert transformed_after_loading(named) == ["experts arranges its experts for AITER"]
 
 
 def test_weights_that_vllm_changes_after_loading_are_named():

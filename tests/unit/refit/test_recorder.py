@@ -65,6 +65,10 @@ def test_a_failed_capture_leaves_the_gpu_as_it_was():
         replay()
         assert result.eq(2 * value).all()
     del replay
+    replay = recorder.record(lambda: result.copy_(source + 1))  # in another pool than that of the graph that is gone
+    replay()
+    assert result.eq(6).all()
+    del replay
     recorder.forget()
     big = torch.empty(2**28, device="cuda")  # the allocator still gives and takes
     del big
