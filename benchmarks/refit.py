@@ -13,6 +13,7 @@ were compared after the last one, in that way.
 | `object_store` | through host memory |
 | `streamed` | through GPU memory, driven from Python |
 | `graphs` | the same, replayed from CUDA graphs; where `replayed` is false, the log says why they could not be |
+| `broadcast` | with `--apart`, to an engine on a GPU of its own: two GPUs, over NCCL |
 
 At `--scale tiny` tiny models are sent, also without a GPU.
 """
@@ -39,6 +40,7 @@ from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.interface import GenerationInterface
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.refit.broadcast import BroadcastTransport
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver, RefitSender, RefitTransport
@@ -55,6 +57,15 @@ WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
     "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
 }
 """How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""
+APART: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
+    "broadcast": lambda receivers, verify: BroadcastTransport(receivers, verify)
+}
+"""The same, to an engine on a GPU of its own."""
+_APART_KEYS = (
+    "cluster.gpus_per_node=2",
+    "policy.generation.colocated.enabled=false",
+    "policy.generation.colocated.resources.gpus_per_node=1",
+)
 _TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
 
 
@@ -91,13 +102,16 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
         f"policy.refit_buffer_size_gb={largest}",
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
+        *(_APART_KEYS if arguments.apart else ()),
     ]
+    ways = APART if arguments.apart else {name: WAYS[name] for name in arguments.ways}
+    num_engine_devices = 1 if arguments.apart else 0
     start = time.perf_counter()
     loaded, _ = config.for_machine(config.load(RECIPE, overrides).config, has_gpus=torch.cuda.is_available())
     policy = dict(loaded["policy"]) | {"hf_config": hf_config(case, arguments.scale)}
     backend = policy["generation"]["backend"]  # without a GPU it is another
     with (
-        Cluster(num_nodes=1, gpus_per_node=1) as cluster,
+        Cluster(num_nodes=1, gpus_per_node=1 + num_engine_devices, num_engine_devices=num_engine_devices) as cluster,
         stopped_at_the_end(make_generation(policy, cluster)) as generation,
         PolicyWorkerGroup(
             policy,
@@ -112,8 +126,8 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
         group.memory_stats()  # of ranks that are built
         print(f"{case}: the policy is built after {time.perf_counter() - start:.0f} s", flush=True)
         generation.prepare_for_generation(["weights"])
-        for way, buffers_gib in itertools.product(arguments.ways, arguments.buffers_gib):
-            make, receivers = WAYS[way], generation.receivers
+        for way, buffers_gib in itertools.product(ways, arguments.buffers_gib):
+            make, receivers = ways[way], generation.receivers
             plan = group.prepare_refit_info(Sized(make(receivers, False), buffers_gib))
             generation.prepare_refit_info(plan)
             refits = [_refit(group) for _ in range(1 + arguments.repeats)][1:]
@@ -164,7 +178,10 @@ def _refit(group: PolicyWorkerGroup) -> dict[str, float]:
     return {"seconds": seconds, **group.residency_metrics()}
 
 
-def _median_ms(refits: list[dict[str, float]], name: str) -> float:
+def _median_ms(refits: list[dict[str, float]], name: str) -> float | None:
+    """The median of a metric, which not every transport has."""
+    if name not in refits[0]:
+        return None
     return round(statistics.median(refit[name] for refit in refits) * 1e3, 2)
 
 
@@ -174,6 +191,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--apart", action="store_true", help="the engine on a GPU of its own, in the way broadcast")
     parser.add_argument("--buffers-gib", nargs="+", type=float, default=[1.0], help="GiB of buckets under way")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
     parser.add_argument("--repeats", type=int, default=7)
