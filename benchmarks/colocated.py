@@ -9,6 +9,7 @@ Both settings run the same GRPO recipe, each in processes of its own, one after 
 
 After the GRPO steps both switch to and fro without log-probs, training a step each time, and then generate greedily.
 Losses of all those steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the same.
+On a GPU they are equal bit for bit only with `--deterministic`, which takes kernels and micro-batches for that.
 
     python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...]
     python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
@@ -45,7 +46,7 @@ def main() -> int:
         return 0
     found: dict[str, Measured] = {}
     for setting in arguments.settings:
-        found[setting] = in_own_process(setting)
+        found[setting] = in_own_process(setting, deterministic=arguments.deterministic)
         rows = rows_of(found, arguments)
         write_result(arguments.out, rows)
     print_rows(rows)
@@ -68,6 +69,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
     parser.add_argument("--backend", choices=["vllm", "transformers"], default="vllm")
     parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs, in every setting")
+    parser.add_argument("--deterministic", action="store_true", help="kernels of which losses are equal, run by run")
     parser.add_argument("--steps", type=int, default=5, help="GRPO steps; the first is not counted; at least 2")
     parser.add_argument("--switches", type=int, default=5, help="switches to and fro that count, behind a first one")
     parser.add_argument("--cycles", type=int, default=0, help="measure so many cycles of varying lengths instead")
@@ -80,12 +82,13 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
-def in_own_process(setting: str) -> Measured:
+def in_own_process(setting: str, *, deterministic: bool) -> Measured:
     """Runs this command again for one setting alone, and reads what it measured."""
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         environment = os.environ | {FOLDER_VARIABLE: folder, START_VARIABLE: str(time.monotonic())}
-        environment.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # else attention differs from run to run
+        if deterministic:
+            environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # of attention's kernels
         command = [sys.executable, __file__, *sys.argv[1:], "--settings", setting, "--child", str(result)]
         subprocess.run(command, env=environment, check=True)
         return Measured(**json.loads(result.read_text()))

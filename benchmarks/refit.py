@@ -53,7 +53,7 @@ CASES: Mapping[str, Mapping[str, Any]] = {"1.5B": QWEN2_1_5B, "experts": QWEN3_E
 Receivers = Sequence[Receiver]
 WAYS: Mapping[str, Callable[[Receivers, bool], RefitTransport]] = {
     "object_store": lambda receivers, verify: ObjectStoreTransport(receivers, verify),
-    "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify),
+    "streamed": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=False),
     "graphs": lambda receivers, verify: CudaIpcTransport(receivers, verify, graphs=True, min_gain_s=-math.inf),
 }
 """How weights go to an engine on the policy's GPU; by its receivers and whether it verifies."""

@@ -38,6 +38,7 @@ OVERRIDES: Mapping[str, Sequence[str]] = {
         "policy.generation.max_new_tokens=160",
         "policy.sequence_packing.train_mb_tokens=16384",
         "policy.sequence_packing.logprob_mb_tokens=16384",
+        "policy.refit_buffer_size_gb=4",  # one bucket of all weights
     ],
     # With log-probs and a reference policy, as the other has them.
     "tiny": [
@@ -52,6 +53,9 @@ OVERRIDES: Mapping[str, Sequence[str]] = {
         "grpo.val_at_end=false",
     ],
 }
+_DETERMINISTIC_TOKENS = 2048
+"""Of a packed row in training: cuDNN's deterministic kernel for packed sequences asks for memory that grows with the
+square of their number, 768 GiB for the 98 of 16,384 tokens."""
 START_VARIABLE = "COLOCATED_START"
 """Environment variable with the moment of the command, by the machine's monotonic clock."""
 WHOLE_STEP = "whole step"
@@ -123,6 +127,8 @@ def overrides(arguments: argparse.Namespace) -> list[str]:
     """Those of the scale, then the command line's."""
     of_scale = [] if arguments.config is not None else OVERRIDES[arguments.scale]
     eager = str(arguments.enforce_eager).lower()
+    if arguments.deterministic and arguments.scale == "full":
+        of_scale = [*of_scale, f"policy.sequence_packing.train_mb_tokens={_DETERMINISTIC_TOKENS}"]
     fixed = [f"policy.generation.backend={arguments.backend}", f"policy.generation.vllm_cfg.enforce_eager={eager}"]
     return [*of_scale, *fixed, *arguments.overrides]
 

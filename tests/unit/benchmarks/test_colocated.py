@@ -21,7 +21,14 @@ from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase
 
 ARGUMENTS = SimpleNamespace(
-    scale="full", config=None, model=None, backend="vllm", enforce_eager=False, overrides=[], cycles=0
+    scale="full",
+    config=None,
+    model=None,
+    backend="vllm",
+    enforce_eager=False,
+    overrides=[],
+    cycles=0,
+    deterministic=False,
 )
 
 

@@ -61,6 +61,13 @@ def test_every_weight_is_read_back():
         assert torch.equal(found[name], tensor), name
 
 
+def test_experts_in_a_module_of_their_own_are_read_back():
+    parameters = {name.replace(".experts.w", ".experts.routed_experts.w"): one for name, one in fused().items()}
+    assert "model.layers.1.mlp.experts.routed_experts.w13_weight" in parameters
+    for name, tensor in read_back(parameters, SPECS).items():
+        assert torch.equal(CHECKPOINT[name], tensor), name
+
+
 def test_a_tied_output_layer_is_the_embedding():
     embedding = CHECKPOINT["model.embed_tokens.weight"]
     found = read_back(fused(), [*SPECS, TensorSpec.of("lm_head.weight", embedding)])
