@@ -103,6 +103,11 @@ def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
                 torch.cuda.empty_cache()
             return result
 
+        def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
+            if like_upstream and method in ("refit_save", "refit_restore"):  # level 1 keeps it with the weights
+                return [None]
+            return super().collective_rpc(method, *arguments, **named)
+
         def wake_up(self, tags: list[str] | None = None) -> Any:
             # vllm_worker.py, `wake_up`, is this call, too.
             with marks.span(f"wake_up {' and '.join(tags or ['all'])}"):
