@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from nemo_offload_rl.config.keys.absent_keys import section_of_auto
 from nemo_offload_rl.config.limits import MAX_DEFAULTS, MAX_FILES, MAX_INTEGER, MAX_PROBLEMS, MAX_VALUES, MIN_INTEGER
 from nemo_offload_rl.config.problems import Origin, Problem, RecipeError, nearest, show, show_file
 from nemo_offload_rl.config.source.interpolation import InterpolationError, Resolver, leaves, written_interpolations
@@ -85,7 +86,7 @@ def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str |
     root = _Inheritance(problems).read(path)
     if root is None:
         raise RecipeError(show_file(path), problems)
-    problems += apply_overrides(root, overrides, _is_known_key, given_in)
+    problems += apply_overrides(root, overrides, _is_known_key, section_of_auto, given_in)
     config, written, unresolved = _resolve(root)
     return Recipe(path, config, root.origins(), written, (*problems, *unresolved))
 

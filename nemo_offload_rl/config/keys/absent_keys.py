@@ -70,13 +70,29 @@ IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False},
 }
 
-
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
 
+# Full path of a section that a recipe may write as `auto`: which of its keys then say so, too; the others are as where
+# they are absent.
+AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {"policy.residency": {"table": {"generate": {"params": "auto"}}}}
+
+
+def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
+    """Returns the section that `auto` stands for; None where the value is another, or stands for no section.
+
+    Args:
+        path: of the section.
+        value: what a recipe has there.
+    """
+    if value != "auto" or path not in AUTO_SECTIONS:
+        return None
+    absent = {key.removeprefix(f"{path}."): value for key, value in IF_ABSENT.items() if key.rpartition(".")[0] == path}
+    return copy.deepcopy({**absent, **AUTO_SECTIONS[path]})
+
 
 def resolve_absent_keys(config: dict[str, Any]) -> None:
-    """Fill in the absent keys of the sections that a recipe has.
+    """Fill in the absent keys of the sections that a recipe has, and the sections that it writes as `auto`.
 
     Args:
         config: a recipe's, which is changed.
@@ -98,6 +114,8 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
             found = found[part] if isinstance(found, dict) and part in found else None
         if isinstance(found, dict):
             found.setdefault(name, copy.deepcopy(value))
+            of_auto = section_of_auto(path, found[name])
+            found[name] = found[name] if of_auto is None else of_auto
 
 
 def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]:

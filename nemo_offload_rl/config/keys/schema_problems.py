@@ -11,7 +11,7 @@ from nemo_offload_rl.config.keys.section_kinds import kinds_of, meaning_in_kind,
 from nemo_offload_rl.config.keys.tree import find_key, nearest_key, short_section
 from nemo_offload_rl.config.megatron.owned_fields import refuse
 from nemo_offload_rl.config.problems import Origin, is_number, nearest, show, show_choices
-from nemo_offload_rl.config.schema.value_types import NONE, ONE, SEVERAL
+from nemo_offload_rl.config.schema.value_types import TAGS
 from nemo_offload_rl.config.source.indentation import hint_at_level, hint_at_section, hint_at_value
 from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS, OTHER_DATASETS, OTHER_VALUES, upstream_paths
 
@@ -50,7 +50,7 @@ def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
     node: Any = config
     parts = []
     for index, item in enumerate(loc):
-        if item in (ONE, SEVERAL, NONE):
+        if item in TAGS:
             continue
         if isinstance(node, dict) and item not in node and index < len(loc) - 1:
             continue  # the tag of a union, such as data.train.arithmetic.num_digits

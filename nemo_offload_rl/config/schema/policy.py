@@ -8,7 +8,7 @@ from nemo_offload_rl.config.schema.activation_offload import ActivationOffloadCo
 from nemo_offload_rl.config.schema.generation import GenerationConfig
 from nemo_offload_rl.config.schema.hf_config import HfConfigFields
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
-from nemo_offload_rl.config.schema.residency import ResidencyConfig
+from nemo_offload_rl.config.schema.residency import ResidencyOrAuto
 from nemo_offload_rl.config.schema.value_types import (
     STRICT,
     NonEmptyStr,
@@ -115,9 +115,10 @@ class PolicyConfig(TypedDict):
     # through a small page-locked buffer, at the speed of the CPU's own copying; a remedy where so much memory cannot be
     # page-locked. Recommended: true. Absent: true.
     use_pinned_optimizer_offload: NotRequired[bool]
-    # Where training state lives in each phase, and its host memory. Absent: what the flags above say, no limit, no
-    # checksums, huge pages.
-    residency: NotRequired[ResidencyConfig]
+    # Where training state lives in each phase, and its host memory. auto: every key of the section as where it is
+    # absent, and the cells of its table that may be auto set to that. Recommended: the section, or auto. Absent: what
+    # the flags above say, no limit, no checksums, huge pages.
+    residency: NotRequired[ResidencyOrAuto]
     # How strict activation offloading (megatron_cfg.fine_grained_activation_offloading) is, and its host memory.
     # Absent: not strict, as much host memory as the plan says.
     activation_offload: NotRequired[ActivationOffloadConfig]

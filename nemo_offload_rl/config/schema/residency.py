@@ -1,10 +1,18 @@
 """The section `policy.residency`: where training state lives between phases, and what host memory it may take."""
 
-from typing import Literal, NotRequired, TypedDict
+from typing import Annotated, Literal, NotRequired, TypedDict
 
-from pydantic import with_config
+from pydantic import Discriminator, Tag, with_config
 
-from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib, PositiveInt
+from nemo_offload_rl.config.schema.value_types import (
+    ONE,
+    STRICT,
+    WORD,
+    Auto,
+    PositiveGib,
+    PositiveInt,
+    section_or_word,
+)
 
 
 @with_config(STRICT)
@@ -66,3 +74,9 @@ class ResidencyConfig(TypedDict):
     generation_weights: NotRequired[Literal["discard", "host"] | None]
     # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}. Absent: null.
     table: NotRequired[ResidencyTable | None]
+
+
+# As a recipe may write it; where absent keys are resolved, auto becomes the section.
+ResidencyOrAuto = Annotated[
+    Annotated[ResidencyConfig, Tag(ONE)] | Annotated[Auto, Tag(WORD)], Discriminator(section_or_word)
+]

@@ -46,10 +46,28 @@ def _row_tokens(value: Any) -> Any:
 
 RowTokens = Annotated[int | Literal["auto"], BeforeValidator(_row_tokens)]
 
-# Tags of a value that is one section, a list of sections, or null; they stand in pydantic's places of problems.
-ONE, SEVERAL, NONE = "(one)", "(several)", "(none)"
+# Tags of a value that is one section, a list of sections, null, or a word that stands for a section; they stand in
+# pydantic's places of problems.
+ONE, SEVERAL, NONE, WORD = "(one)", "(several)", "(none)", "(word)"
+TAGS = (ONE, SEVERAL, NONE, WORD)
 
 
 def how_many(value: Any) -> str:
     """Returns the tag of a value; what is neither is held against the section's schema."""
     return NONE if value is None else SEVERAL if isinstance(value, list) else ONE
+
+
+def section_or_word(value: Any) -> str:
+    """Returns the tag of a value; what is neither is held against the section's schema."""
+    return WORD if isinstance(value, str) else ONE
+
+
+def _auto(value: Any) -> Any:
+    if value == "auto":
+        return value
+    raise PydanticCustomError(
+        "auto_section", "must be auto or a section (a mapping): write auto to have every key as where it is absent"
+    )
+
+
+Auto = Annotated[Literal["auto"], BeforeValidator(_auto)]

@@ -13,9 +13,16 @@ from nemo_offload_rl.config.problems import Origin, Problem, nearest, show
 from nemo_offload_rl.config.source.interpolation import nesting
 from nemo_offload_rl.config.source.yaml_source import REPLACES_BASE, Node, wrong_key
 
+SectionOf = Callable[[str, Any], dict[str, Any] | None]
+"""The section that a value stands for at a path; None where it stands for none."""
+
 
 def apply_overrides(
-    root: Node, overrides: Sequence[str], is_known: Callable[[str], bool], given_in: str | None = None
+    root: Node,
+    overrides: Sequence[str],
+    is_known: Callable[[str], bool],
+    section_of: SectionOf,
+    given_in: str | None = None,
 ) -> list[Problem]:
     """Apply overrides in their order, changing the tree.
 
@@ -23,6 +30,7 @@ def apply_overrides(
         root: the recipe.
         overrides: `a.b=1` changes a key, `+a.b=1` adds one, `++a.b=1` does either, `~a.b` deletes one.
         is_known: whether a path is a valid key, even where the recipe does not set it.
+        section_of: of a value that stands for a whole section, such as auto, so that single keys can be changed in it.
         given_in: where the overrides come from, if not from the command line.
 
     Returns:
@@ -47,7 +55,8 @@ def apply_overrides(
                 message = str(error)
             else:
                 path = override.key_or_group
-                message = _apply(root, override, origin, is_known)
+                _write_out(root, path, section_of)
+                message = _apply(root, override, origin, is_known, section_of)
         if message:
             problems.append(Problem(_shorten(path), origin, message))
         if num_chars > MAX_ALL_OVERRIDE_CHARS or len(problems) > MAX_PROBLEMS:
@@ -73,7 +82,23 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 200 else f"{text[:197]}..."
 
 
-def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], bool]) -> str | None:
+def _write_out(root: Node, path: str, section_of: SectionOf) -> None:
+    """Replaces a value that stands for a section by that section, where the path leads into it."""
+    node = root
+    sections = path.split(".")[:-1]
+    for depth, name in enumerate(sections, start=1):
+        if not isinstance(node.value, dict) or name not in node.value:
+            return
+        old = node.value[name]
+        section = section_of(".".join(sections[:depth]), old.value)
+        if section is not None:
+            node.value[name] = Node.of(section, old.origin)
+        node = node.value[name]
+
+
+def _apply(
+    root: Node, override: Any, origin: Origin, is_known: Callable[[str], bool], section_of: SectionOf
+) -> str | None:
     """Apply one override; a message where it cannot be."""
     path: str = override.key_or_group
     if override.package is not None or "/" in path:
@@ -107,6 +132,10 @@ def _apply(root: Node, override: Any, origin: Origin, is_known: Callable[[str], 
         return f"cannot be set by itself; write {'.'.join(sections) or 'section'}={{{REPLACES_BASE}: true, ...}}"
     new = Node.of(value, origin)
     old = parent.value[name] if name in parent.value else Node(None, origin)
+    if section_of(path, value) is not None:
+        undone = next((at.override for at in old.origins().values() if at.override and at != old.origin), None)
+        if undone is not None:
+            return f"sets the whole section anew, which would undo {undone}; write it before that"
     parent.value[name] = merge(old, new)
     return None
 

@@ -3,10 +3,11 @@
 import pytest
 
 from nemo_offload_rl.config import load
-from nemo_offload_rl.config.keys.absent_keys import IF_ABSENT, resolve_absent_keys
+from nemo_offload_rl.config.keys.absent_keys import AUTO_SECTIONS, IF_ABSENT, resolve_absent_keys
 from nemo_offload_rl.config.keys.tree import schema_keys
 from nemo_offload_rl.config.schema import GRPOMasterConfig
 from nemo_offload_rl.config.source.yaml_source import as_yaml
+from nemo_offload_rl.plan.plan import settings
 from tests.unit.config.conftest import CONFIGS
 
 
@@ -67,3 +68,51 @@ def test_a_recipe_without_a_section_takes_one_key_of_it(tmp_path):
     overrides = ["~policy.residency", "+policy.residency.table={generate: {params: keep}}"]
     residency = load(CONFIGS / "grpo_tiny_cpu.yaml", overrides).config["policy"]["residency"]
     assert residency == SECTIONS["policy.residency"] | {"table": {"generate": {"params": "keep"}}}
+
+
+AUTO = SECTIONS["policy.residency"] | {"table": {"generate": {"params": "auto"}}}
+
+
+@pytest.mark.parametrize("backend", ["vllm", "transformers"])
+def test_a_section_written_as_auto_is_written_out_in_the_resolved_recipe(backend, tmp_path):
+    (tmp_path / "auto.yaml").write_text(f"defaults: {CONFIGS / 'grpo_tiny_cpu.yaml'}\npolicy:\n  residency: auto\n")
+    validated = load(tmp_path / "auto.yaml", [f"policy.generation.backend={backend}", "~warm_start"])
+    assert validated.config["policy"]["residency"] == validated.recipe.config["policy"]["residency"] == AUTO
+    absent = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"policy.generation.backend={backend}", "~policy.residency"])
+    plans = [settings(each.config["policy"]) for each in (validated, absent)]
+    assert plans[0] == plans[1]
+
+
+def test_auto_is_a_section_of_every_algorithm_also_through_a_reference():
+    assert load(CONFIGS / "sft_tiny_cpu.yaml", ["policy.residency=auto"]).config["policy"]["residency"] == AUTO
+    referred = load(CONFIGS / "grpo_tiny_cpu.yaml", ["policy.residency=${policy.numa}"])
+    assert referred.config["policy"]["residency"] == AUTO
+
+
+def test_overrides_behind_auto_change_single_keys_of_it():
+    changes = [
+        "policy.residency.verify=true",
+        "policy.residency.table.generate.params=host",
+        "+policy.residency.table.refit.grads=keep",
+    ]
+    validated = load(CONFIGS / "grpo_tiny_cpu.yaml", ["policy.residency=auto", *changes])
+    cells = {"generate": {"params": "host"}, "refit": {"grads": "keep"}}
+    assert validated.config["policy"]["residency"] == AUTO | {"verify": True, "table": cells}
+    assert validated.recipe.origins["policy.residency.huge_pages"].override == "policy.residency=auto"
+    assert validated.recipe.origins["policy.residency.verify"].override == changes[0]
+    without = load(CONFIGS / "grpo_tiny_cpu.yaml", ["policy.residency=auto", "~policy.residency.table"])
+    assert without.config["policy"]["residency"] == SECTIONS["policy.residency"]
+
+
+def test_auto_behind_the_override_of_one_of_its_keys_is_refused(one_problem_of):
+    overrides = ["policy.residency.verify=true", "policy.residency=auto"]
+    assert (
+        "policy.residency: sets the whole section anew, which would undo policy.residency.verify=true; write it before "
+        "that" in one_problem_of(*overrides)
+    )
+    twice = ["policy.residency=auto", "policy.residency=auto"]
+    assert load(CONFIGS / "grpo_tiny_cpu.yaml", twice).config["policy"]["residency"] == AUTO
+
+
+def test_what_may_be_auto_is_a_section_that_may_be_absent():
+    assert set(AUTO_SECTIONS) <= set(IF_ABSENT)

@@ -141,6 +141,12 @@ MEGATRON = "policy.megatron_cfg"
         ("+policy.hf_config_overrides={model_type: [a]}", "model_type: must be text; found ['a']"),
         # Residency.
         (
+            "policy.residency=automatic",
+            "policy.residency: must be auto or a section (a mapping): write auto to have every key as where it is "
+            "absent; found 'automatic'\n",
+        ),
+        ("policy.residency=null", "policy.residency: must be a section (a mapping); found null"),
+        (
             "policy.residency.table={generat: {params: keep}}",
             "residency.table.generat: unknown key; nearest valid key: policy.residency.table.generate\n",
         ),
