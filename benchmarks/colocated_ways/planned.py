@@ -28,7 +28,8 @@ def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
     if run is None or run.engine is None:
         return {}
     rank, engine = run.plan.largest_rank, run.engine
-    held = {phase: sum(rank.gpu_bytes[phase].values()) + POLICY_OVERHEAD_BYTES for phase in Phase}
+    process = POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
+    held = {phase: sum(rank.gpu_bytes[phase].values()) + process for phase in Phase}
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
     asleep = asleep_bytes(config["policy"])
     # What leaves from the end of training is copied on beside refit and generation, where there is room.

@@ -10,6 +10,7 @@ from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
 from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
 from nemo_offload_rl.residency.table import Phase
 
 # What a process that trains keeps on a GPU whatever it offloads: the CUDA context, kernels, and NCCL's buffers.
@@ -38,6 +39,8 @@ class EngineMemory:
         share: `policy.generation.vllm_cfg.gpu_memory_utilization`, which bounds weights, KV cache and all else.
         reserve_bytes: for activations, logits, CUDA graphs and the process; an estimate.
         refit_bytes: of the buckets that weights pass through in a refit, which lie on the same GPU.
+        refit_graph_bytes: that a refit's CUDA graphs keep there between refits, at most, in both processes; 0 where
+            refits are not replayed.
         own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which wins; None where it is not set.
     """
 
@@ -47,6 +50,7 @@ class EngineMemory:
     share: float
     reserve_bytes: int
     refit_bytes: int
+    refit_graph_bytes: int
     own_kv_cache_bytes: int | None = None
 
     def gpu_rows(self, gpu_bytes: int | None) -> dict[str, dict[Phase, int]]:
@@ -61,6 +65,7 @@ class EngineMemory:
         elif gpu_bytes is not None:
             rows["vLLM's KV cache"] = {Phase.GENERATE: max(0, self.kv_cache_bytes(gpu_bytes))}
         rows["refit's buckets"] = {Phase.REFIT: self.refit_bytes}
+        rows["refit's CUDA graphs"] = dict.fromkeys(Phase, self.refit_graph_bytes)
         return rows
 
     def kv_cache_bytes(self, gpu_bytes: int) -> int:
@@ -120,6 +125,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
         share=section["gpu_memory_utilization"],
         reserve_bytes=_reserve_bytes(architecture, section, kwargs, policy["generation_batch_size"]),
         refit_bytes=min(buckets, all_weights),
+        refit_graph_bytes=refit_graph_bytes(policy, architecture),
         own_kv_cache_bytes=kwargs.get("kv_cache_memory_bytes"),
     )
 
@@ -182,7 +188,7 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
     Raises:
         ValueError: it does not fit.
     """
-    kept = max(sum(rank.gpu_bytes[Phase.REFIT].values()) for rank in plan.ranks) + POLICY_OVERHEAD_BYTES
+    kept = _kept_bytes(plan, Phase.REFIT) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
     if kept + engine.weights_bytes + engine.refit_bytes <= gpu_bytes:
         return
     raise ValueError(
@@ -194,13 +200,14 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
     )
 
 
-def share_beside_policy(plan: OffloadPlan, gpu_bytes: int) -> float:
+def share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> float:
     """Returns the share of the smallest GPU that the policy leaves to generation; below 0 where it leaves nothing."""
-    return 1 - (_kept_bytes(plan) + POLICY_OVERHEAD_BYTES) / gpu_bytes
+    kept = _kept_bytes(plan, Phase.GENERATE) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
+    return 1 - kept / gpu_bytes
 
 
-def _kept_bytes(plan: OffloadPlan) -> int:
-    return max(sum(rank.gpu_bytes[Phase.GENERATE].values()) for rank in plan.ranks)
+def _kept_bytes(plan: OffloadPlan, phase: Phase) -> int:
+    return max(sum(rank.gpu_bytes[phase].values()) for rank in plan.ranks)
 
 
 def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
@@ -214,7 +221,8 @@ def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes
     Raises:
         ValueError: If the two do not fit.
     """
-    kept, free, share = _kept_bytes(plan), share_beside_policy(plan, gpu_bytes), engine.share_of(gpu_bytes)
+    kept, share = _kept_bytes(plan, Phase.GENERATE) + engine.refit_graph_bytes, engine.share_of(gpu_bytes)
+    free = share_beside_policy(plan, engine, gpu_bytes)
     if share <= free:
         return
     if engine.own_kv_cache_bytes is not None:

@@ -70,7 +70,8 @@ class PlannedWay:
         """
         engine = 0 if self.engine is None else int(self.engine.share_of(gpu_bytes) * gpu_bytes)
         training = max(self.training_bytes, self.state_bytes + self.activation_bytes)
-        return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES - gpu_bytes
+        graphs = 0 if self.engine is None else self.engine.refit_graph_bytes
+        return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES + graphs - gpu_bytes
 
 
 def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:

@@ -39,7 +39,7 @@ def with_resident_params(
     planned = plan_of(resident)
     if planned is None or planned.engine is None:
         return config, []
-    if planned.engine.share_of(gpu_bytes) > share_beside_policy(planned.plan, gpu_bytes):
+    if planned.engine.share_of(gpu_bytes) > share_beside_policy(planned.plan, planned.engine, gpu_bytes):
         return config, []
     params = max(rank.target_bytes[Target.PARAMS] for rank in planned.plan.ranks)
     return resident, [

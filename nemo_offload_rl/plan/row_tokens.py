@@ -212,7 +212,8 @@ class _Room:
         """Returns what the GPU lacks; 0 or less where it fits."""
         passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
-        return needed + POLICY_OVERHEAD_BYTES + asleep_bytes(self.config["policy"]) - self.gpu_bytes
+        graphs = 0 if self.run.engine is None else self.run.engine.refit_graph_bytes
+        return needed + POLICY_OVERHEAD_BYTES + asleep_bytes(self.config["policy"]) + graphs - self.gpu_bytes
 
     def _state_bytes(self, key: str) -> list[int]:
         """Training state on the GPU of one rank of each pipeline stage.

@@ -1,11 +1,15 @@
 """A policy's export, recorded and replayed, is a fresh one; on a CPU, recorded operations stand for CUDA graphs."""
 
+import weakref
+
 import pytest
 import ray
 from support.refit_sides import Counting, look, start_engine
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.plan.architecture import read_architecture
+from nemo_offload_rl.plan.refit_graphs import export_temporaries
 from nemo_offload_rl.refit import cuda_ipc, export
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
@@ -40,3 +44,42 @@ def test_a_replayed_export_is_a_fresh_one_after_every_step(make_worker, ray_clus
     worker.prepare_refit_info(CudaIpcTransport([], verify=False))  # gives the buckets back
     assert look(engine)["num_senders"] == 0
     ray.kill(engine)
+
+
+@pytest.mark.parametrize(
+    "hf_config",
+    [
+        TINY_QWEN3,
+        TINY_QWEN3_MOE,
+        TINY_QWEN3 | {"model_type": "qwen2"},
+        TINY_QWEN3 | {"model_type": "llama", "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ],
+    ids=["qwen3", "experts", "qwen2", "tied llama with biases"],
+)
+def test_an_export_makes_the_temporaries_that_the_plan_counts_and_no_others(make_worker, monkeypatch, hf_config):
+    from megatron.bridge.models.conversion import param_mapping
+
+    worker = make_worker(tiny_policy(hf_config))
+    made: list[weakref.ref] = []
+
+    def recorded(split):
+        def record(*arguments):
+            parts = split(*arguments)
+            made.extend(map(weakref.ref, parts))
+            return parts
+
+        return record
+
+    for name in ("split_qkv_weights", "split_qkv_biases"):
+        monkeypatch.setattr(param_mapping, name, recorded(getattr(param_mapping, name)))
+    parameters = {each.untyped_storage().data_ptr() for chunk in worker.state.model for each in chunk.parameters()}
+    sizes, most = {}, 0
+    for name, tensor in worker.hf_weights():
+        most = max(most, sum(found.nbytes for one in made if (found := one()) is not None))
+        if tensor.untyped_storage().data_ptr() not in parameters:
+            sizes[name] = tensor.nbytes
+    expected = export_temporaries(read_architecture(tiny_policy(hf_config)["hf_config"], {}), 4)
+    of_first_layer = [size for name, size in sizes.items() if ".layers.0." in name]
+    assert sorted(of_first_layer) == sorted(expected)
+    assert sum(sizes.values()) == hf_config["num_hidden_layers"] * sum(expected)
+    assert 0 < most <= sum(expected)

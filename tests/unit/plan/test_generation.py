@@ -3,15 +3,18 @@ import re
 import pytest
 from support.tiny import policy_without_model
 
-from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.memory.units import GIB, MIB
+from nemo_offload_rl.plan.architecture import read_architecture
 from nemo_offload_rl.plan.generation import (
     check_longest_sequence_fits,
     check_refit_fits,
     check_share_beside_policy,
     engine_memory,
+    share_beside_policy,
 )
 from nemo_offload_rl.plan.planner import make_plan
-from nemo_offload_rl.residency.table import ShardFacts
+from nemo_offload_rl.plan.refit_graphs import export_temporaries, pool_bytes
+from nemo_offload_rl.residency.table import Phase, ShardFacts
 
 # 10 GiB of optimizer state, 2 of parameters and 4 of gradients.
 FACTS = ShardFacts(
@@ -55,13 +58,20 @@ QWEN2 = {
 }
 
 
-def engine(tp, kwargs=None, **section):
-    policy = policy_without_model(tensor_model_parallel_size=2, pipeline_model_parallel_size=2)
+def engine(tp, kwargs=None, sizes=None, hf_config=QWEN2, colocated=True, **section):
+    policy = policy_without_model(precision=section.get("precision", "bfloat16"))
+    kinds = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
+    policy["megatron_cfg"] |= {f"{kind}_parallel_size": 1 for kind in kinds} | (sizes or SPLIT)
     section = {"tensor_parallel_size": tp, "precision": "bfloat16", "max_model_len": 4096} | section
     section = {"gpu_memory_utilization": 0.5, "enforce_eager": False} | section
     policy["generation"] = {"backend": "vllm", "vllm_cfg": section, "vllm_kwargs": kwargs or {}}
+    policy["generation"]["colocated"] = {"enabled": colocated}
     policy |= {"generation_batch_size": 64, "refit_buffer_size_gb": 1.0}
-    return engine_memory(policy, QWEN2)
+    return engine_memory(policy, hf_config)
+
+
+SPLIT = {"tensor_model_parallel_size": 2, "pipeline_model_parallel_size": 2}
+WHOLE = {"tensor_model_parallel_size": 1}
 
 
 @pytest.mark.parametrize(("tp", "heads"), [(1, 2), (2, 1), (4, 1)])
@@ -116,3 +126,44 @@ def test_a_refits_buckets_have_to_fit_beside_the_policy_and_the_engines_weights(
     check_refit_fits(plan, found, 8 * GIB)
     with pytest.raises(ValueError, match=r"needs 1\.00 GiB .* 4\.00 GiB .* 2\.88 GiB of vLLM's .* has 7\.50"):
         check_refit_fits(plan, found, int(7.5 * GIB))
+
+
+# On an H200, by `residency/refit/graph_pool_gib` and `performance/memory/generation/refit_graph_pool_gib`.
+MEASURED_POOLS_GIB = (0.023, 0.002)
+
+
+def test_graphs_of_a_refit_keep_little_more_than_was_measured_at_most():
+    # 6 MiB of query, key and value, of which key and value, three quarters each, are small.
+    temporaries = export_temporaries(read_architecture(QWEN2, {}), 2)
+    assert temporaries == [size * 2 for size in (1536 * 1536, 256 * 1536, 256 * 1536, 1536, 256, 256)]
+    pools = [pool_bytes(temporaries), pool_bytes([])]
+    assert pools == [26 * MIB, 2 * MIB]
+    for bound, measured in zip(pools, MEASURED_POOLS_GIB, strict=True):
+        assert 0.95 * measured < bound / GIB < 1.15 * measured
+    assert engine(1, sizes=WHOLE).refit_graph_bytes == sum(pools)
+    in_float32 = engine(1, sizes=WHOLE, precision="float32")  # query 9 MiB, key and value 1.5, biases
+    assert in_float32.refit_graph_bytes == (2 + 2 + 2 * 20 + 2) * MIB
+    # Query 32 MiB, key and value 8 each, no biases.
+    llama = QWEN2 | {"model_type": "llama", "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8}
+    assert engine(1, sizes=WHOLE, hf_config=llama).refit_graph_bytes == (2 + 32 + 2 * 20 + 2) * MIB
+
+
+@pytest.mark.parametrize("kind", ["tensor_model", "pipeline_model", "expert_model", "expert_tensor"])
+def test_refits_that_are_not_replayed_have_no_graphs(kind):
+    assert engine(1, sizes={f"{kind}_parallel_size": 2}).refit_graph_bytes == 0
+    assert engine(1, sizes=WHOLE, colocated=False).refit_graph_bytes == 0
+
+
+def test_graphs_of_a_refit_are_there_in_every_phase_and_count_where_the_gpu_is_shared_out():
+    found, without = engine(1, sizes=WHOLE), engine(1)
+    graphs = found.refit_graph_bytes
+    assert graphs > without.refit_graph_bytes == 0
+    assert found.gpu_rows(80 * GIB)["refit's CUDA graphs"] == dict.fromkeys(Phase, graphs)
+    plan = make_plan(policy_without_model(), [FACTS])
+    least = 2 * GIB + 2 * GIB + found.weights_bytes + found.refit_bytes
+    check_refit_fits(plan, without, least)
+    with pytest.raises(ValueError, match=r"A refit needs 1\.00 GiB"):
+        check_refit_fits(plan, found, least)
+    check_refit_fits(plan, found, least + graphs)
+    lost = share_beside_policy(plan, without, 80 * GIB) - share_beside_policy(plan, found, 80 * GIB)
+    assert lost == pytest.approx(graphs / (80 * GIB))

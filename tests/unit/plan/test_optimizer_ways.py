@@ -1,6 +1,7 @@
 """The ways to keep optimizer state, against hand counts of a model of 1,543,714,304 parameters in bf16."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -147,3 +148,9 @@ def test_the_link_of_an_earlier_run(capsys, tmp_path):
     assert "seconds at 40 GB/s, measured by the run in" in text
     assert main(["plan", BENCHMARK, "--link-of", str(tmp_path / "none")]) == 2
     assert "has no share_of_link" in capsys.readouterr().err
+
+
+def test_what_graphs_of_a_refit_keep_counts_beside_every_way():
+    for way in planned("policy.generation.backend=vllm").values():
+        without = replace(way, engine=replace(way.engine, refit_graph_bytes=0))
+        assert way.missing_bytes(40 * GIB) - without.missing_bytes(40 * GIB) == 28 * MIB

@@ -56,8 +56,10 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     generate = names.index("GPU in generate")
     cache = float(row(memory, "vLLM's KV cache")[generate])
     assert 50 < cache < 60  # 60% of the GPU is for all that vLLM has
+    graphs = row(memory, "refit's CUDA graphs")
+    assert graphs[2:6] == ["0.0273"] * 4  # in every phase; 26 MiB in the policy's process, 2 in vLLM's
     alone, everything = (float(row(memory, name)[generate]) for name in ("params", "all"))
-    assert everything == pytest.approx(alone + 2.88 + cache, abs=0.02)
+    assert everything == pytest.approx(alone + 2.88 + cache + 0.0273, abs=0.02)
     assert row(residency, "params")[-1] == "gpu"  # there is room
     assert "params in generate: written by policy.residency.table.generate.params (by the plan, for this GPU)" in text
     assert "2.88 GiB a rank, stay on the GPU during generation, since they fit" in text
@@ -70,6 +72,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     transformers = printed(capsys, BENCHMARK)
     assert row(transformers, "generation_weights")[1:] == ["host", "host", "gpu", "gpu"]
     assert "vLLM" not in transformers
+    assert "CUDA graphs" not in transformers
 
 
 def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):

@@ -81,6 +81,16 @@ def test_a_larger_gpu_has_longer_rows_and_they_fit():
             assert (14 * N + MARGIN * taken + 3 * GIB <= size * GIB) is fits  # its process and generation's
 
 
+def test_beside_vllm_its_context_and_graphs_and_those_of_a_refit_count():
+    policy = copy.deepcopy(load(GRPO, ["policy.generation.backend=vllm"]).config["policy"])
+    policy["sequence_packing"]["train_mb_tokens"] = 4096
+    [taken] = training_pass_bytes(QWEN2_1_5B, policy, activation_facts(QWEN2_1_5B, policy, world_size=1), None)
+    graphs = 28 * MIB
+    needed = 14 * N + int(MARGIN * taken) + 4 * GIB + graphs  # 2 GiB of the policy's process, 2 of vLLM's
+    assert chosen(needed / GIB, "policy.generation.backend=vllm")[0] == 4096
+    assert chosen((needed - graphs // 2) / GIB, "policy.generation.backend=vllm")[0] < 4096
+
+
 def test_the_lines_say_what_is_taken():
     train, logprob, [of_train, of_logprob] = chosen(40)
     assert of_train.startswith(f"packed rows of training have up to {train:,} tokens: beside 20.13 GiB of training ")
