@@ -13,7 +13,8 @@ import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -27,23 +28,42 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
-SCALES: dict[str, tuple[dict[str, Any], int]] = {
-    "1.5B": (QWEN2_1_5B, 1024),
-    "tiny": (QWEN2_1_5B | TINY_SIZES, 16),
+
+@dataclass(frozen=True)
+class Scale:
+    """What is trained on.
+
+    Attributes:
+        hf_config: the model's sizes.
+        num_rows: of a step, which is one global batch.
+        row_tokens: of each row; at most the policy's max_total_sequence_length.
+    """
+
+    hf_config: Mapping[str, Any]
+    num_rows: int
+    row_tokens: int
+
+    def policy(self) -> dict[str, Any]:
+        """Returns the policy section of `checkpoint_integrity` with this model."""
+        of_recipe = policy(self.hf_config["num_hidden_layers"], self.hf_config["vocab_size"])
+        return of_recipe | {"hf_config": dict(self.hf_config)}
+
+    def batch(self) -> BatchedData:
+        """Makes rows of random tokens."""
+        shape = (self.num_rows, self.row_tokens)
+        random = torch.Generator().manual_seed(0)
+        return BatchedData(
+            input_ids=torch.randint(0, self.hf_config["vocab_size"], shape, generator=random),
+            input_lengths=torch.full((self.num_rows,), self.row_tokens),
+            token_mask=torch.ones(shape),
+            sample_mask=torch.ones(self.num_rows),
+        )
+
+
+SCALES: Mapping[str, Scale] = {
+    "1.5B": Scale(QWEN2_1_5B, num_rows=16, row_tokens=512),
+    "tiny": Scale(QWEN2_1_5B | TINY_SIZES, num_rows=8, row_tokens=16),
 }
-"""The model, and tokens of a row."""
-ROWS = 8
-
-
-def batch(seq_length: int, vocab_size: int) -> BatchedData:
-    """Rows of random tokens."""
-    ids = torch.randint(0, vocab_size, (ROWS, seq_length), generator=torch.Generator().manual_seed(0))
-    return BatchedData(
-        input_ids=ids,
-        input_lengths=torch.full((ROWS,), seq_length),
-        token_mask=torch.ones(ROWS, seq_length),
-        sample_mask=torch.ones(ROWS),
-    )
 
 
 def seconds_of(function: Callable[[], object]) -> float:
@@ -69,7 +89,7 @@ class Trial:
 
     def train(self) -> float:
         """Seconds of a step."""
-        return seconds_of(lambda: self.worker.train(self.data, NLLLoss(), gbs=ROWS, mbs=1))
+        return seconds_of(lambda: self.worker.train(self.data, NLLLoss(), gbs=self.data.size, mbs=1))
 
     def prepare(self) -> str:
         """Makes room, and waits until the disk has what was written before."""
@@ -107,19 +127,19 @@ class Trial:
     def is_exact(self) -> bool:
         """Whether a checkpoint that was written beside a step has the log-probs of before that step."""
         path = self.prepare()
-        want = self.worker.get_logprobs(self.data, mbs=ROWS)["logprobs"]
+        want = self.worker.get_logprobs(self.data, mbs=self.data.size)["logprobs"]
         self.worker.start_checkpoint(path, save_optimizer=True)
         self.train()
         self.worker.finish_checkpoint()
         self.worker.load_checkpoint(path)
-        return torch.equal(self.worker.get_logprobs(self.data, mbs=ROWS)["logprobs"], want)
+        return torch.equal(self.worker.get_logprobs(self.data, mbs=self.data.size)["logprobs"], want)
 
 
-def measure(scale: str, repeats: int, folder: Path) -> list[dict[str, TableValue]]:
+def measure(name: str, repeats: int, folder: Path) -> list[dict[str, TableValue]]:
     """The medians of each way, the first turn, in which host memory is page-locked, apart."""
-    shape, seq_length = SCALES[scale]
-    worker = one_rank_worker(policy(shape["num_hidden_layers"], shape["vocab_size"]) | {"hf_config": shape})
-    trial = Trial(worker, batch(seq_length, shape["vocab_size"]), folder)
+    scale = SCALES[name]
+    worker = one_rank_worker(scale.policy())
+    trial = Trial(worker, scale.batch(), folder)
     alone = statistics.median([trial.train() for _ in range(5)][2:])
     turns: list[dict[str, TableValue]] = []
     for turn in range(repeats + 1):
@@ -129,7 +149,7 @@ def measure(scale: str, repeats: int, folder: Path) -> list[dict[str, TableValue
     gb = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e9
     link = worker.engine.meter.link
     bound = None if link is None else gb * 1e9 / link.d2h_bytes_per_s
-    case: dict[str, TableValue] = {"scale": scale, "gb": gb, "step_alone_s": alone, "bound_s": bound}
+    case: dict[str, TableValue] = {"scale": name, "gb": gb, "step_alone_s": alone, "bound_s": bound}
     rows = [case | row for row in [turns[0], turns[1], *(median_of(turns[2:], way) for way in ("at once", "beside"))]]
     for row in rows:
         exposed: Any = row["exposed_s"]

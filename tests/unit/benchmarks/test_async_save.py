@@ -1,6 +1,13 @@
 """The benchmark of checkpoints beside the run, on a tiny model without a GPU."""
 
 import async_save
+import pytest
+
+
+@pytest.mark.parametrize("scale", async_save.SCALES.values(), ids=async_save.SCALES)
+def test_the_policy_takes_the_rows_of_every_scale(scale):
+    assert scale.batch()["input_ids"].shape == (scale.num_rows, scale.row_tokens)
+    assert scale.row_tokens <= scale.policy()["max_total_sequence_length"]
 
 
 def test_both_ways_are_measured_and_what_was_written_beside_a_step_is_exact(tmp_path):
