@@ -44,7 +44,11 @@ class UpstreamVllmActor(MarkedVllmActor):
     """An engine that sleeps at level 1."""
 
     like_upstream = True
-    maps_cache_beside_refit = False
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """See `VllmActor.call`; NeMo-RL's policy leaves the GPU before the KV cache is mapped, always."""
+        result = super().call(verb, *arguments)
+        return False if verb == "prepare_for_generation" else result
 
     def complete_refit(self) -> None:
         """Replays vllm_backend.py, update_weights_via_ipc_zmq, on the message that all has been sent."""

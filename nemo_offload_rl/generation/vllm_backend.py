@@ -8,7 +8,7 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import ray
 import torch
@@ -17,7 +17,6 @@ from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import stop_strings_of
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment
-from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -51,9 +50,6 @@ class VllmActor(WeightLoader):
     With tensor parallelism the actors of an engine meet as torchrun's processes do, and each runs the same requests:
     vLLM's scheduling is deterministic, and each samples the same tokens.
     """
-
-    maps_cache_beside_refit: ClassVar[bool] = True
-    """Whether the KV cache is mapped while weights are sent, where there is room; else behind it."""
 
     def __init__(self) -> None:
         ignore_ending_signals()
@@ -108,7 +104,6 @@ class VllmActor(WeightLoader):
             max_sequence_length=policy["max_total_sequence_length"],
             sleeps=sleeps,
             keeps_weights=_keeps_weights(policy),
-            refit_bucket_bytes=int(policy["refit_buffer_size_gb"] * GIB) if self.maps_cache_beside_refit else None,
         )
         self._generator.finish_generation()
 

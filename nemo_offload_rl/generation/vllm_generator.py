@@ -6,7 +6,6 @@ from typing import Any
 
 import torch
 
-from nemo_offload_rl.generation.background_call import BackgroundCall
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest, WakeUpTag
 from nemo_offload_rl.generation.vllm_arguments import sampling_arguments
 from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_pools
@@ -16,7 +15,7 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_BYTES = 2 * GIB  # the pools of a refit's graphs, and what else the policy takes while it sends
+_MARGIN_BYTES = 2 * GIB  # what the policy still takes while generation begins
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -29,8 +28,6 @@ class VllmGenerator:
         max_sequence_length: Most tokens of a prompt and its continuation together.
         sleeps: Whether it leaves its GPU to the policy between generations; if not, it keeps its weights.
         keeps_weights: Whether its weights wait in host memory while it sleeps, and are whole when it wakes up.
-        refit_bucket_bytes: GPU memory that a refit passes weights through; None where the KV cache is not to be mapped
-            beside refits.
 
     Raises:
         ValueError: If vLLM changes weights after it has loaded them, which no refit does.
@@ -44,7 +41,6 @@ class VllmGenerator:
         max_sequence_length: int,
         sleeps: bool = True,
         keeps_weights: bool = False,
-        refit_bucket_bytes: int | None = None,
     ) -> None:
         self._llm = llm
         self._dtype = _DTYPES[precision]
@@ -63,8 +59,6 @@ class VllmGenerator:
             )
         # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
         self._asleep: set[WakeUpTag] = set()
-        self._refit_bucket_bytes = refit_bucket_bytes
-        self._mapping = BackgroundCall("kv-cache")
         self._has_generated = False  # since it woke up
         self._activation_bytes = 0  # the most that a generation took beside the pools of weights and KV cache
         self._sleep_level = 0
@@ -117,22 +111,14 @@ class VllmGenerator:
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them.
 
-        Beside a refit the KV cache is mapped, too, where there is room for both.
-
         Returns:
             Whether there is room now for the KV cache and for twice what any generation so far took beside it.
-
-        Raises:
-            RuntimeError: If the KV cache could not be mapped, beside the refit or now.
         """
         if self._sleep_level:
-            self._wait_for_mapping()
             self._wake_up([tag for tag in tags if tag in self._asleep])
         if list(tags) == ["weights"]:
             self._forget_weights()
-            if "kv_cache" in self._asleep and (spare := self._spare_bytes_beside_refit()) >= 0:
-                self._mapping.start(lambda: self._wake_up(["kv_cache"]))
-                return self._activation_bytes > 0 and spare >= 2 * self._activation_bytes
+            return "kv_cache" in self._asleep and self._has_room_for_cache()
         return False
 
     def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:
@@ -142,30 +128,16 @@ class VllmGenerator:
         if "weights" in tags and self._sleep_level > 1:
             self._on_worker("refit_restore")
 
-    def _wait_for_mapping(self) -> None:
-        try:
-            self._mapping.wait()
-        except RuntimeError as error:
-            if "out of memory" not in str(error):
-                raise RuntimeError(f"vLLM could not map its KV cache beside the refit: {error}") from error
-            # vLLM has unmapped what it had: it is mapped when the policy has left.
-            logger.info("The KV cache found no room beside the refit, and is mapped behind it: %s", error)
-
-    def _spare_bytes_beside_refit(self) -> int:
-        """What the GPU has beside the KV cache and the refit; below 0 where one of the two finds no room."""
-        if self._refit_bucket_bytes is None:
-            return -1
-        largest = max((spec.num_bytes for spec in self._plan.tensors), default=0)
-        buckets = min(self._plan.num_bytes, max(self._refit_bucket_bytes, 2 * largest))
+    def _has_room_for_cache(self) -> bool:
+        if not self._activation_bytes:  # no generation so far
+            return False
         cache = sum(block.handle[1] for block in vllm_pools().values() if block.tag == "kv_cache")
-        # Both sides make a weight or two anew while they convert it.
-        return int(torch.cuda.mem_get_info()[0]) - (cache + buckets + 4 * largest + _MARGIN_BYTES)
+        return bool(torch.cuda.mem_get_info()[0] >= cache + 2 * self._activation_bytes + _MARGIN_BYTES)
 
     def finish_generation(self) -> None:
         """Give the memory of weights and KV cache back."""
         if not self._sleep_level:
             return
-        self._wait_for_mapping()  # of a refit that failed
         if self._has_generated:  # torch's allocator has kept all that this took
             beside_pools = torch.cuda.memory_reserved() - sum(block.handle[1] for block in vllm_pools().values())
             self._activation_bytes = max(self._activation_bytes, beside_pools)
@@ -200,7 +172,7 @@ class VllmGenerator:
                 raise RuntimeError("vLLM did not reset its prefix cache, which holds keys and values of other weights.")
             self._prefixes_are_stale = False
         num_rows = len(request.prompt_ids)
-        self._has_generated = self._refit_bucket_bytes is not None
+        self._has_generated = True
         output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
         rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
         if not rows:

@@ -155,6 +155,11 @@ WEIGHTS = {"weight": torch.ones(2, 3), "bias": torch.zeros(2)}
 TOO_LONG = GenerationRequest([[1] * 64], [0], 0, SAMPLING)
 
 
+@pytest.fixture(autouse=True)
+def no_pools(monkeypatch):
+    monkeypatch.setattr(vllm_generator, "vllm_pools", dict)
+
+
 @pytest.fixture
 def generator():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
@@ -216,87 +221,39 @@ def test_weights_that_wait_on_the_host_are_whole_after_sleep_and_gone_when_a_ref
 GIB = 2**30
 
 
-@pytest.fixture
-def with_room(monkeypatch):
-    """A generator that maps its KV cache of 10 GiB beside refits, where the GPU has so much free, in GiB."""
-
-    def make(free, llm=None):
-        cache = SimpleNamespace(tag="kv_cache", handle=(0, 10 * GIB, 0, 0))
-        weights = SimpleNamespace(tag="weights", handle=(0, 3 * GIB, 0, 0))
-        monkeypatch.setattr(vllm_generator, "vllm_pools", lambda: {1: weights, 2: cache})
-        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free * GIB), 0))
-        llm = StandIn() if llm is None else llm
-        generator = VllmGenerator(llm, precision="float32", max_sequence_length=64, refit_bucket_bytes=GIB)
-        generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-        generator.finish_generation()
-        llm.calls.clear()
-        return generator, llm
-
-    return make
-
-
-@pytest.mark.parametrize("free", [12.5, 11.5])
-def test_the_kv_cache_is_mapped_beside_a_refit_where_there_is_room(with_room, free):
-    generator, llm = with_room(free)
-    generator.prepare_for_generation(["weights"])
+def test_the_kv_cache_is_mapped_behind_the_refit():
+    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
+    generator.finish_generation()
+    assert not generator.prepare_for_generation(["weights"])  # nothing is known of a generation
     generator.load_weights(list(WEIGHTS.items()))
-    generator._mapping.wait()
-    early = [("wake_up", ["kv_cache"])] if free == 12.5 else []
-    assert llm.calls == [("wake_up", ["weights"]), *early]
+    assert generator._llm.calls == [("sleep", 2), ("wake_up", ["weights"])]
     generator.prepare_for_generation(["kv_cache"])
-    assert llm.calls == [("wake_up", ["weights"]), ("wake_up", ["kv_cache"])]
+    assert generator._llm.calls[2:] == [("wake_up", ["kv_cache"])]
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
 
 
-def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_generations_took(with_room, monkeypatch):
-    generator, _ = with_room(20)
+def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_generations_took(monkeypatch):
+    pools = {
+        1: SimpleNamespace(tag="weights", handle=(0, 3 * GIB, 0, 0)),
+        2: SimpleNamespace(tag="kv_cache", handle=(0, 10 * GIB, 0, 0)),
+    }
+    monkeypatch.setattr(vllm_generator, "vllm_pools", lambda: pools)
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 16 * GIB)  # 3 beside the pools of 13
+    generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
+    generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
 
-    def has_room():
+    def has_room(free_gib):
+        monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(free_gib * GIB), 0))
         generator.finish_generation()
         return generator.prepare_for_generation(["weights"])
 
-    assert not has_room()  # nothing is known of a generation
+    assert not has_room(20)  # nothing is known of a generation
     generator.load_weights(list(WEIGHTS.items()))
     generator.prepare_for_generation(["kv_cache"])
     generator.generate(TOO_LONG)
-    assert has_room()  # 20 - 10 of the cache - 2 of margin, and some bytes of the refit
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (int(16.9 * GIB), 0))
-    assert not has_room()
-
-
-class Failing(StandIn):
-    """Cannot map the KV cache, as often as it is told."""
-
-    def __init__(self, *messages):
-        super().__init__()
-        self.messages = list(messages)
-
-    def wake_up(self, tags):
-        super().wake_up(tags)
-        if tags == ["kv_cache"] and self.messages:
-            raise RuntimeError(self.messages.pop(0))
-
-
-def test_a_kv_cache_that_finds_no_room_beside_the_refit_is_mapped_behind_it(with_room):
-    generator, llm = with_room(20, Failing("CUDA Error: out of memory at cumem_allocator.cpp:137"))
-    generator.prepare_for_generation(["weights"])
-    generator.load_weights(list(WEIGHTS.items()))
-    generator.prepare_for_generation(["kv_cache"])
-    assert llm.calls.count(("wake_up", ["kv_cache"])) == 2
-    assert generator.generate(TOO_LONG).finish_reasons == ["length"]
-    generator, _ = with_room(20, Failing(*["CUDA Error: out of memory"] * 2))
-    generator.prepare_for_generation(["weights"])
-    with pytest.raises(RuntimeError, match="out of memory"):
-        generator.prepare_for_generation(["kv_cache"])
-
-
-@pytest.mark.parametrize("verb", ["prepare_for_generation", "finish_generation"])
-def test_an_error_of_the_mapping_beside_a_refit_is_one_of_the_next_phase(with_room, verb):
-    generator, _ = with_room(20, Failing("CUDA Error: invalid argument"))
-    generator.prepare_for_generation(["weights"])
-    with pytest.raises(RuntimeError, match="could not map its KV cache beside the refit: CUDA Error: invalid"):
-        getattr(generator, verb)(*[["kv_cache"]] if verb == "prepare_for_generation" else [])
+    assert has_room(18)  # the cache of 10, twice 3, and a margin of 2
+    assert not has_room(17.9)
 
 
 def test_the_prefix_cache_is_reset_once_after_each_refit(generator):
