@@ -70,7 +70,8 @@ def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
         *way.overrides,
     ]
     config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
-    return dict(config["policy"]) | {"hf_config": dict(case.hf_config)}
+    policy = {key: value for key, value in config["policy"].items() if key != "generation"}  # no refit: nothing leaves
+    return policy | {"hf_config": dict(case.hf_config)}
 
 
 def _worker(case: Case, way: Way) -> MegatronPolicyWorker:
