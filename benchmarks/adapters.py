@@ -44,7 +44,7 @@ def compared(found: Mapping[str, tuple[Row, Made]]) -> list[Row]:
 
 def child(case: str, way: str, scale: str, cycles: int, out: Path) -> None:
     try:
-        with my_turn():
+        with my_turn(WAYS[way].imports):
             found = measure(CASES[case].scaled(scale), way, cycles=cycles)
     except (ImportError, torch.OutOfMemoryError) as error:
         found = {"case": case, "way": way, "not_run": str(error).splitlines()[0]}, []

@@ -8,17 +8,24 @@ import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
+
 _LOCK = "BENCHMARK_TURN_LOCK"
 _AHEAD = 3
-_SLOW_IMPORTS = ("transformer_engine.pytorch", "nemo_offload_rl.worker.worker", "megatron.bridge")
+_SLOW_IMPORTS = ("transformer_engine.pytorch", "nemo_offload_rl.worker.worker")
 
 
 @contextlib.contextmanager
-def my_turn() -> Iterator[None]:
-    """Imports what takes long, then waits until no other process of the benchmark measures."""
-    for module in _SLOW_IMPORTS:
+def my_turn(imports: Iterable[str] = ()) -> Iterator[None]:
+    """Imports what takes long, then waits until no other process of the benchmark measures.
+
+    Args:
+        imports: modules beside those that all benchmarks need; one that cannot be imported is left to its user.
+    """
+    for module in (*_SLOW_IMPORTS, *imports):
         with contextlib.suppress(ImportError):  # Transformer Engine is not on every machine
             importlib.import_module(module)
+    auto_bridge()  # Megatron-Bridge, with a placeholder for Transformer Engine where that is absent
     with open(os.environ[_LOCK], "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -1,6 +1,6 @@
 """How trainers move a model's and an optimizer's state: theirs as it is called there, and the engine in its place."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import torch
@@ -17,9 +17,11 @@ class Resident:
 
     Attributes:
         moves_params: whether parameters leave, too.
+        imports: modules that take long to import and that this way alone needs.
     """
 
     moves_params = True
+    imports: ClassVar[Sequence[str]] = ()
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         self.model: list[Any] = model
@@ -47,6 +49,7 @@ class Verl(Resident):
     """verl's engine: what its training context does at its end and at its beginning."""
 
     adapter: ClassVar[bool] = False
+    imports = ("verl.trainer.config", "verl.workers.engine.megatron")
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         from adapter_ways.verl_engine import engine
@@ -121,6 +124,7 @@ class OursInVerl(Engine, Verl):
     """The same calls of the adapter's engine."""
 
     adapter = True
+    imports = (*Verl.imports, "nemo_offload_rl.adapters.verl")
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         Verl.__init__(self, model, optimizer)
@@ -183,15 +187,16 @@ def _torch_pinned_bytes() -> int | None:
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-WAYS: Mapping[str, Callable[[list[torch.nn.Module], Any], Resident]] = {
+WAYS: Mapping[str, type[Resident]] = {
     "resident": Resident,
     "verl": Verl,
-    "megatron_core": MegatronCore,
-    **dict.fromkeys(SAVER_WAYS, MemorySaver),
-    "nemo_rl, written anew": NemoRl,
     "ours in verl": OursInVerl,
+    "megatron_core": MegatronCore,
     "ours in megatron_core": OursInMegatronCore,
+    "nemo_rl, written anew": NemoRl,
     "ours in nemo_rl": OursInNemoRl,
+    **dict.fromkeys(SAVER_WAYS, MemorySaver),
 }
+"""In the order in which they are measured: what is compared comes together, so that a run that is cut off compares."""
 NEED_CUDA = frozenset({"verl", "megatron_core", "nemo_rl, written anew", *SAVER_WAYS})
 """Without it they move nothing, or ask for page-locked memory."""

@@ -1,9 +1,15 @@
 """The benchmark of other trainers' ways to move training state, on tiny models without a GPU."""
 
+import importlib.util
+import os
+import subprocess
+import sys
+
 import adapters
 import pytest
 from adapter_ways.cases import CASES
 from adapter_ways.measure import measure
+from adapter_ways.ways import WAYS
 
 FIELDS = {
     "case", "way", "gb", "tensors", "first_out_s", "first_back_s", "out_s", "out_waited_s", "back_s", "back_waited_s",
@@ -38,3 +44,26 @@ def test_ten_thousand_tensors_are_as_many():
     """Of each expert's two weights, the optimizer makes a master and two moments."""
     sizes = CASES["experts, 10,000 tensors"].hf_config
     assert 3 * 2 * sizes["num_experts"] * sizes["num_hidden_layers"] == pytest.approx(10_000, rel=0.01)
+
+
+def test_ours_comes_directly_behind_what_it_is_compared_with():
+    names = [name.partition(",")[0] for name in WAYS]
+    assert names[0] == adapters.RESIDENT
+    for name in ("verl", "megatron_core", "nemo_rl"):
+        assert names[names.index(name) + 1] == f"ours in {name}"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="verl is not installed")
+def test_what_a_way_needs_is_imported_before_its_turn(tmp_path):
+    code = (
+        "import sys; from turns import my_turn; from adapter_ways.ways import WAYS\n"
+        "with my_turn(WAYS['ours in verl'].imports):\n"
+        "    before = set(sys.modules)\n"
+        "    from adapter_ways.verl_engine import engine\n"
+        "    import nemo_offload_rl.adapters.verl, verl.workers.engine.megatron\n"
+        "    from megatron.bridge import AutoBridge\n"
+        "    print(sorted(set(sys.modules) - before))\n"
+    )
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "BENCHMARK_TURN_LOCK": str(tmp_path / "lock")}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "['adapter_ways.verl_engine']"
