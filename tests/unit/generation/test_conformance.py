@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from support import engine_conformance
+from support import engine_conformance, replayed_refits
 
 from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
@@ -43,5 +43,8 @@ def test_an_engine_keeps_the_promises_of_the_interface(backend, ray_cluster, tmp
         engine_conformance.check(
             engine, weights, reference, filtered=backend in FILTERED_LOGPROBS, tolerance=TOLERANCES[backend]
         )
+        if backend == "vllm" and torch.cuda.device_count() == 1:  # the engine is on the GPU of this process
+            engine.finish_generation()
+            replayed_refits.check(engine, weights, bucket_bytes=1 << 30)
     finally:
         engine.shutdown()
