@@ -35,7 +35,7 @@ from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.metrics.moves import Moves, median_moves, moves_table
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes
+from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
 from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"

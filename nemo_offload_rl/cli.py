@@ -182,6 +182,7 @@ def _plan(options: argparse.Namespace) -> None:
     sys.stderr.write("".join(f"note: {note}\n" for note in validated.notes))
 
     from nemo_offload_rl.config.algorithms import ALGORITHMS
+    from nemo_offload_rl.config.keys.schema_problems import value_at
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB
@@ -191,8 +192,7 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
     from nemo_offload_rl.plan.planner import PlannedRun, make_plan, plan_run
     from nemo_offload_rl.plan.report import print_plan, print_residency
-    from nemo_offload_rl.plan.resident_params import CELL as PARAMS_CELL
-    from nemo_offload_rl.plan.resident_params import with_resident_params
+    from nemo_offload_rl.plan.resident_state import DECIDED_CELLS, with_resident_state
 
     link = _link_bytes_per_s(options)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
@@ -205,7 +205,9 @@ def _plan(options: argparse.Namespace) -> None:
     config, notes, rows = _fit_to_gpu(validated, model, planned, gpu_bytes)
 
     def written_at(key: str) -> str:
-        return "by the plan, for this GPU" if notes and key == PARAMS_CELL else str(validated.recipe.origin(key))
+        if key in DECIDED_CELLS and value_at(config, key) != value_at(validated.config, key):
+            return "by the plan, for this GPU"
+        return str(validated.recipe.origin(key))
 
     try:
         run = planned(config)
@@ -219,7 +221,7 @@ def _plan(options: argparse.Namespace) -> None:
 
     def plan_with(more: Sequence[str]) -> PlannedRun:
         other = load(options.recipe, [*overrides, *more]).config
-        return planned(with_resident_params(other, planned, gpu_bytes)[0])
+        return planned(with_resident_state(other, planned, gpu_bytes)[0])
 
     print_plan(
         run,
@@ -249,16 +251,16 @@ def _fit_to_gpu(
         gpu_bytes: memory of the GPU; None where that is not known.
 
     Returns:
-        The config; a line where parameters stay on the GPU; and lines about the tokens of packed rows.
+        The config; a line for each target that stays on the GPU; and lines about the tokens of packed rows.
     """
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-    from nemo_offload_rl.plan.resident_params import with_resident_params
+    from nemo_offload_rl.plan.resident_state import with_resident_state
     from nemo_offload_rl.plan.row_tokens import with_row_tokens
 
     config: Mapping[str, Any] = recipe.config
     notes: list[str] = []
     with contextlib.suppress(UnknownArchitectureError):  # which the caller tells
-        config, notes = with_resident_params(config, planned, gpu_bytes)
+        config, notes = with_resident_state(config, planned, gpu_bytes)
     try:
         config, rows = with_row_tokens(config, model, algorithm=recipe.algorithm, gpu_bytes=gpu_bytes)
     except ValueError as error:  # the ways that `plan` prints say what would make room

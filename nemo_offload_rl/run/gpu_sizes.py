@@ -1,14 +1,14 @@
-"""Resolves all that a recipe leaves to the size of the GPUs: where parameters stay, the KV cache, packed rows."""
+"""Resolves all that a recipe leaves to the size of the GPUs: what of the state stays, the KV cache, packed rows."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
-from nemo_offload_rl.run.resident_params import with_resident_params_here
+from nemo_offload_rl.run.resident_state import with_resident_state_here
 from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 
-# In this order: parameters that stay lessen the room for packed rows.
-_DECISIONS = (with_resident_params_here, with_kv_cache_bytes, with_row_tokens_here)
+# In this order: state that stays lessens the room for packed rows.
+_DECISIONS = (with_resident_state_here, with_kv_cache_bytes, with_row_tokens_here)
 
 
 def fitted_to_gpus(

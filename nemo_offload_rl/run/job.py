@@ -47,7 +47,7 @@ from nemo_offload_rl.run.folder import (
 )
 from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.interrupt import Interrupt, Progress
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes
+from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length

@@ -75,7 +75,9 @@ IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s
 
 # Full path of a section that a recipe may write as `auto`: which of its keys then say so, too; the others are as where
 # they are absent.
-AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {"policy.residency": {"table": {"generate": {"params": "auto"}}}}
+AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {
+    "policy.residency": {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
+}
 
 
 def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:

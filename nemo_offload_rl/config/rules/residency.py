@@ -8,7 +8,7 @@ from nemo_offload_rl.config.rules.base import COLOCATED, OPTIMIZER, Conflict, Ve
 
 TABLE = "policy.residency.table"
 AUTO = "auto"
-"""Of params in generate: as the plan says."""
+"""Of params and optimizer_state in generate: as the plan says."""
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
 _STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"
@@ -37,6 +37,24 @@ def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
         return (
             _STATE_IN_TRAIN,
             f"must be gpu, or streamed, which passes it through the GPU in each step; found {show(cell)}",
+        )
+    return None
+
+
+@rule(f"{TABLE}?")
+def the_plan_decides_for_generation(table: _Cells | None) -> Verdict:
+    """What it decides of optimizer state there holds in a refit, too."""
+    for phase in ("logprob", "refit"):
+        if _cell(table, phase, "optimizer_state") == AUTO:
+            return (
+                f"{TABLE}.{phase}.optimizer_state",
+                f"must be gpu, host or keep; write auto to {TABLE}.generate.optimizer_state, which decides refit, too",
+            )
+    stated = _cell(table, "refit", "optimizer_state")
+    if stated is not None and _cell(table, "generate", "optimizer_state") == AUTO:
+        return (
+            f"{TABLE}.generate.optimizer_state",
+            f"is auto, which decides {TABLE}.refit.optimizer_state, too, but that is {stated}; delete one of the two",
         )
     return None
 
@@ -139,7 +157,7 @@ def _agreement(table: _Cells | None, flag: str, enabled: bool) -> Verdict:
     written = flag_cell(enabled)
     for phase in FLAG_PHASES[flag]:
         cell = _cell(table, phase, "optimizer_state")
-        if cell not in (None, written):
+        if cell not in (None, written, AUTO):
             path = f"{TABLE}.{phase}.optimizer_state"
             message = (
                 f"is {cell}, but {flag} is {show(enabled)}, which makes this cell {written}; delete one of the two, or "

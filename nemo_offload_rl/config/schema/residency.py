@@ -27,9 +27,11 @@ class PhaseCells(TypedDict):
     # gpu.
     grads: NotRequired[Literal["gpu", "dropped", "keep"]]
     # Moments and fp32 master weights: gpu, host or keep. In train gpu, or streamed: they are made on the host, stay
-    # there, and pass through a window of GPU memory in each step; then they are never gpu elsewhere. Absent: gpu in
-    # train; what offload_optimizer_for_refit (refit, generate) and offload_optimizer_for_logprob (logprob) say.
-    optimizer_state: NotRequired[Literal["gpu", "host", "keep", "streamed"]]
+    # there, and pass through a window of GPU memory in each step; then they are never gpu elsewhere. In generate auto,
+    # too, which decides refit as well: with vLLM keep where the plan has room for them beside it, else what
+    # offload_optimizer_for_refit says. Absent: gpu in train; what offload_optimizer_for_refit (refit, generate) and
+    # offload_optimizer_for_logprob (logprob) say.
+    optimizer_state: NotRequired[Literal["gpu", "host", "keep", "streamed", "auto"]]
     # The reference policy's weights, which are swapped in for their log-probs. Only host. Absent: host.
     reference_weights: NotRequired[Literal["host"]]
 

@@ -70,7 +70,7 @@ def test_a_recipe_without_a_section_takes_one_key_of_it(tmp_path):
     assert residency == SECTIONS["policy.residency"] | {"table": {"generate": {"params": "keep"}}}
 
 
-AUTO = SECTIONS["policy.residency"] | {"table": {"generate": {"params": "auto"}}}
+AUTO = SECTIONS["policy.residency"] | {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
 
 
 @pytest.mark.parametrize("backend", ["vllm", "transformers"])
@@ -96,7 +96,7 @@ def test_overrides_behind_auto_change_single_keys_of_it():
         "+policy.residency.table.refit.grads=keep",
     ]
     validated = load(CONFIGS / "grpo_tiny_cpu.yaml", ["policy.residency=auto", *changes])
-    cells = {"generate": {"params": "host"}, "refit": {"grads": "keep"}}
+    cells = {"generate": {"params": "host", "optimizer_state": "auto"}, "refit": {"grads": "keep"}}
     assert validated.config["policy"]["residency"] == AUTO | {"verify": True, "table": cells}
     assert validated.recipe.origins["policy.residency.huge_pages"].override == "policy.residency=auto"
     assert validated.recipe.origins["policy.residency.verify"].override == changes[0]

@@ -231,6 +231,11 @@ BROKEN = {
         ["+policy.residency.table.train.grads=dropped"],
         "policy.residency.table.train.grads: must be gpu, since a training step works on it; found 'dropped'",
     ),
+    "the_plan_decides_for_generation": (
+        ["policy.residency.table={refit: {optimizer_state: host}, generate: {optimizer_state: auto}}"],
+        "policy.residency.table.generate.optimizer_state: is auto, which decides "
+        "policy.residency.table.refit.optimizer_state, too, but that is host; delete one of the two",
+    ),
     "optimizer_state_is_streamed_in_training_alone": (
         [
             "~policy.offload_optimizer_for_logprob",

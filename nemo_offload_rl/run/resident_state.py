@@ -1,4 +1,4 @@
-"""Decides by this machine's GPUs whether the policy's parameters stay on them beside vLLM."""
+"""Decides by this machine's GPUs whether parameters and optimizer state stay on them beside vLLM."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -7,7 +7,7 @@ import ray
 
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.gpus import gpu_facts
-from nemo_offload_rl.plan.resident_params import with_resident_params
+from nemo_offload_rl.plan.resident_state import with_resident_state
 from nemo_offload_rl.run.preflight import check_sizes
 
 
@@ -22,10 +22,10 @@ def smallest_gpu_bytes(cluster: Cluster) -> int | None:
     return min(known) if known and len(known) == len(sizes) else None
 
 
-def with_resident_params_here(
+def with_resident_state_here(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """As `plan.resident_params.with_resident_params`.
+    """As `plan.resident_state.with_resident_state`.
 
     Args:
         config: a validated recipe, resolved for this machine; it is left as it is.
@@ -33,6 +33,6 @@ def with_resident_params_here(
         gpu_bytes: memory of the smallest GPU; None where that is not known.
 
     Returns:
-        The config, and a line where parameters stay on the GPU.
+        The config, and a line for each target that stays on the GPU.
     """
-    return with_resident_params(config, lambda resident: check_sizes(resident, algorithm), gpu_bytes)
+    return with_resident_state(config, lambda resident: check_sizes(resident, algorithm), gpu_bytes)

@@ -1,4 +1,4 @@
-"""Parameters that stay on the GPU beside vLLM."""
+"""Parameters and optimizer state that stay on the GPU beside vLLM."""
 
 import copy
 from types import SimpleNamespace
@@ -9,8 +9,8 @@ from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase, Placement, Target
-from nemo_offload_rl.run import resident_params
-from nemo_offload_rl.run.resident_params import smallest_gpu_bytes, with_resident_params_here
+from nemo_offload_rl.run import resident_state
+from nemo_offload_rl.run.resident_state import smallest_gpu_bytes, with_resident_state_here
 
 RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 
@@ -18,7 +18,7 @@ RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"  # 2.88 GiB of parameters
 def where_params_are(gpu_gib, *overrides, backend="vllm"):
     config = load(RECIPE, [f"policy.generation.backend={backend}", *overrides]).config
     before = copy.deepcopy(config)
-    found, lines = with_resident_params_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    found, lines = with_resident_state_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
     assert config == before
     return settings(found["policy"]).table[Phase.GENERATE][Target.PARAMS], lines
 
@@ -37,6 +37,38 @@ def test_they_stay_where_they_fit_beside_vllm_and_the_process():
     assert where_params_are(80, auto, backend="transformers") == (Placement.HOST, [])
 
 
+AUTO_STATE = "++policy.residency.table.generate.optimizer_state=auto"
+
+
+def where_state_is(gpu_gib, *overrides):
+    config = load(RECIPE, ["policy.generation.backend=vllm", *overrides]).config
+    before = copy.deepcopy(config)
+    found, lines = with_resident_state_here(config, "grpo", int(gpu_gib * GIB))
+    assert config == before
+    table = settings(found["policy"]).table
+    return table[Phase.REFIT][Target.OPTIMIZER_STATE], table[Phase.GENERATE][Target.OPTIMIZER_STATE], lines[1:]
+
+
+def test_optimizer_state_stays_where_it_fits_beside_vllm_too():
+    stays = [
+        "the policy's optimizer state, 14.38 GiB a rank, stays on the GPU during generation, since it fits there "
+        "beside vLLM; policy.residency.table.generate.optimizer_state=host moves it"
+    ]
+    assert where_state_is(60, AUTO_STATE) == (Placement.UNCHANGED, Placement.UNCHANGED, stays)
+    assert where_state_is(60, "policy.residency=auto") == (Placement.UNCHANGED, Placement.UNCHANGED, stays)
+    leaves = (Placement.HOST, Placement.HOST, [])
+    assert where_state_is(40, AUTO_STATE) == leaves  # vLLM has 60%, and 18.8 GiB would stay
+    assert where_state_is(60) == leaves  # as offload_optimizer_for_refit says
+    assert where_state_is(60, AUTO_STATE, "++policy.residency.table.train.optimizer_state=streamed") == leaves
+
+
+def test_a_refit_must_find_room_beside_what_stays():
+    big = "policy.refit_buffer_size_gb=40"
+    small = "policy.generation.vllm_cfg.gpu_memory_utilization=0.05"
+    assert where_state_is(60, AUTO_STATE)[0] is Placement.UNCHANGED
+    assert where_state_is(22.5, AUTO_STATE, small, big)[0] is Placement.HOST
+
+
 @pytest.mark.parametrize(
     ("gpu_gib", "overrides", "backend"),
     [
@@ -52,8 +84,8 @@ def test_they_leave_otherwise(gpu_gib, overrides, backend):
 
 def test_the_smallest_gpu_counts_where_all_ranks_are_on_this_machine(monkeypatch):
     gpus = [SimpleNamespace(total_bytes=8), SimpleNamespace(total_bytes=6)]
-    monkeypatch.setattr(resident_params, "gpu_facts", lambda: gpus)
-    monkeypatch.setattr(resident_params.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
+    monkeypatch.setattr(resident_state, "gpu_facts", lambda: gpus)
+    monkeypatch.setattr(resident_state.ray.util, "get_node_ip_address", lambda: "10.0.0.1")
 
     def smallest(has_gpus=True, num_nodes=1, address="10.0.0.1"):
         nodes = [SimpleNamespace(address=address)] * num_nodes

@@ -1,0 +1,89 @@
+"""Keeps the policy's state on the GPU beside vLLM where both fit: nothing moves that need not."""
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from nemo_offload_rl.config.rules.residency import AUTO, TABLE
+from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.generation import check_refit_fits, share_beside_policy
+from nemo_offload_rl.plan.planner import PlannedRun
+from nemo_offload_rl.residency.table import Phase, Target
+
+PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
+STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
+DECIDED_CELLS = (PARAMS_CELL, STATE_CELL, f"{TABLE}.{Phase.REFIT}.{Target.OPTIMIZER_STATE}")
+"""Cells that are decided here, by their paths in a recipe."""
+
+_Config = Mapping[str, Any]
+
+
+def with_resident_state(
+    config: _Config, plan_of: Callable[[_Config], PlannedRun | None], gpu_bytes: int | None
+) -> tuple[_Config, list[str]]:
+    """Decide where parameters and optimizer state are during generation, as far as the recipe leaves that to the plan.
+
+    Parameters are decided where their cell is absent or auto, optimizer state where its cell is auto and parameters
+    stay.
+
+    Args:
+        config: a validated recipe, resolved for the ranks' machine; it is left as it is.
+        plan_of: plans such a recipe; None where the model's sizes are not known.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+
+    Returns:
+        The config, and a line for each target that stays on the GPU.
+    """
+    policy = config["policy"]
+    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # on GPUs of its own nothing leaves
+        return config, []
+    lines = []
+    if _cell(policy, Target.PARAMS) in (None, AUTO):
+        resident = _with_cells(config, (Phase.GENERATE,), Target.PARAMS, "gpu")
+        planned = plan_of(resident)
+        if planned is None or not _fits(planned, gpu_bytes):
+            return config, []
+        config = resident
+        lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host moves them"))
+    if _cell(policy, Target.OPTIMIZER_STATE) == AUTO:
+        resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
+        planned = plan_of(resident)
+        if planned is not None and not planned.plan.streams_optimizer_state and _fits(planned, gpu_bytes):
+            config = resident
+            lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host moves it"))
+    return config, lines
+
+
+def _cell(policy: Mapping[str, Any], target: Target) -> Any:
+    cells = (policy["residency"]["table"] or {}).get(Phase.GENERATE) or {}
+    return cells.get(target)
+
+
+def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: str) -> _Config:
+    changed = copy.deepcopy(dict(config))
+    table = changed["policy"]["residency"]["table"] or {}
+    of_phases = {phase.value: {**(table.get(phase) or {}), target.value: cell} for phase in phases}
+    changed["policy"]["residency"]["table"] = {**table, **of_phases}
+    return changed
+
+
+def _fits(planned: PlannedRun, gpu_bytes: int) -> bool:
+    """Whether what the policy keeps fits beside the engine, awake and in a refit."""
+    if planned.engine is None:
+        return False
+    try:
+        check_refit_fits(planned.plan, planned.engine, gpu_bytes)
+    except ValueError:
+        return False
+    return planned.engine.share_of(gpu_bytes) <= share_beside_policy(planned.plan, planned.engine, gpu_bytes)
+
+
+def _line(name: str, target: Target, planned: PlannedRun, remedy: str) -> str:
+    nbytes = max(rank.target_bytes[target] for rank in planned.plan.ranks)
+    subject = "stay" if target is Target.PARAMS else "stays"
+    pronoun = "they fit" if target is Target.PARAMS else "it fits"
+    return (
+        f"the policy's {name}, {show_gib(nbytes)} GiB a rank, {subject} on the GPU during generation, since {pronoun} "
+        f"there beside vLLM; {remedy}"
+    )
