@@ -13,7 +13,7 @@ _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, 
 
 
 class UnreachableModelError(ValueError):
-    """A model that is neither in a folder nor on a hub that can be reached."""
+    """Says that a model is neither in a folder nor on a hub that can be reached."""
 
 
 @contextmanager

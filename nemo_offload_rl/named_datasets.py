@@ -14,7 +14,7 @@ Form = Literal["columns", "verl", "gsm8k", "squad", "messages", "ranked_response
 
 @dataclass(frozen=True)
 class NamedDataset:
-    """A dataset on the Hugging Face hub.
+    """Describes a dataset on the Hugging Face hub that recipes may name.
 
     Attributes:
         hub_path: its name there.

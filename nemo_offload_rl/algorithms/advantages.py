@@ -11,7 +11,7 @@ EPSILON = 1e-6
 
 @dataclass(frozen=True)
 class RewardScaling:
-    """A linear map of rewards from one range to another; rewards outside the source range are clamped to it first."""
+    """Maps rewards linearly from one range to another; clamps those outside the source range first."""
 
     source_min: float = 0.0
     source_max: float = 1.0
@@ -40,7 +40,7 @@ def unscaled(rewards: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class GroupAdvantages:
-    """Advantages relative to the other generations of the same prompt (GRPO, https://arxiv.org/abs/2402.03300).
+    """Computes advantages relative to the other answers to a prompt (GRPO, https://arxiv.org/abs/2402.03300).
 
     Attributes:
         leave_one_out: the baseline of a generation is the mean reward of the others (RLOO,

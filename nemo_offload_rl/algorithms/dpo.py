@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class PairBatchSizes:
-    """Pairs of an optimizer step (over all ranks), of a micro-batch on a rank, and of one in validation."""
+    """Counts the pairs of an optimizer step (over all ranks), of a training micro-batch, and of a validation one."""
 
     train_global: int
     train_micro: int
@@ -41,14 +41,14 @@ class PairBatchSizes:
 
 
 class DPO(Algorithm):
-    """DPO of one policy, whose weights of the start are the reference.
+    """Trains one policy with DPO; the reference policy is the policy before the first step.
 
     Args:
-        policy: what is trained; it keeps its reference weights.
+        policy: the policy to train; it keeps its reference weights.
         answer_format: turns prompts and answers into tokens.
         pairs: the training data.
         validation: the pairs of a validation; may be empty.
-        loss_fn: what is trained on them.
+        loss_fn: the loss of the pairs.
         batch_sizes: of the policy's passes.
         save_optimizer: whether checkpoints hold the optimizer's state.
     """

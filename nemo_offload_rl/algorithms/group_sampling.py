@@ -17,7 +17,7 @@ from nemo_offload_rl.metrics.timer import Timer
 
 @dataclass(frozen=True)
 class GroupSettings:
-    """Numbers of the recipe's ``grpo`` section, by its names."""
+    """Holds settings of the recipe's ``grpo`` section, under the same names."""
 
     num_prompts_per_step: int
     num_generations_per_prompt: int

@@ -50,7 +50,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class BatchSizes:
-    """Rows of an optimizer step (over all ranks), of a micro-batch in training, and of one in log-prob passes."""
+    """Counts the rows of an optimizer step (over all ranks), of a training micro-batch, and of a log-prob one."""
 
     train_global: int
     train_micro: int
@@ -59,10 +59,10 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class ValidationSampling:
-    """The problems and settings of validation.
+    """Holds the problems that validation samples answers to, and the settings of sampling.
 
     Attributes:
-        problems: what is asked; may be empty.
+        problems: the validation problems; may be empty.
         num_generations: answers that are sampled to each.
         batch_size: problems of one generation request.
         sampling: how answers are sampled.
@@ -77,17 +77,17 @@ class ValidationSampling:
 
 
 class GRPO(Algorithm):
-    """GRPO, whatever samples and judges.
+    """Trains one policy with GRPO, on the answers of any generation engine and with any reward.
 
     Args:
-        policy: what is trained.
-        generation: what samples.
+        policy: the policy to train.
+        generation: the engines that sample the answers.
         weights: brings the policy's weights to the generation engine.
         sample: gives the rollouts of a step.
         validation: what validation samples.
         shape: how the length of answers changes their rewards; None for not at all.
         advantages: from scaled and shaped rewards [P, N] to advantages of that shape.
-        loss_fn: what is trained on them.
+        loss_fn: the loss of the rollouts.
         batch_sizes: of the policy's passes.
         overlong_filtering: leave answers that were cut off out of the loss.
         prob_error_limit: of the sampler's probabilities against the policy's, above which a step is warned of; None

@@ -12,7 +12,7 @@ TruncationType = Literal["tis", "icepop", "seq-mask-tis"]
 
 @dataclass(frozen=True)
 class Truncation:
-    """Truncated importance sampling, in one of NeMo-RL's three types.
+    """Bounds importance-sampling weights, in one of NeMo-RL's three types.
 
     - ``tis`` clamps a token's weight to the bounds (https://fengyao.notion.site/off-policy-rl);
     - ``icepop`` leaves tokens out whose weight is outside the bounds (https://arxiv.org/abs/2510.18855);

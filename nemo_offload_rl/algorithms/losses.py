@@ -19,7 +19,7 @@ from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 @dataclass(frozen=True)
 class NLLLoss:
-    """Negative log-likelihood of the trained tokens, averaged over all of them in the global batch.
+    """Computes the negative log-likelihood of the trained tokens, averaged over all of them in the global batch.
 
     Metrics: ``answer_probability``, the mean over samples of the probability of the whole answer, which is how often
     sampling at temperature 1 gives exactly that answer; ``num_valid_samples``, a sum.
@@ -42,7 +42,7 @@ class NLLLoss:
 
 @dataclass(frozen=True)
 class DPOLoss:
-    """Loss of direct preference optimisation (https://arxiv.org/abs/2305.18290, equation 7), averaged over pairs.
+    """Computes the loss of DPO (https://arxiv.org/abs/2305.18290, equation 7), averaged over pairs.
 
     The reward of an answer is log p(answer) - log p_reference(answer). With beta, the reference policy's KL penalty,
     a pair's preference loss is -log sigmoid(beta * (reward of the chosen answer - reward of the rejected one)). The
@@ -108,7 +108,7 @@ class DPOLoss:
 
 @dataclass(frozen=True)
 class ClippedPGLoss:
-    """Clipped policy-gradient loss with a KL penalty: PPO's, GRPO's, DAPO's and GSPO's, by its settings.
+    """Computes the clipped policy-gradient loss with a KL penalty: PPO's, GRPO's, DAPO's or GSPO's, by its settings.
 
     Every name is that of NeMo-RL's ``loss_fn`` section.
 

@@ -15,7 +15,7 @@ RewardShaping = Callable[[torch.Tensor, Rollouts], torch.Tensor]
 
 @dataclass(frozen=True)
 class OverlongPenalty:
-    """A penalty that grows with the tokens of an answer (DAPO, https://arxiv.org/abs/2503.14476).
+    """Lowers rewards by a penalty that grows with an answer's tokens (DAPO, https://arxiv.org/abs/2503.14476).
 
     It starts where the last ``buffer_length`` tokens below ``max_response_length`` do, has reached ``penalty`` at
     ``max_response_length``, and goes on growing above, as NeMo-RL's does.
@@ -39,10 +39,10 @@ class OverlongPenalty:
 
 @dataclass(frozen=True)
 class StopProperlyPenalty:
-    """A factor on the rewards of answers that were cut off.
+    """Scales down the rewards of answers that were cut off at their length limit.
 
     Attributes:
-        factor: from 0, which leaves them nothing, to 1, which leaves them everything.
+        factor: of their rewards; from 0, which removes them, to 1, which changes nothing.
     """
 
     factor: float

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rollouts:
-    """Sampled answers, those of one prompt next to each other.
+    """Holds sampled answers and their rewards, the answers to one prompt next to each other.
 
     Attributes:
         batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs.

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ValidationData:
-    """The data of which validation measures the loss.
+    """Holds the problems whose loss validation measures.
 
     Attributes:
-        problems: all that are used; may be empty.
+        problems: the validation problems; may be empty.
         micro_batch_size: rows of one forward pass on a rank.
     """
 
@@ -45,10 +45,10 @@ class ValidationData:
 
 
 class SFT(Algorithm):
-    """SFT of one policy.
+    """Trains one policy on known answers (supervised fine-tuning).
 
     Args:
-        policy: what is trained.
+        policy: the policy to train.
         example_format: turns problems into prompts and answers.
         examples: the training data.
         validation: the validation data.

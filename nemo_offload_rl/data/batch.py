@@ -22,7 +22,7 @@ from torch.nn.functional import pad
 
 
 class BatchedData(dict[str, Any]):
-    """Columns of equal length: tensors with leading dimension B, or lists of length B.
+    """Maps names to columns of equal length: tensors with leading dimension B, or lists of length B.
 
     Attributes:
         group_size: consecutive rows that belong together, such as a chosen and a rejected answer. No method separates

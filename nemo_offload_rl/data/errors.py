@@ -2,4 +2,4 @@
 
 
 class DataError(ValueError):
-    """A dataset, a template or a tokenizer that cannot be used; the message is for the user."""
+    """Says that a dataset, a template or a tokenizer cannot be used; the message is for the user."""

@@ -22,7 +22,7 @@ START = DataPosition(epoch=0, samples=0)
 
 
 class ProblemLoader[Sample]:
-    """Endless batches of problems, or of pairs; an epoch's last samples that do not fill a batch are left out.
+    """Draws batches of problems, or of pairs, epoch after epoch; leaves out an epoch's incomplete last batch.
 
     Attributes:
         problems: the dataset.

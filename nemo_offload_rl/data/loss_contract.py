@@ -10,7 +10,7 @@ from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 
 
 class LossFunction(Protocol):
-    """A picklable loss over next-token log-probs; it never sees logits."""
+    """Defines a picklable loss over next-token log-probs; it never sees logits."""
 
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts

@@ -37,7 +37,7 @@ class Conversation(Protocol):
 
 @dataclass(frozen=True)
 class Problem:
-    """A prompt, and the answer that a response is compared with or, in SFT, trained towards.
+    """Holds a prompt, and the answer that a response is compared with or, in SFT, trained towards.
 
     Attributes:
         prompt: its text.

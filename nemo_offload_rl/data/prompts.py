@@ -16,12 +16,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class TokenizedProblem:
-    """Token ids of a prompt and of its answer.
+    """Holds the token ids of a prompt and of its answer.
 
     Attributes:
         prompt_ids: at most the format's limit; a longer prompt has lost its beginning.
         answer_ids: what SFT trains on; empty where only the prompt was asked for.
-        fits: whether everything fitted into the limit. What does not is left out of the loss.
+        fits: whether everything fitted into the limit; a problem that does not fit is left out of the loss.
         trained_in_prompt: positions in prompt_ids of the assistant's earlier messages, where SFT trains these, too.
     """
 

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClosedVocabulary:
-    """The words of a tokenizer that encodes no others.
+    """Lists the words of a tokenizer that has no token for any other word.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.

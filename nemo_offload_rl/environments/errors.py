@@ -2,4 +2,4 @@
 
 
 class RewardError(ValueError):
-    """A reward that a recipe names cannot be used, or what it returned; the message is for the user."""
+    """Says that a reward that a recipe names, or what it returned, cannot be used; the message is for the user."""

@@ -22,7 +22,7 @@ _READ_BYTES = 65536
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a process said of an answer.
+    """Holds the reward that a judging process gave an answer, or why it gave none.
 
     Attributes:
         reward: of the answer; 0 where it could not be judged.

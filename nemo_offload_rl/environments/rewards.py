@@ -81,7 +81,7 @@ REWARDS: Mapping[str, Callable[[str, str], float]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Reward:
-    """A function that judges responses, and whose results are checked.
+    """Judges responses by a function, whose results it checks.
 
     Attributes:
         name: how the recipe names it.

@@ -21,7 +21,7 @@ _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 @dataclass(frozen=True)
 class EngineActor:
-    """A process of an engine.
+    """Names one process of an engine, and the bundles that it has.
 
     Attributes:
         actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for all else.

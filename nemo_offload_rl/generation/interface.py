@@ -14,7 +14,7 @@ WakeUpTag = Literal["weights", "kv_cache"]
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Settings of sampling.
+    """Holds the settings of sampling.
 
     Attributes:
         max_new_tokens: The most tokens a sequence gets, its stop token or stop string included.
@@ -50,7 +50,7 @@ class SamplingParams:
 
 @dataclass
 class GenerationRequest:
-    """Prompts to continue, one row a sample.
+    """Holds the prompts to continue, one row a sample.
 
     Attributes:
         prompt_ids: Token ids of each row's prompt, not padded; a prompt asked for n times is there n times.
@@ -77,7 +77,7 @@ class GenerationRequest:
 
 @dataclass
 class GenerationOutput:
-    """The generated tokens, row by row of the request.
+    """Holds the generated tokens, row by row of the request.
 
     Attributes:
         output_ids: New tokens, the stop token included, and all of the token that completes a stop string.
@@ -93,11 +93,11 @@ class GenerationOutput:
 
 
 class GenerationError(RuntimeError):
-    """The generation engine failed; the message has its traceback.
+    """Says that the generation engine failed; the message has its traceback.
 
     Attributes:
-        verb: What it was doing.
-        cause: What was raised there.
+        verb: The name of the method that failed.
+        cause: The exception that it raised, or Ray's error where the process died.
         place: A policy rank whose GPU the engine shares, None where it has its own, and the node; None where all ranks
             are on one node.
     """
@@ -118,7 +118,7 @@ def _beside(rank: int | None) -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Properties that an engine declares; an engine with the method of `HasWeightsChecksum` can be verified, too.
+    """Declares the properties of an engine; one with the method of `HasWeightsChecksum` can be verified, too.
 
     Attributes:
         refit_transport: Which of `refit.TRANSPORTS` brings its weights.
@@ -134,7 +134,7 @@ class Capabilities:
 
 
 class GenerationInterface(Protocol):
-    """The driver's handle on all engines of a run, which share its requests."""
+    """Defines the driver's handle on all engines of a run, which share its requests."""
 
     @property
     def capabilities(self) -> Capabilities:
@@ -202,7 +202,7 @@ class GenerationInterface(Protocol):
 
 @runtime_checkable
 class HasWeightsChecksum(Protocol):
-    """An engine whose weights can be compared with those sent, which `policy.verify_refit` needs."""
+    """Defines an engine whose weights can be compared with those sent, as `policy.verify_refit` needs."""
 
     def weights_checksum(self) -> dict[str, int]:
         """`tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
@@ -211,7 +211,7 @@ class HasWeightsChecksum(Protocol):
 
 @dataclass(frozen=True)
 class EngineSpec:
-    """A generation backend.
+    """Describes a generation backend.
 
     Attributes:
         bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.

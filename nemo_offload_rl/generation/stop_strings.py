@@ -19,7 +19,7 @@ def stop_strings_of(policy: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class AnswerText:
-    """The text of an answer that grows by a token at a time, as far as a stop string may still be found in it.
+    """Decodes an answer token by token, and looks for stop strings in its text.
 
     Args:
         tokenizer: Spells the tokens, special ones as they are written.

@@ -16,7 +16,7 @@ from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 
 class GeneratorActor(WeightLoader):
-    """A `TransformersGenerator` in its own process."""
+    """Runs a `TransformersGenerator` in a process of its own."""
 
     def __init__(self, num_threads: int) -> None:
         ignore_ending_signals()
@@ -65,7 +65,7 @@ class GeneratorActor(WeightLoader):
 
 
 class TransformersGeneration(ActorEngines):
-    """The driver's handle on the replicas, one actor each (see `GenerationInterface`)."""
+    """Generates with replicas of a Hugging Face model, one actor each (see `GenerationInterface`)."""
 
     capabilities = Capabilities(refit_transport="cuda_ipc", keeps_weights=True, batch_independent_sampling=True)
 

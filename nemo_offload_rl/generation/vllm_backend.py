@@ -45,7 +45,7 @@ def cache_named_where_memory_runs_out(arguments: Mapping[str, Any]) -> Iterator[
 
 
 class VllmActor(WeightLoader):
-    """A `VllmGenerator` in its own process, on one GPU.
+    """Runs a `VllmGenerator` in a process of its own, on one GPU.
 
     With tensor parallelism the actors of an engine meet as torchrun's processes do, and each runs the same requests:
     vLLM's scheduling is deterministic, and each samples the same tokens.
@@ -120,7 +120,7 @@ class VllmActor(WeightLoader):
 
 
 class VllmGeneration(ActorEngines):
-    """The driver's handle on the engines (see `GenerationInterface`)."""
+    """Generates with vLLM engines that are Ray actors (see `GenerationInterface`)."""
 
     capabilities = Capabilities(
         refit_transport="cuda_ipc", keeps_weights=False, batch_independent_sampling=True, built_alone=True

@@ -17,7 +17,7 @@ from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder
 
 
 class RefitExtension:
-    """Methods that `LLM.collective_rpc` calls by name; `self` is a `vllm.v1.worker.gpu_worker.Worker`, too.
+    """Adds methods to `vllm.v1.worker.gpu_worker.Worker`, which `LLM.collective_rpc` calls by name.
 
     vLLM refuses an extension that has an attribute of the worker's, so all names here begin with `refit`.
     """

@@ -30,19 +30,19 @@ _SETTLE_TIMEOUT_S = 10.0
 
 
 class EngineLostError(RayError):
-    """An engine's process, or its node, has ended during a refit."""
+    """Says that an engine's process, or its node, has ended during a refit."""
 
 
 class RefitTimeoutError(RuntimeError):
-    """An engine has not answered, or not taken a bucket, in time."""
+    """Says that an engine has not answered, or not taken a bucket, in time."""
 
 
 @dataclass(frozen=True)
 class BroadcastBucket:
-    """Some tensors that the sender is about to broadcast (see `WeightBucket`).
+    """Describes a bucket that the sender is about to broadcast (see `WeightBucket`).
 
     Attributes:
-        layout: Where they will be in a buffer.
+        layout: Where its tensors will be in a buffer.
         at: Where the group meets.
         rank: The receiver's rank in the group.
     """

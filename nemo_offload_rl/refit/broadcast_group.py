@@ -16,7 +16,7 @@ SENDER = 0  # the sender's rank in the group; receivers follow it
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """The place where the processes of a group meet.
+    """Names the place where the processes of a group meet.
 
     Attributes:
         address: Of the sender's node; a loopback address where all processes are on it.
@@ -44,7 +44,7 @@ class MeetingPoint:
 
 
 class BroadcastGroup:
-    """A group in which the sender's buffers reach all receivers: with NCCL between GPUs, with gloo between CPUs."""
+    """Broadcasts the sender's buffers to all receivers: with NCCL between GPUs, with gloo between CPUs."""
 
     def __init__(self, store: distributed.TCPStore, at: MeetingPoint, rank: int) -> None:
         """Meet the other processes; with gloo, returns once all are there."""

@@ -27,11 +27,11 @@ NUM_BUFFERS = 2
 
 @dataclass(frozen=True)
 class SharedBucket:
-    """Some tensors in a buffer of the sender's (see `WeightBucket`).
+    """Describes a bucket in a buffer that the sender shares (see `WeightBucket`).
 
     Attributes:
-        layout: Where they are in it.
-        handle: Of the buffer.
+        layout: Where its tensors are in the buffer.
+        handle: Names the buffer to the receiver's process.
     """
 
     layout: BucketLayout

@@ -13,7 +13,7 @@ from nemo_offload_rl.refit.recorder import addresses_of, why_not_recorded
 
 
 class ExportReads(Protocol):
-    """What an export reads."""
+    """Says which tensors an export reads, and over which kinds of parallelism its ranks exchange them."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
         """Return all tensors that an export reads, the same objects each time; none before the first export."""

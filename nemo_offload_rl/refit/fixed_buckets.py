@@ -15,7 +15,7 @@ from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
 
 @dataclass(frozen=True, eq=False)
 class FixedTensors(Sequence[NamedTensor]):
-    """The tensors of a bucket that the same object brings in every refit, at the same addresses.
+    """Holds the tensors of a bucket: the same object brings them in every refit, at the same addresses.
 
     An engine may record what it does with them, under the object itself, and do it again in the next refit.
 
@@ -39,7 +39,7 @@ class FixedTensors(Sequence[NamedTensor]):
 
 
 class FixedBuckets:
-    """A sender's buckets, which take turns in one buffer or two.
+    """Lays out a sender's buckets in one buffer or two, in which they take turns.
 
     Args:
         layouts: Of all buckets, in the order in which they are sent.
@@ -139,13 +139,13 @@ _SENDERS: dict[str, _Sender] = {}
 
 @dataclass(frozen=True)
 class FixedBucket:
-    """A bucket that the receiver has got before (see `WeightBucket`).
+    """Names a bucket that the receiver has got before (see `WeightBucket`).
 
     Attributes:
-        sender: Its name, no other's.
-        number: Of the bucket.
-        buffer: That it is in.
-        handle: Of the buffer's memory.
+        sender: The sender's name, which no other has.
+        number: The bucket's number.
+        buffer: The number of the buffer that it is in.
+        handle: Names the buffer's memory to the receiver's process.
         is_last: Whether no later bucket of this refit is in that buffer.
     """
 
@@ -182,10 +182,10 @@ class FixedBucket:
 
 @dataclass(frozen=True)
 class FirstFixedBucket(FixedBucket):
-    """A bucket that the receiver gets for the first time.
+    """Describes a bucket that the receiver gets for the first time.
 
     Attributes:
-        layout: Its tensors.
+        layout: Where its tensors are in the buffer.
     """
 
     layout: BucketLayout
@@ -200,10 +200,10 @@ class FirstFixedBucket(FixedBucket):
 
 @dataclass(frozen=True)
 class LastBucket:
-    """Brings nothing: it ends what a receiver has of a sender (see `WeightBucket`).
+    """Ends what a receiver keeps of a sender; it brings no tensors (see `WeightBucket`).
 
     Attributes:
-        sender: Its name.
+        sender: The sender's name.
     """
 
     sender: str

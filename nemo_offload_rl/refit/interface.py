@@ -10,7 +10,7 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
 
 class WeightBucket(Protocol):
-    """Some weights on their way, as an engine's process gets them."""
+    """Defines a bucket of weights, as an engine's process gets it."""
 
     def opened(self) -> AbstractContextManager[Sequence[NamedTensor]]:
         """(Hugging Face name, whole tensor) pairs, to be read in the context; once, and not in the sender's process."""
@@ -18,7 +18,7 @@ class WeightBucket(Protocol):
 
 
 class WeightLoader(Protocol):
-    """The part of an engine, a Ray actor's class, that takes weights from every transport."""
+    """Defines the part of an engine, a Ray actor's class, that takes weights from every transport."""
 
     def process(self) -> tuple[str, int]:
         """This node's address and the process id there."""
@@ -38,12 +38,12 @@ class WeightLoader(Protocol):
 
 @dataclass(frozen=True)
 class Receiver:
-    """A transport's handle on one process of an engine that loads weights.
+    """Starts the loads of one process of an engine, on behalf of a transport.
 
     Attributes:
         actor: Ray's handle of a `WeightLoader`.
         ranks: The bundles (GPUs) that the process has: those of policy ranks, or of its own above them.
-        name: For messages.
+        name: What messages call the engine.
     """
 
     actor: Any
@@ -56,7 +56,7 @@ class Receiver:
 
 
 class Export(Protocol):
-    """A rank's weights under their Hugging Face names."""
+    """Yields a rank's weights under their Hugging Face names."""
 
     def __iter__(self) -> Iterator[NamedTensor]:
         """Start an export: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
@@ -76,7 +76,7 @@ class Export(Protocol):
 
 
 class RefitSender(Protocol):
-    """One policy rank's end of a transport, which lives as long as the rank: buffers and handles are made once."""
+    """Sends one policy rank's weights in each refit; lives as long as the rank: buffers and handles are made once."""
 
     metrics: Mapping[str, float] = MappingProxyType({})
     """Figures of the last `send`, each where it is known.
@@ -103,7 +103,7 @@ class RefitSender(Protocol):
 
 
 class RefitTransport(Protocol):
-    """A way of weights to the receivers it was built for; it is pickled into every policy rank."""
+    """Makes each rank's sender to the receivers it was built for; it is pickled into every policy rank."""
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Make a rank's sender.

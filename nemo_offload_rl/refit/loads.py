@@ -13,7 +13,7 @@ _SETTLE_TIMEOUT_S = 60
 
 
 class Loads:
-    """The buckets of one refit that receivers have been given.
+    """Tracks the buckets of one refit that receivers are loading.
 
     Args:
         receivers: All of them get every bucket.

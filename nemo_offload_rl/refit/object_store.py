@@ -22,10 +22,10 @@ MAX_BUCKETS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class PackedBucket:
-    """Some tensors in one host buffer, which the object store hands to a process on the same node without a copy.
+    """Holds tensors in one host buffer, which the object store hands to a process on the same node without a copy.
 
     Attributes:
-        layout: Where they are in it.
+        layout: Where the tensors are in the buffer.
         data: uint8 [num_bytes].
     """
 

@@ -18,7 +18,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A tensor to come, by its Hugging Face name."""
+    """Describes a tensor of an export, by its Hugging Face name."""
 
     name: str
     shape: tuple[int, ...]
@@ -40,12 +40,12 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """The places of some tensors in one buffer.
+    """Says where the tensors of a bucket are in its buffer.
 
     Attributes:
         tensors: In the order of the export.
-        offsets: In bytes, one a tensor.
-        num_bytes: Of the buffer.
+        offsets: Of each tensor in the buffer, in bytes.
+        num_bytes: The size of the buffer.
     """
 
     tensors: tuple[TensorSpec, ...]
@@ -70,7 +70,7 @@ class BucketLayout:
 
 @dataclass(frozen=True)
 class ExportPlan:
-    """Every tensor that a refit sends, in the order in which each rank exports them."""
+    """Lists every tensor that a refit sends, in the order in which each rank exports them."""
 
     tensors: tuple[TensorSpec, ...]
 

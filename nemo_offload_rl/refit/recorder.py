@@ -15,7 +15,7 @@ Replay = Callable[[], object]
 
 
 class CaptureError(RuntimeError):
-    """What was to be recorded does something that a graph cannot repeat."""
+    """Says that the work to be recorded does something that a graph cannot repeat."""
 
 
 class Recorder(Protocol):
