@@ -22,7 +22,7 @@ from nemo_offload_rl.activation_offload.report import ModuleReport
 
 
 class CapturedRegions(HostRegions):
-    """Holds the regions of a host pool that graphs have the addresses of."""
+    """Keeps the host-pool regions whose addresses CUDA graphs contain until the graphs are deleted."""
 
     def __init__(self, host_pool: PinnedHostPool) -> None:
         self._host_pool = host_pool

@@ -24,12 +24,12 @@ from nemo_offload_rl.activation_offload.storage import (
 
 
 class Group:
-    """The storages of one module's forward pass in one layer.
+    """Holds the tensors that one module's forward pass in one layer saves for its backward pass.
 
     Args:
-        name: the module.
-        chunk: that it is part of.
-        report: the module's, of this step.
+        name: of the module.
+        chunk: the pass of a micro-batch that the group belongs to.
+        report: counts the module's bytes in this step.
     """
 
     __slots__ = ("chunk", "in_backward", "index", "key", "name", "nbytes", "report", "saved", "storages")
@@ -47,7 +47,7 @@ class Group:
         self.storages: list[weakref.ref[SavedStorage]] = []
         """The storages of what it saved, in the order in which its backward pass needs them."""
         self.saved: list[PackedTensor] = []
-        """Until its commit is through."""
+        """The tensors that it saved, until its commit is through."""
         self.nbytes = 0
 
     def settle(self) -> tuple[list["PackedTensor"], list[SavedStorage]]:

@@ -50,7 +50,7 @@ class HostRegions(Protocol):
 
 @dataclass
 class OffloadPath:
-    """The copies and host memory of eager passes, or of passes captured in CUDA graphs."""
+    """Names the host memory and the copy engine of eager passes, or of passes captured in CUDA graphs."""
 
     host: HostRegions
     copies: CopyEngine
@@ -64,7 +64,7 @@ class _Gap(NamedTuple):
 
 
 class PinnedHostPool:
-    """Takes the first gap that fits; gaps grow together again.
+    """Allocates regions of page-locked host memory, first fit, and merges regions that are given back.
 
     Regions may be given back from any thread and at any time, also by the garbage collector while a region is being
     taken: they are queued, and the next `take_all` finds them.

@@ -50,7 +50,7 @@ class ModuleReport:
 
 @dataclass(frozen=True)
 class StepReport:
-    """The report of one training step on one rank."""
+    """Reports what activation offloading moved in one training step on one rank, module by module."""
 
     modules: Mapping[str, ModuleReport]
     num_micro_batches: int
@@ -58,9 +58,9 @@ class StepReport:
     host_bytes: int
     """Host memory for activations, page-locked once."""
     host_peak_bytes: int
-    """Of it in use at the worst time."""
+    """The most of it that was in use at once."""
     captured_host_bytes: int = 0
-    """Of it kept by CUDA graphs until they are deleted."""
+    """The part of it that CUDA graphs keep until they are deleted."""
 
     def total(self) -> ModuleReport:
         """Returns the sums over all modules."""
@@ -69,7 +69,7 @@ class StepReport:
 
 @dataclass
 class Tally:
-    """Collects a step's report."""
+    """Collects the byte counts of a step's report."""
 
     num_chunks: int = 0
     modules: dict[str, ModuleReport] = field(default_factory=dict)

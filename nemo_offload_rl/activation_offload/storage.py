@@ -148,7 +148,7 @@ def prefetch(storages: Sequence[SavedStorage]) -> None:
 
 
 class ExcludedStorages:
-    """Storages that are never offloaded.
+    """Tracks the storages that are never offloaded: of parameters, buffers and recomputed activations.
 
     Args:
         storages: of parameters and buffers, for as long as they live.

@@ -17,7 +17,7 @@ from nemo_offload_rl.residency.table import Target
 
 
 class RangeOffload(MegatronPolicyWorkerImpl):
-    """NeMo-RL's worker, all of whose phases move state by `move_model` and `move_optimizer`."""
+    """Moves the state of NeMo-RL's worker in ranges: all its phases call `move_model` and `move_optimizer`."""
 
     _adopted: AdoptedState | None = None
 
@@ -56,7 +56,7 @@ class RangeOffload(MegatronPolicyWorkerImpl):
 
 @ray.remote(runtime_env=get_runtime_env_for_policy_worker("megatron_policy_worker"))
 class MegatronPolicyWorker(RangeOffload):
-    """The actor, for `policy.worker_extension_cls_fqn`."""
+    """Runs `RangeOffload` as the Ray actor that `policy.worker_extension_cls_fqn` names."""
 
 
 def _require_supported(worker: Any) -> None:

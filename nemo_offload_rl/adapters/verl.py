@@ -23,7 +23,7 @@ _WITHOUT = "leave external_lib=nemo_offload_rl.adapters.verl out"
 
 
 class RangeOffload(MegatronEngine):
-    """verl's Megatron engine, with ranges wherever it moves state."""
+    """Moves the state of verl's Megatron engine in ranges, wherever verl itself would move it."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         _require_supported(model_config, engine_config, checkpoint_config)
@@ -100,12 +100,12 @@ class RangeOffload(MegatronEngine):
 
 @EngineRegistry.register(model_type="language_model", backend="megatron", device="cuda", vendor="nvidia")
 class RangeOffloadWithLMHead(RangeOffload, MegatronEngineWithLMHead):
-    """verl's engine of policies and reference policies."""
+    """Moves the state of verl's engine for policies and reference policies in ranges."""
 
 
 @EngineRegistry.register(model_type="value_model", backend="megatron", device="cuda", vendor="nvidia")
 class RangeOffloadWithValueHead(RangeOffload, MegatronEngineWithValueHead):
-    """verl's engine of critics."""
+    """Moves the state of verl's engine for critics in ranges."""
 
 
 @EngineRegistry.register(model_type="language_model", backend=_OTHER_BACKENDS, device="cuda", vendor="nvidia")

@@ -13,16 +13,16 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 class DescriptorError(RuntimeError):
-    """A descriptor that another process offers, and that does not arrive."""
+    """Says that a descriptor that another process offers has not arrived."""
 
 
 @dataclass(frozen=True)
 class DescriptorAddress:
-    """Where a descriptor is offered; it can be pickled.
+    """Says where a process offers a descriptor; it can be pickled.
 
     Attributes:
         pid: The process that offers it.
-        socket_name: Of its abstract socket.
+        socket_name: The name of its abstract Unix socket.
     """
 
     pid: int

@@ -25,11 +25,11 @@ back later, and mapped later."""
 
 
 class OutOfGpuMemoryError(torch.OutOfMemoryError):
-    """The driver has no memory for a chunk of a range."""
+    """Says that the GPU has no memory for a chunk of a range, or for a buffer."""
 
 
 class GpuRange(Protocol):
-    """Memory of one device at one address, present chunk by chunk.
+    """Defines a range of one device's memory at one address, which is mapped chunk by chunk.
 
     Contents of a chunk are lost when it is unmapped, and undefined when it is mapped again.
     """
@@ -91,11 +91,11 @@ def make_range(nbytes: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES
 
 
 class VirtualMemoryUnsupportedError(RuntimeError):
-    """The driver or the device offers no virtual memory management."""
+    """Says that the driver or the device does not offer the virtual memory management that a range needs."""
 
 
 class VirtualRange:
-    """A range by CUDA's virtual memory management (cuMemAddressReserve, cuMemMap), through cuda.bindings.
+    """Maps a range by CUDA's virtual memory management (cuMemAddressReserve, cuMemMap), through cuda.bindings.
 
     Raises:
         VirtualMemoryUnsupportedError: the device lacks it.
@@ -191,7 +191,7 @@ class VirtualRange:
 
 
 class TorchRange:
-    """A range of one chunk by torch's allocator, for devices without virtual memory management; its address changes."""
+    """Takes one chunk from torch's allocator on devices without virtual memory management; its address changes."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -230,7 +230,7 @@ class TorchRange:
 
 
 class HostRange:
-    """A range in host memory, for machines without a GPU: unmapped pages go back to the kernel and read as zeros."""
+    """Maps a range in host memory, for machines without a GPU; unmapped pages are freed, and read as zeros."""
 
     def __init__(self, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes

@@ -102,11 +102,11 @@ def touching(
 
 
 class PageLockError(RuntimeError):
-    """Memory could not be page-locked; nothing of the refused range is."""
+    """Says that memory could not be page-locked; no part of the refused range is."""
 
 
 class PageLocker(Protocol):
-    """Locks ranges of touched host memory; the caller unlocks a range before it is unmapped."""
+    """Page-locks ranges of touched host memory; the caller unlocks a range before it is unmapped."""
 
     def lock(self, address: int, nbytes: int) -> None:
         """Lock a page-aligned range; raises PageLockError, and leaves nothing behind, where that is refused."""
@@ -118,7 +118,7 @@ class PageLocker(Protocol):
 
 
 class CudaPageLocker:
-    """Locks for all GPUs of this process, on behalf of the GPU that is current when it is made.
+    """Page-locks memory for all GPUs of this process, by the context of the GPU that is current when it is made.
 
     The driver's own call, not the runtime's cudaHostRegister: a refusal by the runtime stays in a thread-local error
     that the next kernel launch would raise as its own; the driver keeps none, so that there is nothing to clear.
@@ -166,11 +166,11 @@ class CudaPageLocker:
 
 
 class LockedRanges:
-    """The locked ranges of one mapping: all that were asked for, or none.
+    """Locks ranges of one mapping, and unlocks all of them when one is refused.
 
     Attributes:
         error: the first refusal, after which everything was unlocked and nothing more is tried.
-        locked_bytes: how much was locked when it came, or is now.
+        locked_bytes: how much was locked in all; unlocking does not lower it.
     """
 
     def __init__(self, locker: PageLocker) -> None:

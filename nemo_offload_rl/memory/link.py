@@ -15,7 +15,7 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 
 @dataclass(frozen=True)
 class LinkSpeed:
-    """Speed of copies between page-locked host memory and a GPU, each direction alone, in bytes a second."""
+    """Holds the speed of copies between page-locked host memory and a GPU in bytes a second, each direction alone."""
 
     d2h_bytes_per_s: float
     h2d_bytes_per_s: float

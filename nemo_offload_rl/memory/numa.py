@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class NumaNode:
-    """A NUMA node: its online CPUs (none for memory alone, such as a GB200's GPU memory) and distances to all nodes."""
+    """Describes a NUMA node: its online CPUs (none for memory alone, such as a GB200's GPU memory) and distances."""
 
     number: int
     cpus: frozenset[int]
@@ -32,13 +32,13 @@ class NumaNode:
 
 @dataclass(frozen=True)
 class Binding:
-    """The result of `bind_process`.
+    """Reports what `bind_process` did.
 
     Attributes:
         node: The node that the process was put on; None where nothing was bound.
         cpus: The CPUs that the calling thread may use now, ascending.
         memory_preferred: Whether new pages come from the node while it has free ones.
-        note: The same in words, for the log.
+        note: All of this in words, for the log.
     """
 
     node: int | None

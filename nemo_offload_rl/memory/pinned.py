@@ -42,18 +42,18 @@ _MAP_NORESERVE = 0x4000  # include/uapi/asm-generic/mman-common.h; the mmap modu
 
 
 class HostMemoryError(MemoryError):
-    """The host has not the memory that a segment asked for."""
+    """Says that the host has less memory than a segment asked for."""
 
 
 class LeakError(RuntimeError):
-    """Host memory that should be free by now is not."""
+    """Says that a host segment was not released, or was released while tensors still view it."""
 
 
 class HostSegment:
-    """Zeroed host memory of one owner, from `PinnedArena.allocate`.
+    """Holds zeroed host memory of one owner; made by `PinnedArena.allocate`.
 
     Attributes:
-        owner: whom it is for, in the words of logs and errors.
+        owner: what the memory is for, as logs and errors name it.
         nbytes: the size that was asked for.
         mapped_bytes: the same in whole pages.
         pinned: whether all of it is page-locked.

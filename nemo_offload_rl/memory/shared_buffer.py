@@ -20,7 +20,7 @@ from nemo_offload_rl.memory.units import MIB
 
 
 class SharedBufferError(RuntimeError):
-    """Memory of another process that this one cannot open."""
+    """Says that this process cannot open memory of another one."""
 
 
 class BufferHandle(Protocol):
@@ -36,7 +36,7 @@ class BufferHandle(Protocol):
 
 
 class SharedBuffer(Protocol):
-    """Memory of this process that others may open, and must have closed before it is closed here."""
+    """Defines memory of this process that others may open, and must have closed before it is closed here."""
 
     tensor: torch.Tensor
     """uint8 [nbytes]."""
@@ -68,7 +68,7 @@ def make_shared_buffer(nbytes: int, device: torch.device) -> SharedBuffer:
 
 @dataclass(frozen=True)
 class GpuBufferHandle:
-    """See `BufferHandle`.
+    """Names a `SharedGpuBuffer` to another process (see `BufferHandle`).
 
     Attributes:
         nbytes: of the buffer.
@@ -101,7 +101,7 @@ class GpuBufferHandle:
 
 
 class SharedGpuBuffer:
-    """GPU memory of the driver's own allocator: CUDA IPC exports no part of a virtual range.
+    """Takes GPU memory from the driver's own allocator, since CUDA IPC exports no part of a virtual range.
 
     Args:
         nbytes: size, above 0.
@@ -134,12 +134,12 @@ class SharedGpuBuffer:
 
 @dataclass(frozen=True)
 class HostBufferHandle:
-    """See `BufferHandle`.
+    """Names a `SharedHostBuffer` to another process (see `BufferHandle`).
 
     Attributes:
         nbytes: of the buffer.
         pid: the process that made it.
-        descriptor: of its file there.
+        descriptor: the number of its file's descriptor in that process.
         node: what has to be the same here for `pid` to be that process.
     """
 
@@ -173,7 +173,7 @@ class HostBufferHandle:
 
 
 class SharedHostBuffer:
-    """Host memory behind a file without a name.
+    """Takes host memory that is backed by a file without a name (memfd).
 
     Args:
         nbytes: size, above 0.

@@ -23,7 +23,7 @@ from nemo_offload_rl.memory.units import MIB, round_up
 
 
 class PeerRange(Protocol):
-    """A range of another process as this one maps it, at one address."""
+    """Defines a range of another process as this one maps it, at one address."""
 
     tensor: torch.Tensor
     """uint8 [nbytes]; to be touched only while it is mapped."""
@@ -58,7 +58,7 @@ class RangeHandle(Protocol):
 
 
 class SharedRange(Protocol):
-    """Memory of this process that others map."""
+    """Defines a range of this process that others map."""
 
     tensor: torch.Tensor
     """uint8 [nbytes], at one address; to be touched only while it is mapped."""
@@ -96,7 +96,7 @@ def make_shared_range(nbytes: int, device: torch.device) -> SharedRange:
 
 
 class SharedGpuRange:
-    """See `SharedRange`: one chunk of a `VirtualRange`.
+    """Shares one chunk of a `VirtualRange` with other processes (see `SharedRange`).
 
     Raises:
         OutOfGpuMemoryError: The GPU has not that much.
@@ -142,11 +142,11 @@ class _ExportedRange(VirtualRange):
 
 @dataclass(frozen=True)
 class GpuRangeHandle:
-    """See `RangeHandle`.
+    """Names a `SharedGpuRange` to another process (see `RangeHandle`).
 
     Attributes:
-        nbytes: Of the range.
-        descriptor: Of its memory.
+        nbytes: Bytes of the range.
+        descriptor: Where the descriptor of its memory is offered.
     """
 
     nbytes: int
@@ -165,7 +165,7 @@ class GpuRangeHandle:
 
 
 class PeerGpuRange:
-    """See `PeerRange`."""
+    """Maps a `SharedGpuRange` of another process (see `PeerRange`)."""
 
     def __init__(self, handle: GpuRangeHandle) -> None:
         self._range = _ImportedRange(handle)
@@ -216,7 +216,7 @@ def _whole(nbytes: int) -> int:
 
 
 class SharedHostRange:
-    """See `SharedRange`: host memory, whose file stays while its pages come and go."""
+    """Shares host memory with other processes; its file stays while its pages come and go (see `SharedRange`)."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = SharedHostBuffer(nbytes)
@@ -239,10 +239,10 @@ class SharedHostRange:
 
 @dataclass(frozen=True)
 class HostRangeHandle:
-    """See `RangeHandle`.
+    """Names a `SharedHostRange` to another process (see `RangeHandle`).
 
     Attributes:
-        buffer: The file.
+        buffer: Names the file.
     """
 
     buffer: HostBufferHandle
@@ -253,7 +253,7 @@ class HostRangeHandle:
 
 
 class PeerHostRange:
-    """See `PeerRange`: stays mapped, since pages go when the owner gives them back."""
+    """Maps a `SharedHostRange` for good: its owner alone gives the pages back (see `PeerRange`)."""
 
     def __init__(self, buffer: HostBufferHandle) -> None:
         self._open = contextlib.ExitStack()

@@ -10,7 +10,7 @@ import torch
 
 
 class Event(Protocol):
-    """A point in a stream's work."""
+    """Marks a point in a stream's work."""
 
     def wait(self) -> None:
         """The caller waits until it is reached."""
@@ -66,7 +66,7 @@ class _HostEvent:
 
 
 class CopyStream:
-    """A stream for copies in one direction; without a GPU the copies are made by the thread that asks for them."""
+    """Queues copies in one direction on a stream of its own; without a GPU, the calling thread makes them."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None
@@ -117,20 +117,20 @@ def record_current_stream(device: torch.device) -> Event:
 
 @dataclass
 class Waits:
-    """The readings of a clock; 0 until it has been stopped."""
+    """Holds what a `WaitClock` has measured; 0 until it has been stopped."""
 
     seconds_waited: float = 0.0
     """All waits together; some microseconds are counted for one that held nothing up."""
     seconds: float = 0.0
-    """From start to stop."""
+    """All time from the clock's start to its stop."""
 
 
 class WaitClock:
     """Times waits of the caller's stream, and all that the stream is given meanwhile.
 
     Args:
-        mark: makes a mark in the stream that is current when it is called. Streams and threads may be several, as in
-            backward passes, as long as each of them events both ends of a wait.
+        mark: records an event on the stream that is current when it is called. Streams and threads may be several,
+            as in backward passes, as long as each of them records both ends of a wait.
     """
 
     def __init__(self, mark: Callable[[], Event]) -> None:

@@ -21,13 +21,13 @@ from nemo_offload_rl.residency.transfer import Mover
 
 @dataclass(frozen=True)
 class Options:
-    """Options of the engine.
+    """Holds the options of the engine.
 
     Attributes:
         pinned_optimizer_state: page-lock the host memory of optimizer state; False copies it through the staging
             ring, slowly, and locks no more than that.
         verify: compare checksums of everything that leaves and comes back.
-        with_reference: keep the weights of now for `Engine.reference`.
+        with_reference: keep a copy of the weights as they are, for `Engine.reference`.
         stream_window_bytes: GPU memory that streamed optimizer state passes through.
     """
 

@@ -22,11 +22,11 @@ ALIGNMENT = 512  # bytes, as torch's allocator aligns, so that kernels make the 
 
 @dataclass(frozen=True)
 class BufferEntry:
-    """A storage that is to live in a range, with everything that looks into it.
+    """Describes a storage that is to move into a range, and all tensors that view it.
 
     Attributes:
         name: what messages call it.
-        storage: its memory of before.
+        storage: the memory that its data moves out of.
         tensors: all tensors of that storage, strided views of whatever dtype.
     """
 
@@ -41,7 +41,7 @@ class BufferEntry:
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Says where an entry lives.
+    """Says where an entry is in the ranges of a flat buffer.
 
     Attributes:
         name: of the entry.
@@ -63,7 +63,7 @@ class BufferSlice:
 
 
 class FlatBuffer:
-    """The backed ranges of one target.
+    """Keeps the tensors of one target in ranges of GPU memory, and the host memory that these are copied to.
 
     Args:
         owner: the target, for messages and for the arena's books.
@@ -295,11 +295,11 @@ def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tens
 
 
 class CorruptedTransferError(ResidencyError):
-    """The bytes that came back differ from those that were copied out."""
+    """Says that the bytes that came back differ from those that were copied out."""
 
 
 class FlatBufferTarget:
-    """A target whose ranges move as they are.
+    """Moves a target's flat buffer to the host and back, range by range.
 
     Args:
         flat_buffer: where its tensors live.

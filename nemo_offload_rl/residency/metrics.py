@@ -21,7 +21,7 @@ _MOST_RECORDS = 512
 
 @dataclass(frozen=True)
 class MemoryNow:
-    """Memory in bytes, as it is; the GPU's are None without one."""
+    """Holds the memory in use, in bytes; the GPU's values are None without one."""
 
     host_rss: int
     """Of this process, page-locked memory included."""
@@ -68,7 +68,7 @@ class MemoryNow:
 
 @dataclass(frozen=True)
 class Started:
-    """A move, and what it is part of."""
+    """Describes a move that has begun: its target, its phase, and from where to where."""
 
     phase: Phase
     target: Target
@@ -85,7 +85,7 @@ class Started:
 
 @dataclass(frozen=True)
 class MoveRecord:
-    """The measurements of a move."""
+    """Holds the measurements of a move."""
 
     phase: Phase
     target: Target

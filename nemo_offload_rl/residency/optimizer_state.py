@@ -175,7 +175,7 @@ def model_storages(context: TargetContext) -> set[int]:
 
 
 class OptimizerState(FlatBufferTarget):
-    """Masters and moments, in ranges; the optimizer's Parameter and state objects stay the same.
+    """Moves fp32 masters and moments, in ranges; the optimizer's Parameter and state objects stay the same.
 
     What the optimizer shares with the model (the parameters of an fp32 model, the bf16 views of the precision-aware
     optimizer) belongs to the params and stays out.

@@ -102,7 +102,7 @@ def _address(tensor: torch.Tensor) -> int | None:
 
 
 class Params(FlatBufferTarget):
-    """The parameters and module buffers: on the GPU, or in the arena.
+    """Moves the parameters and module buffers between the GPU and host memory.
 
     Args:
         model: whose they are.
@@ -178,7 +178,7 @@ def _params_visit_host(context: TargetContext) -> bool:
 
 
 class Grads:
-    """The gradients: on the GPU, or dropped; they come back zeroed at the same addresses.
+    """Drops the gradients, and brings them back zeroed at the same addresses.
 
     Args:
         flat_buffer: of the gradient buffers, without a host side.

@@ -44,7 +44,7 @@ def make(context: TargetContext) -> "ReferenceWeights | None":
 
 
 class ReferenceWeights:
-    """The weights a run started from; always on the host.
+    """Keeps the weights that a run started from on the host, and swaps them into the parameters for a while.
 
     Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
     weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
@@ -53,7 +53,7 @@ class ReferenceWeights:
 
     Args:
         model: whose they are.
-        params: on the GPU; what they hold now is the reference.
+        params: on the GPU; a copy of their contents becomes the reference.
         mover: copies.
         arena: gives the host memory.
         meter: learns what swaps take.

@@ -6,7 +6,7 @@ from enum import StrEnum
 
 
 class Phase(StrEnum):
-    """The phases of a colocated worker."""
+    """Names a phase of a colocated worker: training, log-probs, refit or generation."""
 
     TRAIN = "train"
     LOGPROB = "logprob"
@@ -15,18 +15,18 @@ class Phase(StrEnum):
 
 
 class Target(StrEnum):
-    """A kind of state that has a place in every phase."""
+    """Names a kind of state that has a placement in every phase."""
 
     PARAMS = "params"
     GRADS = "grads"
     OPTIMIZER_STATE = "optimizer_state"
     """Moments and fp32 masters."""
     REFERENCE_WEIGHTS = "reference_weights"
-    """Of the KL penalty; swapped into the parameters for their log-probs."""
+    """Of the KL penalty's reference policy; they are swapped into the parameters to compute its log-probs."""
 
 
 class Placement(StrEnum):
-    """The place of a target in a phase."""
+    """Says where a target is in a phase."""
 
     GPU = "gpu"
     HOST = "host"
@@ -35,7 +35,7 @@ class Placement(StrEnum):
     DROPPED = "dropped"
     """Its memory is given back and its contents are lost; it comes back as zeros."""
     UNCHANGED = "keep"
-    """Wherever it is now."""
+    """It stays where it is when the phase begins."""
 
 
 Table = Mapping[Phase, Mapping[Target, Placement]]
@@ -90,7 +90,7 @@ STREAMED_TABLE: Table = {
 
 @dataclass(frozen=True)
 class ShardFacts:
-    """The sizes of one rank's model shard; counts are in elements, sizes in bytes an element."""
+    """Holds the sizes of one rank's model shard; counts are in elements, sizes in bytes an element."""
 
     num_params: int
     """Trainable parameters of this rank."""

@@ -8,15 +8,15 @@ from nemo_offload_rl.residency.table import Placement
 
 
 class ResidencyError(RuntimeError):
-    """A target could not move, or is not where it is needed; the message says which, why, and what to do."""
+    """Says that a target could not move, or is not where it is needed; and which, why, and what to do."""
 
 
 class NoRoomError(ResidencyError):
-    """There was no memory for a target; everything is where it was."""
+    """Says that there was no memory for a target; everything is where it was."""
 
 
 class Move(Protocol):
-    """A target's move under way."""
+    """Defines the handle on a target's move that has begun, to wait for it and to measure it."""
 
     nbytes: int
     """Bytes that cross the link; dropping and zeroing cross nothing."""
@@ -49,7 +49,7 @@ class Move(Protocol):
 
 
 class OffloadTarget(Protocol):
-    """A target's mechanism."""
+    """Defines the mechanism that moves a target."""
 
     @property
     def placements(self) -> frozenset[Placement]:

@@ -12,7 +12,7 @@ from nemo_offload_rl.residency.target import OffloadTarget
 
 @dataclass(frozen=True)
 class TargetKind:
-    """The functions that a target's file offers.
+    """Names the functions that a target's file offers.
 
     Attributes:
         estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of buffers.

@@ -26,7 +26,7 @@ _SPIN_FOR_LAST = 2  # chunks: their events are polled, for a caller may be waiti
 
 @dataclass(frozen=True)
 class BackedRange:
-    """A range and, unless its contents are only ever dropped, the host memory it is copied to."""
+    """Pairs a range with the host memory it is copied to, or with None where its contents are only ever dropped."""
 
     range: GpuRange
     host: HostSegment | None
@@ -42,7 +42,7 @@ Chunk = tuple[BackedRange, slice]
 
 
 class ChunkError(RuntimeError):
-    """There was no memory for a chunk; what had been taken for the move was given back.
+    """Says that there was no memory for a chunk; what had been taken for the move was given back.
 
     Attributes:
         backed: whose chunk it is.
@@ -84,7 +84,7 @@ class _Span:
 
 
 class Transfer:
-    """A move under way.
+    """Tracks a move under way, whose copies the helper thread queues.
 
     Args:
         device: whose current stream may have to wait.

@@ -14,7 +14,7 @@ Part = tuple[slice, torch.Tensor]
 
 
 class HostCopies:
-    """A stream for each direction.
+    """Copies between the window and host memory, on a stream for each direction.
 
     Without a GPU the copies are made by the caller. Those of a segment that is not page-locked go through the staging
     ring, and have been made when a call returns.

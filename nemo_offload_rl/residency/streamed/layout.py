@@ -19,7 +19,7 @@ whole parameter, by vectors on a CPU and by aligned loads on a GPU."""
 
 @dataclass(frozen=True)
 class Field:
-    """A kind of state that every parameter of a layout has."""
+    """Describes a kind of state that every parameter of a layout has."""
 
     key: str
     """As in `optimizer.state[parameter]`; `MASTER` is the parameter itself."""
@@ -31,15 +31,15 @@ MASTER = "master"
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a parameter that is in a chunk."""
+    """Describes the part of a parameter that is in a chunk."""
 
     index: int
-    """Of the parameter, in the layout."""
+    """The parameter's index in the layout."""
     start: int
     stop: int
-    """Its elements, in the parameter."""
+    """The piece is elements `start` up to `stop` of the parameter."""
     offset: int
-    """Its first element, in the chunk."""
+    """Where the piece begins in the chunk, in elements."""
 
     @property
     def length(self) -> int:
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A stretch of the arrays, in elements."""
+    """Describes a stretch of the arrays, in elements, and the pieces of parameters in it."""
 
     begin: int
     end: int
@@ -57,7 +57,7 @@ class Chunk:
 
 
 class FlatLayout:
-    """The places of parameters' state in host memory, and in a slot of the window.
+    """Says where the state of each parameter is in host memory, and in a slot of the window.
 
     Args:
         fields: what state each parameter has.

@@ -13,11 +13,11 @@ from nemo_offload_rl.residency.streamed.window import HostArrays, Slot
 
 @dataclass(frozen=True, eq=False)
 class StreamedParameter:
-    """A parameter whose optimizer state is streamed.
+    """Describes a parameter whose optimizer state is streamed.
 
     Attributes:
         parameter: as the optimizer's group has it.
-        group: the index of that.
+        group: the index of that group.
         is_master: whether it is state itself, an fp32 copy of a model's parameter.
         model_shard: what a master is copied to after each update; None where it is no master.
     """
@@ -30,7 +30,7 @@ class StreamedParameter:
 
 @dataclass(frozen=True, eq=False)
 class ParameterArrays(HostArrays):
-    """The state of parameters, in the layout's order."""
+    """Holds the state of parameters in host memory, in the layout's order."""
 
     parameters: Sequence[StreamedParameter]
 
@@ -43,12 +43,12 @@ class ParameterArrays(HostArrays):
 
 @dataclass(frozen=True, eq=False)
 class PlacedPiece:
-    """A piece of a parameter whose state is in a slot.
+    """Describes a piece of a parameter whose state is in a slot.
 
     Attributes:
-        piece: which.
-        source: of which parameter.
-        parameter: 1-D, what the twin steps: a master in the slot, or a part of the model.
+        piece: which part of the parameter it is.
+        source: the parameter that it is a part of.
+        parameter: 1-D, which the twin optimizer steps: a master in the slot, or a part of the model.
         state: the other fields in the slot, by key.
     """
 

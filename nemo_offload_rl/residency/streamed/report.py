@@ -7,15 +7,15 @@ from nemo_offload_rl.memory.streams import Event
 
 @dataclasses.dataclass(eq=False)
 class StepTransfer:
-    """The copies of one step, both ways; fulfils `residency.target.Move`.
+    """Measures the copies of one step, both ways; fulfils `residency.target.Move`.
 
     Attributes:
-        nbytes: that crossed the link, in both directions together.
+        nbytes: bytes that crossed the link, in both directions together.
         begin: the first copy's beginning.
         end: the last copy's end.
         filled: the end of the last copy into the window before the step.
-        asked: where the stream that computes began the step.
-        updated: where it had made the last update.
+        asked: the point at which the compute stream began the step.
+        updated: the point at which it had made the last update.
     """
 
     nbytes: int

@@ -23,7 +23,7 @@ from nemo_offload_rl.residency.target import ResidencyError
 
 
 class HalfUpdatedError(ResidencyError):
-    """An optimizer's step ended in the middle: some of the model and its state has been updated, and some has not."""
+    """Says that a step ended in the middle: some of the model and its state has been updated, and some has not."""
 
 
 class StreamedStep:

@@ -109,7 +109,9 @@ def _planned(context: TargetContext) -> Iterator[tuple[Any, torch.optim.Optimize
 
 
 class StreamedState:
-    """Masters and moments on the host; the optimizer's Parameter and state objects stay, without memory of their own.
+    """Keeps masters and moments on the host, and streams them through the GPU in the optimizer's step.
+
+    The optimizer's Parameter and state objects stay the same, without memory of their own.
 
     Args:
         steps: one for each optimizer of the chain.

@@ -8,7 +8,7 @@ from nemo_offload_rl.residency.streamed.window import HostArrays, Slot
 
 
 class ChunkSums:
-    """The checksums of chunks that are on the host."""
+    """Keeps the checksums of chunks that are on the host."""
 
     def __init__(self) -> None:
         self._sums: dict[tuple[HostArrays, int], torch.Tensor] = {}

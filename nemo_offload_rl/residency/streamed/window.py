@@ -23,7 +23,7 @@ _SLOT_ALIGNMENT = 512  # bytes, as torch's allocator aligns
 
 @dataclass(frozen=True, eq=False)
 class HostArrays:
-    """A layout in host memory."""
+    """Holds the arrays of a layout in host memory."""
 
     layout: FlatLayout
     segment: HostSegment
@@ -31,7 +31,7 @@ class HostArrays:
 
 @dataclass(eq=False)
 class Slot:
-    """A part of the window, and the copies that last touched it.
+    """Describes a part of the window, which holds one chunk at a time, and the copies that last touched it.
 
     Attributes:
         memory: uint8 [slot_bytes].
@@ -54,13 +54,13 @@ def slot_bytes(window_bytes: int) -> int:
 
 
 class Window:
-    """A ring of slots in a range of GPU memory.
+    """Passes chunks through a ring of slots in a range of GPU memory.
 
     Args:
         nbytes: its size.
         device: the GPU.
         ranges: makes the range, which is not mapped yet.
-        copies: between it and the host.
+        copies: copies between the window and the host.
 
     Attributes:
         copies: the same.
