@@ -11,7 +11,7 @@ from nemo_offload_rl.residency.table import Phase
 
 @dataclass(frozen=True)
 class AlgorithmSpec:
-    """Everything that the rest of the package knows of an algorithm.
+    """Describes an algorithm to validation, the planner and the run.
 
     Attributes:
         name: of the section that marks its recipes.

@@ -12,7 +12,7 @@ from nemo_offload_rl.config.limits import MAX_PROBLEMS
 
 @dataclass(frozen=True)
 class Origin:
-    """The place of a key: a line of a file, or an override (of the command line, unless `file` says otherwise)."""
+    """Says where a key was written: on a line of a file, or in an override (of `file`, or else of the command line)."""
 
     file: str | None = None
     line: int | None = None
@@ -27,7 +27,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """A mistake: the full path of its key ("" for the recipe as a whole), where it was written, and what to do."""
+    """Describes a mistake: its key's full path ("" for the whole recipe), where that was written, and what to do."""
 
     path: str
     origin: Origin | None
@@ -38,7 +38,7 @@ class Problem:
 
 
 class RecipeError(ValueError):
-    """A recipe that cannot be used; `str()` is what the user reads.
+    """Says that a recipe cannot be used; `str()` is what the user reads.
 
     Attributes:
         problems: every mistake that was found, in the order of the files; the text lists the first `MAX_PROBLEMS`.

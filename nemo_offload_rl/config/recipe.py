@@ -22,7 +22,7 @@ _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{(\.*)([A-Za-z_][\w.]*)\}")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe with everything inherited, overridden and resolved, before it is checked against the schema.
+    """Holds a recipe with everything inherited, overridden and resolved, before it is checked against the schema.
 
     Attributes:
         path: the file.

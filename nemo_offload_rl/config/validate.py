@@ -35,12 +35,12 @@ _OVERRIDES = "warm_start.overrides"
 
 @dataclass(frozen=True)
 class ValidatedRecipe:
-    """A recipe that fits the schema.
+    """Holds a recipe that the schema and the rules accept.
 
     Attributes:
         algorithm: the section that marks it, a key of `ALGORITHMS`.
         config: the keys that the schema and Megatron have, without those of upstream's other features.
-        notes: what was accepted and is worth saying, one line each.
+        notes: what the user should know of what was accepted, one line each.
         recipe: the recipe as it was read, with every key, and with what absent ones stand for where that is filled in.
         warm_start: the recipe that `warm_start` names.
     """

@@ -21,7 +21,7 @@ MetricRow = dict[str, float | None]
 
 
 class MetricSink(Protocol):
-    """A place that metrics are written to."""
+    """Defines a place that metrics are written to."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
         """Takes metrics of a step; what is given for the same step before stays."""
@@ -157,7 +157,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Scalars for TensorBoard; where the disk is full they end, since its writer does."""
+    """Writes scalars for TensorBoard; it stops where the disk is full, since TensorBoard's writer does."""
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -204,7 +204,7 @@ class TensorBoardSink:
 
 
 class WandbSink:
-    """Weights & Biases."""
+    """Logs metrics to Weights & Biases."""
 
     def __init__(self, run_dir: Path, settings: Mapping[str, Any]) -> None:
         try:

@@ -18,7 +18,7 @@ SMOOTHING_STEPS = 10
 
 @dataclass(frozen=True)
 class Panel:
-    """One set of axes with one metric: measured at every step (smoothed, over its raw values), or now and then."""
+    """Describes a plot of one metric: measured at every step (smoothed, over its raw values), or now and then."""
 
     metric: str
     title: str

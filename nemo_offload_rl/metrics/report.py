@@ -22,7 +22,7 @@ __all__ = ["LiveProgress", "phase_seconds", "phase_table", "plot_training"]
 
 @dataclass(frozen=True)
 class Headline:
-    """A metric worth a place in the line of progress."""
+    """Names a metric that the line of progress shows, with its label and number format."""
 
     label: str
     metric: str

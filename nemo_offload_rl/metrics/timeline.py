@@ -35,7 +35,7 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """Something that takes some of a step's time, in seconds from its beginning, and what is written beside it."""
+    """Describes what takes some of a step's time, in seconds from its beginning, and what is written beside it."""
 
     label: str
     start_s: float

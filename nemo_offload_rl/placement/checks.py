@@ -21,7 +21,7 @@ REQUIRED_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers"
 
 
 class Verdict(StrEnum):
-    """The judgement of a fact."""
+    """Says how a fact about the machine is judged."""
 
     OK = "ok"
     WARNING = "warning"
@@ -30,7 +30,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """A line of `nemo-offload-rl doctor`; the remedy is empty where nothing is to be done."""
+    """Holds a line of `nemo-offload-rl doctor`; the remedy is empty where nothing is to be done."""
 
     subject: str
     found: str

@@ -41,7 +41,7 @@ _LOOK_PERIOD_S = 0.5
 
 
 class Cluster:
-    """A running Ray cluster with one bundle of resources a rank; a context manager that leaves no process behind.
+    """Reserves one bundle of resources a rank in a Ray cluster; a context manager that leaves no process behind.
 
     Bundles are numbered node by node. The policy's rank N has bundle N; generation shares these, or has those behind
     them for itself.

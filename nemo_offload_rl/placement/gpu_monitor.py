@@ -20,7 +20,7 @@ _MEANS = ("utilization_percent", "power_w")
 
 
 class GpuMetrics(Protocol):
-    """The metrics of a run's GPUs."""
+    """Defines where a run gets the metrics of its GPUs."""
 
     def of_step(self, step: int) -> dict[str, float]:
         """Returns what is known by now of the time since the step before, without waiting for anything."""

@@ -12,7 +12,7 @@ GpuSample = dict[int, dict[str, float]]
 
 
 class NoGpuReadingsError(ValueError):
-    """This machine's GPUs cannot be read; the message says why and what to do."""
+    """Says that this machine's GPUs cannot be read, why, and what to do."""
 
 
 class GpuReader:

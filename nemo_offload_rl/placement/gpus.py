@@ -32,7 +32,7 @@ _SMI_TIMEOUT_S = 60  # without persistence mode the driver initialises every GPU
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """A GPU as the driver and sysfs describe it; None for what neither says.
+    """Describes a GPU by what the driver and sysfs say; None for what neither says.
 
     Attributes:
         index: The driver's number, whatever CUDA_VISIBLE_DEVICES says.

@@ -20,12 +20,12 @@ _PAGE_LOCKINGS = 3
 
 
 class LinkNotMeasuredError(RuntimeError):
-    """The link cannot be measured here; says why."""
+    """Says why the link cannot be measured here."""
 
 
 @dataclass(frozen=True)
 class LinkBenchmark:
-    """Measured speeds, GB/s (1e9 bytes): medians of copies of one block between page-locked memory and a GPU.
+    """Holds measured speeds, GB/s (1e9 bytes): medians of copies of one block between page-locked memory and a GPU.
 
     Attributes:
         d2h_gb_per_s: From the GPU to the host, alone.

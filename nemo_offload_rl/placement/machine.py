@@ -38,7 +38,7 @@ _UNLIMITED = 1 << 62
 
 @dataclass(frozen=True)
 class HostFacts:
-    """Host memory that this process may use.
+    """Describes the host memory that this process may use.
 
     Attributes:
         hostname: This machine's name.
@@ -60,7 +60,7 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """The facts that `nemo-offload-rl doctor` judges.
+    """Holds the facts that `nemo-offload-rl doctor` judges.
 
     Attributes:
         host: Host memory.
@@ -69,7 +69,7 @@ class MachineFacts:
         links: Measured speeds by PCI address, of the visible GPUs where a measurement was possible.
         not_measured: Why it was not, by PCI address.
         numa_nodes: By number.
-        allowed_cpus: What this process may run on.
+        allowed_cpus: The CPUs that this process may run on.
         memory_policy_allowed: Whether it may say which node memory comes from; None without NUMA nodes.
         versions: By name; None for what is not installed.
         torch_cuda: The CUDA version that torch was built for; None for a build without CUDA.

@@ -14,7 +14,7 @@ _PATIENCE_S = 30.0
 
 
 class NodeLostError(RayError):
-    """A node does not answer any more."""
+    """Says that a node does not answer any more."""
 
 
 class NodeWatch:

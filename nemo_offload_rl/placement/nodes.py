@@ -23,10 +23,10 @@ _MANY = 64  # nodes that are asked at once
 
 @dataclass(frozen=True)
 class Node:
-    """A node of a Ray cluster.
+    """Describes a node of a Ray cluster.
 
     Attributes:
-        id: Ray's.
+        id: Ray's identifier.
         address: by which the others reach it.
         port: where its raylet listens; 0 where Ray does not say.
         domain: the name of its NVLink domain; None where the node was started without.

@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """The driver's handle on the process that ends what is left; start it before Ray.
+    """Starts the process that ends what a driver's Ray leaves behind, and is the driver's handle on it.
 
     Args:
         session_root: the folder in which Ray makes its session folders.

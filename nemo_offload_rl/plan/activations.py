@@ -42,7 +42,7 @@ def limit_where_unknown(settings: ActivationOptions, error: UnknownArchitectureE
 
 @dataclass(frozen=True)
 class ModuleBytes:
-    """Offloaded bytes of one module.
+    """Counts the bytes that one module offloads.
 
     Attributes:
         saved: of a layer and micro-batch, each tensor as often as it is saved.

@@ -16,7 +16,7 @@ MEGATRON = "policy.megatron_cfg"
 
 @dataclass(frozen=True)
 class Family:
-    """The fields that a family's bridge sets whatever the config says; None where it reads the config.
+    """Names the fields that a family's bridge sets whatever the config says; None where it reads the config.
 
     Attributes:
         qkv_bias: biases of the query, key and value projections.
@@ -57,12 +57,12 @@ FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
 
 
 class UnknownArchitectureError(ValueError):
-    """A model whose sizes cannot be told before it is built."""
+    """Says that the sizes of a model cannot be told before it is built."""
 
 
 @dataclass(frozen=True)
 class Architecture:
-    """A decoder-only transformer with RMSNorm, gated MLPs and rotary embeddings; sizes in elements."""
+    """Describes a decoder-only transformer with RMSNorm, gated MLPs and rotary embeddings; sizes are in elements."""
 
     num_layers: int
     hidden_size: int
@@ -84,7 +84,7 @@ class Architecture:
     """For each layer whether it has experts."""
     num_experts: int | None
     experts_per_token: int | None
-    """That a token is routed to."""
+    """Experts that a token is routed to."""
 
     @property
     def has_dense_layers(self) -> bool:

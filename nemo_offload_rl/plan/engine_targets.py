@@ -11,7 +11,7 @@ GENERATION_WEIGHTS_KEY = "policy.residency.generation_weights"
 
 
 class EngineTarget(StrEnum):
-    """A kind of state of a generation engine that shares the policy's GPUs."""
+    """Names a kind of state of a generation engine that shares the policy's GPUs."""
 
     GENERATION_WEIGHTS = "generation_weights"
     KV_CACHE = "kv_cache"

@@ -15,7 +15,7 @@ _WINDOWS_BY_LAYER = ("qwen2", "qwen3")
 
 @dataclass(frozen=True)
 class FlopModel:
-    """What the count follows from.
+    """Counts the FLOPs of a model's forward passes.
 
     Attributes:
         architecture: sizes of the model.

@@ -31,7 +31,7 @@ _NUM_REFIT_BUCKETS = 2
 
 @dataclass(frozen=True)
 class EngineMemory:
-    """What one GPU of a vLLM engine holds.
+    """Counts the bytes that a vLLM engine takes on one of its GPUs.
 
     Attributes:
         weights_bytes: of the model.

@@ -46,7 +46,7 @@ _MORE_RANKS = (
 
 
 class HostMemory(Protocol):
-    """The facts of a host's memory (placement.machine.HostFacts has them)."""
+    """Defines the facts of a host's memory (placement.machine.HostFacts has them)."""
 
     @property
     def hostname(self) -> str:
@@ -71,7 +71,7 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True)
 class RankNeed:
-    """The host memory that a rank will take, for each target in bytes.
+    """Counts the host memory that a rank will take, for each target in bytes.
 
     Attributes:
         rank: of the worker group.
@@ -92,7 +92,7 @@ class RankNeed:
 
 
 class HostBudgetError(ValueError):
-    """The offloaded state does not fit into the memory of a host; `str()` has the table."""
+    """Says that the offloaded state does not fit into the memory of a host; `str()` has the table."""
 
 
 def margin_bytes(host: HostMemory) -> int:

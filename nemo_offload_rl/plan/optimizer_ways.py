@@ -24,7 +24,7 @@ _STATE = Target.OPTIMIZER_STATE
 
 @dataclass(frozen=True)
 class Way:
-    """One way to keep optimizer state, and the overrides of the recipe that turn it on.
+    """Names one way to keep optimizer state, and the overrides of the recipe that turn it on.
 
     Attributes:
         name: of the way.
@@ -37,7 +37,7 @@ class Way:
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """What a way takes on the rank that holds most on its GPU.
+    """Estimates what a way of keeping optimizer state takes on the rank that holds most on its GPU.
 
     Attributes:
         way: the way.

@@ -28,7 +28,7 @@ _ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that one target sends over the link when a phase is entered."""
+    """Counts the bytes that one target sends over the link when a phase is entered."""
 
     target: Target
     d2h_bytes: int
@@ -38,7 +38,7 @@ class Traffic:
 
 @dataclass(frozen=True)
 class Transition:
-    """The change from one phase of a step to the next, on one rank."""
+    """Describes the change from one phase of a step to the next, on one rank."""
 
     source: Phase
     phase: Phase
@@ -52,12 +52,12 @@ class Transition:
 
 @dataclass(frozen=True)
 class RankActivations:
-    """The activations that leave one rank of a pipeline stage in a training step.
+    """Counts the bytes of the activations that one rank of a pipeline stage offloads in a training step.
 
     Attributes:
-        facts: what the rest follows from.
+        facts: the sizes that the byte counts follow from.
         modules: bytes of each offloaded module, in the order of a forward pass.
-        needed_bytes: host memory for all that is in flight at the worst time.
+        needed_bytes: host memory for the most that is in flight at once.
         slab_bytes: host memory that is taken: the same, or the recipe's limit.
     """
 
@@ -69,11 +69,11 @@ class RankActivations:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """The bytes that one rank of a pipeline stage holds.
+    """Counts the bytes that one rank of a pipeline stage holds.
 
     Attributes:
         stage: the pipeline stage.
-        facts: what the rest follows from.
+        facts: the sizes that the byte counts follow from.
         target_bytes: size of each target.
         gpu_bytes: for each phase of the step's cycle, what of each target is on the GPU.
         host_bytes: host memory that each target needs.
@@ -105,7 +105,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """The plan of a recipe for the residency engine.
+    """Holds what a recipe asks of the residency engine, and what it costs.
 
     Attributes:
         table: where each target lives in each phase.
@@ -119,7 +119,7 @@ class OffloadPlan:
         link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
         activations: what activation offloading is to do; None where it is off.
         engine_table: where an engine on the same GPUs has its weights and KV cache; empty where there is none.
-        engine_remark: what of it may be set.
+        engine_remark: says in a line what of that table a recipe may set.
         ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
     """
 

@@ -80,10 +80,10 @@ def _with_activations(rank: RankPlan, activations: RankActivations) -> RankPlan:
 
 @dataclasses.dataclass(frozen=True)
 class PlannedRun:
-    """The plan of a whole run.
+    """Holds the plan of a whole run.
 
     Attributes:
-        plan: with the sizes of every pipeline stage.
+        plan: the offload plan, with the sizes of every pipeline stage.
         needs: the host memory of every rank.
         engine: GPU memory of generation; None where vLLM has no part in it.
     """

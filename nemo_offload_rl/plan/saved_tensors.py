@@ -17,7 +17,7 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """The sizes that one rank of a pipeline stage computes with; its own share of what is split over ranks."""
+    """Holds the sizes that one rank of a pipeline stage computes with; its own share of what is split over ranks."""
 
     num_tokens: int
     """Of a micro-batch, padding included, as attention sees them."""
@@ -53,7 +53,7 @@ class ActivationFacts:
 
 @dataclass(frozen=True)
 class SavedTensor:
-    """A storage that the backward pass needs.
+    """Describes a storage that autograd saves for the backward pass.
 
     Attributes:
         name: the same for the same storage of a layer.

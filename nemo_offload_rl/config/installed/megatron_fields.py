@@ -62,13 +62,13 @@ CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
 
 @dataclass(frozen=True)
 class MegatronField:
-    """A field of a Megatron config.
+    """Describes a field of a Megatron config, as its source declares it.
 
     Attributes:
         name: its name.
         annotation: its type.
         nullable: whether its default is None, whatever the annotation says.
-        may_be_infinite: whether its default is, and so means "no bound".
+        may_be_infinite: whether its default is infinite, and so means "no bound".
         choices: the words that a text, or each of a list of texts, may be; None for any.
     """
 

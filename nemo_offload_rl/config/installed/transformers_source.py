@@ -40,11 +40,11 @@ _ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_ro
 
 @dataclass(frozen=True)
 class HfField:
-    """A field of a config.
+    """Describes a field of a transformers config, as its source declares it.
 
     Attributes:
         annotation: its type; None where transformers declares none.
-        default: its value where it is absent; None also where that is computed.
+        default: its value where a config leaves it out; None also where that value is computed.
     """
 
     annotation: ast.expr | None
@@ -53,12 +53,12 @@ class HfField:
 
 @dataclass(frozen=True)
 class HfFamily:
-    """The config of one model type.
+    """Describes the config class of one model type in transformers.
 
     Attributes:
-        class_name: of transformers.
+        class_name: its name in transformers.
         folder: of the family's sources.
-        fields: all that it takes, by name.
+        fields: all fields that it takes, by name.
         aliases: other names of fields, each with the name that the class declares.
         rope_keys: keys of `rope_parameters` that are this family's own.
     """

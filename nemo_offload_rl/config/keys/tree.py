@@ -17,7 +17,7 @@ ANY_NAME = "*"  # stands for the names that a user chooses, as in `env.*.reward`
 
 @dataclass(frozen=True)
 class Key:
-    """A key of the schema.
+    """Describes a key of the recipe schema.
 
     Attributes:
         path: its full path, with `*` for a name that the user chooses.

@@ -10,10 +10,10 @@ OFFLOAD_MODULES_KEY = "policy.megatron_cfg.offload_modules"
 
 @dataclass(frozen=True)
 class ActivationModule:
-    """A name of `policy.megatron_cfg.offload_modules`.
+    """Describes a module that `policy.megatron_cfg.offload_modules` may name.
 
     Attributes:
-        moves: what goes to the host.
+        moves: which saved activations go to the host.
         of_experts: whether only the layers of a mixture-of-experts model have it.
     """
 

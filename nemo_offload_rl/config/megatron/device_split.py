@@ -7,10 +7,10 @@ from typing import Any
 
 @dataclass(frozen=True)
 class DeviceSplit:
-    """The devices (GPUs, or processes where there are none) of the policy and of generation.
+    """Counts the devices (GPUs, or processes where there are none) of the policy and of generation.
 
     Attributes:
-        num_nodes: Of the cluster.
+        num_nodes: Nodes of the cluster.
         per_node: Devices of each node.
         num_engine_devices: Those that generation has for itself, of a single node the last ones, of several nodes all
             of the last ones; 0 where generation shares the policy's.

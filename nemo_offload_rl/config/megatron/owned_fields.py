@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Owned:
-    """The only values that a recipe may give a field, and why."""
+    """Names the only values that a recipe may give a field, and says why."""
 
     values: tuple[Any, ...]
     why: str

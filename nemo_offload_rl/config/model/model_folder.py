@@ -12,7 +12,7 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 class ModelFolderError(ValueError):
-    """A model that is not where the recipe says."""
+    """Says that the model is not where the recipe says, or is incomplete there."""
 
 
 def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True) -> None:

@@ -22,7 +22,7 @@ _EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")  # Qwen3-MoE but for what `ex
 
 @dataclass(frozen=True)
 class ModelKind:
-    """The kinds of a model's layers; None where only the built model can tell.
+    """Says which kinds of layers a model has; None where only the built model can tell.
 
     Attributes:
         name: how a message calls the model.

@@ -27,7 +27,7 @@ SECTION, SPEC = "{algorithm}", "{spec}"
 
 @dataclass(frozen=True)
 class Conflict:
-    """Two keys that contradict each other.
+    """Reports two keys that contradict each other.
 
     Attributes:
         path: the key that the problem is reported at.
@@ -47,7 +47,7 @@ Check = Callable[..., Verdict]
 
 @dataclass(frozen=True)
 class Rule:
-    """A check over some keys.
+    """Pairs a check with the keys whose values it gets.
 
     Attributes:
         reads: full paths of the keys whose values `check` gets; one with `?` may be absent and is then None. SPEC
@@ -61,11 +61,11 @@ class Rule:
 
 @dataclass(frozen=True)
 class Adapted:
-    """A value that is taken in place of what a recipe says, where the numbers of a run stay what they would be.
+    """Names a value that is used in place of a recipe's own, and that leaves a run's numbers as they would be.
 
     Attributes:
-        path: of the key.
-        value: what counts.
+        path: the key's full path.
+        value: the value that is used.
         line: what the user is told, behind the key; None for another spelling of the same thing.
     """
 
@@ -76,7 +76,7 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """A reading of some keys that NeMo-RL's recipes have and that rules would refuse; `reads` as a `Rule`'s."""
+    """Pairs a function that makes an `Adapted` of NeMo-RL's keys with the keys whose values it gets (see `Rule`)."""
 
     reads: tuple[str, ...]
     adapt: Callable[..., Adapted | None]

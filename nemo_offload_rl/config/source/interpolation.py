@@ -40,10 +40,10 @@ _MISSING = "???"
 
 
 class InterpolationError(ValueError):
-    """A `${...}` that has no value; the message goes on after its key.
+    """Says that a `${...}` has no value; the message goes on after its key.
 
     Attributes:
-        reason: why what refers to it has none either.
+        reason: why a key that refers to it has no value either.
     """
 
     def __init__(self, message: str, reason: str) -> None:

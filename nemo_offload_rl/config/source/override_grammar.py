@@ -17,7 +17,7 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 
 
 class OverrideSyntaxError(ValueError):
-    """A text that is no override; the message goes on after it."""
+    """Says that a text is not a valid override; the message goes on after it."""
 
 
 def _functions() -> Functions:

@@ -25,7 +25,7 @@ class _Size:
 
 
 class TooLargeError(ValueError):
-    """A text that stands for too much; the message goes on after "the file".
+    """Says that a text stands for too many values, or for too deep a value; the message goes on after "the file".
 
     Attributes:
         line: where it is, from 1.

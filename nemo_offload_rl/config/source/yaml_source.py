@@ -58,7 +58,7 @@ _LONGEST_SEXAGESIMAL = 100  # characters of a number such as 1:30:00, which PyYA
 
 @dataclass
 class Node:
-    """A value of a recipe: a scalar, a dict of nodes or a list of nodes, and where it was written."""
+    """Holds a value of a recipe: a scalar, a dict of nodes or a list of nodes, and where it was written."""
 
     value: Any
     origin: Origin

@@ -11,7 +11,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OffOnly:
-    """A key that may only have the values that leave its feature off."""
+    """Names a key that may only have the values that leave its feature off."""
 
     path: str
     off: tuple[Any, ...]
@@ -21,7 +21,7 @@ class OffOnly:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """A section of a feature that is off: its switch may only say so, and its other keys then mean nothing."""
+    """Names a section whose feature is off: its switch may only say so, and its other keys then mean nothing."""
 
     section: str
     switch: str
@@ -33,7 +33,7 @@ class SwitchedOff:
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """A key that is accepted with any value, since here there is nothing that it could change.
+    """Names a key that is accepted with any value, since here there is nothing that it could change.
 
     Attributes:
         reason: why; printed as a note unless `silent`.

@@ -18,12 +18,12 @@ from nemo_offload_rl.config.upstream.features import (
 
 @dataclass(frozen=True)
 class SplitKeys:
-    """A recipe without the keys of upstream's other features.
+    """Holds a recipe without the keys of NeMo-RL's features that this package lacks, and what to say of those keys.
 
     Attributes:
-        config: what the schema is asked about.
+        config: the keys that are left, which the schema checks.
         problems: (path, message) of keys that turn something on.
-        notes: what was accepted without effect and is worth saying.
+        notes: what the user should know of keys that were accepted without effect.
     """
 
     config: dict[str, Any]
