@@ -26,7 +26,7 @@ from nemo_offload_rl.mcore.router_updates import router_updates
 
 @dataclass
 class StepResult:
-    """The report of one optimizer step, equal on every rank."""
+    """Reports the result of one optimizer step, equal on every rank."""
 
     loss: float
     grad_norm: float

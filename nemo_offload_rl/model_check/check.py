@@ -16,9 +16,9 @@ logger = logging.getLogger(__name__)
 
 
 class ModelCheck:
-    """The check of one model; a context manager around what is done beside it.
+    """Checks one model, beside whatever is done in the `with` block of this context manager.
 
-    Leaving it with an error that says nothing to users asks the check first, which may know what is wrong.
+    Where the block raises an error that is not for users, the check's result comes first: it may say what is wrong.
     """
 
     def __init__(self, policy: Mapping[str, Any], hf_config: Any, *, device: str) -> None:

@@ -33,7 +33,7 @@ Some gradients are zero but for rounding: that of a bias of keys without rope, f
 
 
 class UnbuildableError(ValueError):
-    """The model cannot be built with Megatron, or its twin with transformers."""
+    """Says that the model cannot be built with Megatron, or its twin with transformers."""
 
 
 def check(policy: Mapping[str, Any]) -> CheckResult:

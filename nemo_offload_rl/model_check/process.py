@@ -22,15 +22,15 @@ ENVIRONMENT = {
 
 
 class ModelCheckError(ValueError):
-    """A model that Megatron computes wrongly, or that it or the check cannot compute at all."""
+    """Says that Megatron computes a model wrongly, or that it or the check cannot compute it at all."""
 
 
 class CheckTimeoutError(Exception):
-    """A check that was not done in time; its process has been killed."""
+    """Says that a check was not done in time; its process has been killed."""
 
 
 class CheckProcess:
-    """A comparison under way.
+    """Runs a comparison in a process of its own.
 
     The process reads the policy from its standard input, which stays open: it ends where that is closed, so also where
     this process is killed.

@@ -20,7 +20,7 @@ _SPREAD = 0.3
 
 @dataclass(frozen=True)
 class Reference:
-    """The results that Megatron's model has to reach.
+    """Holds the results that Megatron's model has to reach, as transformers computes them.
 
     Attributes:
         weights: by the names and in the shapes of files.

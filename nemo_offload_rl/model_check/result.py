@@ -13,7 +13,7 @@ GRADIENT_LIMIT = 1e-3
 
 @dataclass(frozen=True)
 class Difference:
-    """The distance of the two models.
+    """Measures how far the results of the two models are apart.
 
     Attributes:
         batches: padded or packed.
@@ -35,7 +35,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class CheckResult:
-    """The result of one check.
+    """Holds the result of one check.
 
     Attributes:
         differences: one entry for each kind of batches.

@@ -22,11 +22,11 @@ POLICY_FOLDER = "policy"
 
 
 class Algorithm(ABC):
-    """An algorithm as ``train_loop.Run`` drives it; a subclass says what a step and a validation are.
+    """Defines an algorithm as ``train_loop.Run`` drives it; a subclass says what a step and a validation are.
 
     Args:
-        policy: what is trained.
-        data: what it is trained on.
+        policy: the policy to train.
+        data: the training data.
         save_optimizer: whether checkpoints hold the optimizer's state.
     """
 

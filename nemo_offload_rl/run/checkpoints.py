@@ -28,7 +28,7 @@ _UNFINISHED_PREFIX = "tmp_step_"
 
 @dataclass(frozen=True)
 class ValidationResult:
-    """The metrics of a validation after ``step`` steps; their names start with ``validation/``."""
+    """Holds the metrics of a validation after ``step`` steps; their names start with ``validation/``."""
 
     step: int
     metrics: dict[str, float]
@@ -36,7 +36,7 @@ class ValidationResult:
 
 @dataclass
 class RunState:
-    """Progress of a run.
+    """Records the progress of a run.
 
     Attributes:
         step: whole steps done.
@@ -146,12 +146,12 @@ class CheckpointWriter(Protocol):
 
 @dataclass(frozen=True)
 class UnfinishedCheckpoint:
-    """A checkpoint that is being written, under a name by which it is none.
+    """Describes a checkpoint that is being written, under a name by which it does not count as one.
 
     Attributes:
         folder: where it is now.
         state: of the run when its state was taken.
-        metrics: of then.
+        metrics: of the run at that time.
         writer: fills the folder.
     """
 
@@ -162,7 +162,7 @@ class UnfinishedCheckpoint:
 
 
 class CheckpointFolder:
-    """The checkpoints of a run, ``step_N`` each.
+    """Keeps the checkpoints of a run, ``step_N`` each.
 
     Args:
         folder: where they are; made with the first one.

@@ -135,7 +135,7 @@ def warm_start_folder(config: Mapping[str, Any]) -> Path:
 
 @dataclass(frozen=True)
 class Locks:
-    """The locks of a command.
+    """Holds the locks of a command.
 
     Attributes:
         warm_start: holds the warm start's lock; empty where there is no warm start.

@@ -20,12 +20,12 @@ from typing import Self
 
 @dataclass
 class Progress:
-    """Finished steps, and those that a checkpoint holds.
+    """Counts the finished steps of a run, and those that a checkpoint holds.
 
     ``str`` of it says which steps are lost where the run ends now, and from where the same command goes on.
 
     Attributes:
-        name: of what is run.
+        name: what messages call the run.
         num_done: finished steps.
         in_step: whether another is under way.
         num_saved: finished steps that are on disk: in the newest checkpoint, or in the model of a finished warm start.
@@ -75,11 +75,11 @@ _STUCK_S = 10.0
 
 
 class Stopped(KeyboardInterrupt):
-    """The run ends now; raised where a signal finds it."""
+    """Ends the run at once; raised where a signal finds it."""
 
 
 class Interrupt:
-    """While it is entered, a signal stops the run: at the end of the step where there is one, or else at once.
+    """Stops a run on a signal while it is entered: at the end of the step where there is one, or else at once.
 
     Inside ``finishing`` the first signal is noted, and the step and its checkpoint are completed. A second Ctrl-C, or
     the end of the grace period after SIGTERM or SIGHUP, stops the run at once. A SIGHUP that was ignored before, as

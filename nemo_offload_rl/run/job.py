@@ -61,12 +61,12 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Session:
-    """The objects that the runs of one command share.
+    """Holds the objects that the runs of one command share.
 
     Attributes:
         cluster: where processes run.
-        interrupt: the user's wish to stop.
-        console: where the user looks.
+        interrupt: says whether a signal has asked the run to stop.
+        console: the user's terminal.
     """
 
     cluster: Cluster
@@ -76,7 +76,7 @@ class Session:
 
 @dataclass(frozen=True)
 class Ending:
-    """The end of a run.
+    """Describes how a run ended.
 
     Attributes:
         reason: why.
@@ -89,7 +89,7 @@ class Ending:
 
 @dataclass(frozen=True)
 class Job:
-    """A validated recipe, with everything read that it names.
+    """Runs a validated recipe, after everything that it names has been read.
 
     Attributes:
         algorithm: a key of `ALGORITHMS`.

@@ -19,7 +19,7 @@ from nemo_offload_rl.storage.manifest import Manifest
 
 
 class Policy(WeightSource, Protocol):
-    """A policy that is trained, asked for log-probs, and saved."""
+    """Defines a policy that is trained, asked for log-probs, and saved."""
 
     def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
         """Has state begin to come back once generation has left the GPU, as ``after`` says, and returns at once."""

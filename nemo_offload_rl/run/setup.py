@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Preparation:
-    """A run that is ready to start.
+    """Describes a run that is ready to start.
 
     Attributes:
         build: starts the processes and returns the algorithm; takes the recipe's policy section, in the form in which

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class StopReason(Enum):
-    """Why a run ended, as the user reads it."""
+    """Says why a run ended, as the user reads it."""
 
     STEPS = "all steps are done"
     EPOCHS = "the training data was used as often as the recipe says"
@@ -43,7 +43,7 @@ class StopReason(Enum):
 
 @dataclass(frozen=True)
 class StopTarget:
-    """A validation metric, as logged, and the value at which training has done its work."""
+    """Names a validation metric, as logged, and the value at which training has done its work."""
 
     metric: str
     threshold: float
@@ -58,7 +58,7 @@ class StopTarget:
 
 @dataclass(frozen=True)
 class Schedule:
-    """The steps at which a run validates, saves and ends.
+    """Says at which steps a run validates, saves and ends.
 
     Attributes:
         max_num_steps: at most so many steps.
@@ -114,7 +114,7 @@ class TimeLimit:
 
 
 class Outputs(Protocol):
-    """The outputs of a step's metrics."""
+    """Defines where the metrics of a step go."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Stores metrics of a step; more for the same step are added to them."""

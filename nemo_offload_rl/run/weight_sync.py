@@ -12,7 +12,7 @@ from nemo_offload_rl.refit.plan import ExportPlan
 
 
 class WeightSource(Protocol):
-    """The part of a policy that sends weights."""
+    """Defines the part of a policy that sends weights."""
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
         """Connects to a transport; returns what each refit will send through it."""

@@ -17,7 +17,7 @@ PIECE_BYTES = 1 << 18
 
 @dataclass(frozen=True)
 class FileSum:
-    """The size and checksum of a file when it was written.
+    """Holds the size and checksum of a file when it was written.
 
     Attributes:
         size: in bytes.
@@ -31,7 +31,7 @@ class FileSum:
 
 
 class RawFile(Protocol):
-    """A file that is opened for writing, without a buffer, such as `io.FileIO`."""
+    """Defines a file that is opened for writing, without a buffer, such as `io.FileIO`."""
 
     def write(self, data: Any, /) -> int | None:
         """Write some of the bytes and return how many."""
@@ -42,7 +42,7 @@ class RawFile(Protocol):
 
 
 class HashingFile:
-    """A file that is hashed while it is written, and that keeps its first error in place of raising it.
+    """Hashes a file while it is written, and keeps its first error in place of raising it.
 
     Several ranks write a checkpoint together and wait for each other, so that one which raised in between would leave
     the others waiting: they look at each other's `error` when all are through.

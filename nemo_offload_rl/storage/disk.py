@@ -15,7 +15,7 @@ _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 class DiskFullError(ValueError):
-    """Files could not be written for a lack of space; the message is one sentence for the user.
+    """Says that files could not be written for a lack of space, in one sentence for the user.
 
     Attributes:
         path: what was to be written.

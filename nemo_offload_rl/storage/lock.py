@@ -28,12 +28,12 @@ _NAMED_AFTER_S = 0.5
 
 
 class LockedError(ValueError):
-    """Another run has the folder; the message is one sentence for the user."""
+    """Says that another run has the folder, or that it cannot be locked, in one sentence for the user."""
 
 
 @dataclass(frozen=True)
 class Owner:
-    """A process, as a lock names it.
+    """Names the process that holds a lock.
 
     Attributes:
         host: its machine's name.

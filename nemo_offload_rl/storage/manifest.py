@@ -17,16 +17,16 @@ MANIFEST_FILE = "manifest.json"
 
 
 class DamagedError(ValueError):
-    """A file is not what was written; the message names it and says what is wrong."""
+    """Says that a file is not what was written; the message names it and says what is wrong."""
 
 
 class DamagedCheckpointError(ValueError):
-    """A checkpoint that cannot be used; the message names it, the file, what is wrong with it, and what to do."""
+    """Says that a checkpoint cannot be used; the message names the file, what is wrong with it, and what to do."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The sizes and checksums of a checkpoint's files when it was written.
+    """Lists the sizes and checksums of a checkpoint's files when it was written.
 
     Attributes:
         files: by their names, relative to the checkpoint's folder.

@@ -15,7 +15,7 @@ _KINDS = {
 
 
 class UnreadableFileError(ValueError):
-    """A path that cannot be read as a file; the message goes on after its name, as in "is a folder, no file".
+    """Says that a path cannot be read as a file; the message goes on after its name: "is a folder, no file".
 
     Attributes:
         reason: what goes on after "cannot be read:".

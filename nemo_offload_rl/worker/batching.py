@@ -21,7 +21,7 @@ from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS
 
 
 class MicroBatcher:
-    """Pads or packs, as the recipe says.
+    """Cuts a rank's batch into micro-batches, padded or packed as the recipe says.
 
     Args:
         config: the recipe's policy section.

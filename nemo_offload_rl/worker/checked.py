@@ -16,7 +16,7 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPolicyWorker(MegatronPolicyWorker):
-    """A `MegatronPolicyWorker` that refuses a model that Megatron computes otherwise than transformers.
+    """Is a `MegatronPolicyWorker` that refuses a model that Megatron computes otherwise than transformers.
 
     Raises:
         ValueError: the model is refused, or as `MegatronPolicyWorker`.

@@ -15,7 +15,7 @@ _MARGIN = 1.1
 
 
 class EarlyMoves:
-    """Knows what may move early, and how much memory a log-prob pass needs beside it.
+    """Starts moves before the phase that needs them, where memory for a log-prob pass is left beside them.
 
     Nothing here changes what a phase finds when it is entered, only when copies begin.
 

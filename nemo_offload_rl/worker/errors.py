@@ -11,12 +11,12 @@ _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 
 class WorkerError(RuntimeError):
-    """A rank failed; the message has its traceback.
+    """Says that a rank failed; the message has its traceback.
 
     Attributes:
         rank: The rank that failed first; one whose process died counts as first.
-        verb: What it was doing.
-        cause: What was raised there, or Ray's error where the process died.
+        verb: The name of the method that failed.
+        cause: The exception that it raised, or Ray's error where the process died.
         node: The rank's node; None where all ranks are on one.
     """
 

@@ -16,7 +16,7 @@ _STEP = re.compile(r"step_\d+")
 
 @dataclass(frozen=True)
 class ExportSource:
-    """A checkpoint of a run.
+    """Names the parts of a run's checkpoint that an export reads.
 
     Attributes:
         policy: the folder of the policy's state.

@@ -8,7 +8,7 @@ from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
 
 
 class GpuPeaks:
-    """Keeps the peaks of each verb's last call; without a GPU, nothing.
+    """Records the peak of GPU memory in each verb's last call; without a GPU, nothing.
 
     Args:
         mapped_bytes: Says what is mapped in ranges at the moment, of which torch's allocator knows nothing.

@@ -13,7 +13,7 @@ from nemo_offload_rl.worker.sampling import sampling_filter, sampling_temperatur
 
 @dataclass(frozen=True)
 class LogprobPasses:
-    """The log-probs of each kind of pass.
+    """Says which log-probs each kind of pass computes.
 
     Attributes:
         train: of the tokens that the sampler keeps.

@@ -13,7 +13,7 @@ from nemo_offload_rl.data.batch import BatchedData
 
 @dataclass(frozen=True)
 class InferenceShards:
-    """A batch of any size as one shard a data-parallel rank, each of the same number of equal micro-batches.
+    """Cuts a batch of any size into one shard a data-parallel rank, all of the same number of equal micro-batches.
 
     Attributes:
         shards: One a rank; rows that only fill up have `sample_mask` 0 where the batch has one.

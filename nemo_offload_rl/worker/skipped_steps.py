@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class TooManySkippedStepsError(RuntimeError):
-    """More steps had a loss or gradient that is not finite than the recipe allows."""
+    """Says that more steps had a loss or gradient that is not finite than the recipe allows."""
 
 
 class SkippedSteps:

@@ -15,7 +15,7 @@ from nemo_offload_rl.data.batch import BatchedData
 
 @dataclass(frozen=True)
 class WireBatch:
-    """A `BatchedData` without tensors.
+    """Carries a `BatchedData` between processes, with NumPy arrays in place of tensors.
 
     Attributes:
         tensors: Column name -> (the tensor's bytes, uint8 [B, ..., bytes], and its dtype).

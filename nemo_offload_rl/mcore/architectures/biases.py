@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, get_submodules
 
 @dataclass(frozen=True)
 class Biases:
-    """Which linear layers of a model have biases.
+    """Says which linear layers of a model have biases.
 
     Attributes:
         qkv: the projections to queries, keys and values.

@@ -13,7 +13,7 @@ from nemo_offload_rl.memory.units import round_up
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward pass.
+    """Holds the input of one forward pass.
 
     Attributes:
         data: the samples, each field as in the batch, sequences right padded to a common length S.

@@ -23,10 +23,10 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundSave:
-    """A checkpoint on its way to the disk; made by `start_save`.
+    """Writes this rank's checkpoint files in a thread while training goes on; made by `start_save`.
 
     Args:
-        request: megatron-core's, planned.
+        request: megatron-core's save request, with its plan made.
         buckets: of this rank's files, with tensors whose contents stay until `wait` has returned.
         finish: writes and hashes what is left once all ranks have written; collective.
 

@@ -50,12 +50,12 @@ class _Entry:
 
 
 class HashingSaveStrategy(TorchDistSaveShardedStrategy):
-    """megatron-core's strategy, which knows the checksum of each file that it has written, and its first error.
+    """Saves as megatron-core's strategy does, and keeps each written file's checksum and its own first error.
 
     Errors of the disk are kept, not raised: `settle` raises them on every rank.
 
     Args:
-        folder: where to.
+        folder: the checkpoint's folder.
         plans: whether plans are reused.
     """
 

@@ -14,7 +14,7 @@ _ALIGNMENT = 256
 
 
 class HostSnapshot:
-    """Has host memory, page-locked where there is a GPU, for one snapshot at a time; keeps it for the next.
+    """Copies tensors of a checkpoint into host memory, page-locked where there is a GPU; reuses it for the next one.
 
     Args:
         arena: gives the memory, at the first snapshot and when one is larger than those before.

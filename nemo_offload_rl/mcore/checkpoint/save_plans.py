@@ -13,7 +13,7 @@ _CACHED = ("cached_central_plan", "cached_local_plan", "cached_global_metadata",
 
 
 class SavePlanning(Protocol):
-    """A policy for plans."""
+    """Decides whether a checkpoint is written by the plan of the one before it, or by a new one."""
 
     def prepare(self, strategy: TorchDistSaveShardedStrategy, sharded: Any) -> None:
         """Called before a strategy plans what it saves; collective."""

@@ -21,7 +21,7 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 @dataclass(frozen=True)
 class ParallelSizes:
-    """The parallel sizes of a model; the data-parallel size is the rest of the world size."""
+    """Holds the parallel sizes of a model; the data-parallel size follows from the world size."""
 
     tensor: int
     pipeline: int

@@ -62,7 +62,7 @@ class StepGraphs(Protocol):
 
 
 class NoCudaGraphs:
-    """Everything runs eagerly."""
+    """Runs every step eagerly, without CUDA graphs."""
 
     num_replays = 0
     fixed_shapes = False
@@ -77,7 +77,7 @@ class NoCudaGraphs:
 
 @dataclass(frozen=True)
 class StepShape:
-    """The shape that a set of graphs was captured for.
+    """Describes the shape of a training step that a set of graphs was captured for.
 
     Attributes:
         num_microbatches: of a step.

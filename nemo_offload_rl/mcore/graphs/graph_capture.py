@@ -13,7 +13,7 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 class CaptureObserver(Protocol):
-    """Is told of graphs, since it makes calls of its own inside of captured layers."""
+    """Learns when graphs are captured, replayed and deleted, as it makes calls of its own in captured layers."""
 
     def prepare_capture(self) -> None:
         """Prepare for captures; the GPU is idle."""

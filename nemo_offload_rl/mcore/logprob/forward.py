@@ -19,12 +19,12 @@ from nemo_offload_rl.mcore.patches import output_layer as patch
 
 @dataclass(frozen=True)
 class LogprobOptions:
-    """Which log-probs of tokens are wanted, and how they are computed.
+    """Says which log-probs of tokens are wanted, and how they are computed.
 
     Attributes:
         vocab_size: number of real tokens.
-        temperature: what the logits are divided by.
-        kept: the tokens that the probabilities are shared out among; several give several log-probs of each token.
+        temperature: the logits are divided by it.
+        kept: filters of the tokens that the softmax is taken over; each filter gives a log-prob of each token.
         chunk_tokens: compute as many logits at a time as this many tokens have, and again in the backward pass; None
             computes those of a micro-batch at once, and keeps them.
     """

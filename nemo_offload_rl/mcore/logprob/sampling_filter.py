@@ -9,7 +9,7 @@ from torch.distributed import ProcessGroup
 
 @dataclass(frozen=True)
 class SamplingFilter:
-    """The tokens that a sampler keeps; log-probs are then those of the distribution over them.
+    """Says which tokens a sampler keeps; log-probs are then those of the distribution over them.
 
     Attributes:
         top_k: Most tokens to keep; None keeps all. Tokens as likely as the last one of them are kept, too.

@@ -19,7 +19,7 @@ from torch import Tensor
 
 
 class SdpaCoreAttention(MegatronModule):
-    """Causal attention by `torch.nn.functional.scaled_dot_product_attention`.
+    """Computes causal attention by `torch.nn.functional.scaled_dot_product_attention`.
 
     megatron-core's own local module materialises the [B, heads, S, S] scores and needs a boolean mask made on the GPU.
     """
@@ -87,7 +87,7 @@ class SdpaCoreAttention(MegatronModule):
 
 
 class RMSNorm(torch.nn.RMSNorm):
-    """torch's RMSNorm, which megatron-core's wrapper refuses under sequence parallelism.
+    """Wraps torch's RMSNorm, which megatron-core's own wrapper refuses under sequence parallelism.
 
     Its weight is marked so that `finalize_model_grads` adds up the gradients of the sequence shards.
     """

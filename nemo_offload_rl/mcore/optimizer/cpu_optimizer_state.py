@@ -16,7 +16,7 @@ PIECE = 16 * MIB
 
 @dataclass(frozen=True)
 class HostVector:
-    """float32 [n] in host memory, and where in its segment it begins, in bytes."""
+    """Holds a float32 vector [n] in host memory, and its offset in its segment, in bytes."""
 
     tensor: Tensor
     offset: int
@@ -32,7 +32,7 @@ class HostVector:
 
 @dataclass(frozen=True)
 class OnCpu:
-    """A parameter [n] of megatron-core's that is stepped on the CPU, and its gradient, master and moments there."""
+    """Holds a megatron-core parameter [n] that the CPU steps, and its gradient, master and moments in host memory."""
 
     param: Tensor
     grad: HostVector
@@ -42,14 +42,14 @@ class OnCpu:
 
 @dataclass(frozen=True)
 class Part:
-    """Parameters whose gradients arrive together, and that are stepped and leave together."""
+    """Groups parameters whose gradients arrive together, and that are stepped and copied to the GPU together."""
 
     optimizer: torch.optim.Optimizer
     params: Sequence[OnCpu]
 
 
 class State(dict[str, Tensor]):
-    """A parameter's state; what is assigned is copied into the tensors that the optimizers work on."""
+    """Maps names to a parameter's state; an assignment copies into the tensor that the optimizers work on."""
 
     def __setitem__(self, key: str, value: Tensor) -> None:
         if key != "step":  # megatron-core assigns it too, but gives it in the groups as well

@@ -14,7 +14,7 @@ _LEAST_NORM = 1e-6
 
 
 class UnchangedParametersError(RuntimeError):
-    """Steps with gradients have changed no parameter."""
+    """Says that steps with gradients have changed no parameter."""
 
 
 class ParameterWatch:

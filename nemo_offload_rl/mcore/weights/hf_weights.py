@@ -11,7 +11,7 @@ from nemo_offload_rl.mcore.patches.weight_export import make_exports_fast
 
 
 class HfWeights:
-    """Exports the weights of one model again and again; what to convert into what is found out once.
+    """Exports the weights of one model again and again; Megatron-Bridge's conversion tasks are built once.
 
     Args:
         bridge: the `AutoBridge` that the model was made with.
