@@ -12,8 +12,11 @@ os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")
 import pytest
 import torch
 from support.forked_python import ray_forks_its_workers
+from support.gloo import share_device_of_lone_ranks
 
 from nemo_offload_rl.placement.cluster import Cluster
+
+share_device_of_lone_ranks()
 
 
 @pytest.fixture(scope="session")

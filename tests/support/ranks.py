@@ -14,6 +14,7 @@ from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
 
 import torch
+from support.gloo import share_device_of_lone_ranks
 
 from nemo_offload_rl.placement.reaper import MARK
 
@@ -43,6 +44,7 @@ def _child(
     os.environ.clear()
     os.environ.update(environ)
     torch.set_num_threads(1)
+    share_device_of_lone_ranks()
     try:
         pipe.send((True, function(rank, world_size, ports)))
     except Exception:  # noqa: BLE001  (the parent fails the test with it)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from support.gloo import keep_devices_apart
 from support.ranks import run_ranks
 
 
@@ -12,6 +13,7 @@ def listen(rank: int, world_size: int, ports: list[int]) -> list[Any]:
 
     from nemo_offload_rl.mcore.distributed import parallel
 
+    keep_devices_apart()  # one that is shared goes on listening
     seen = []
     for port in ports:
         sizes = parallel.ParallelSizes(tensor=2, pipeline=1, virtual_pipeline=None, expert=1, expert_tensor=1)
