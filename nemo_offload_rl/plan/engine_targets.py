@@ -69,6 +69,6 @@ def engine_remark(policy: Mapping[str, Any]) -> str:
             f"generation_weights and kv_cache are vLLM's; {GENERATION_WEIGHTS_KEY}=discard gives the host memory back"
         )
     return (
-        "generation_weights and kv_cache are vLLM's; discarded weights come with the next refit, and stay on the host "
-        f"where a refit would not restore all of them, or with {GENERATION_WEIGHTS_KEY}=host"
+        "generation_weights and kv_cache are vLLM's; discarded weights come with the next refit; "
+        f"{GENERATION_WEIGHTS_KEY}=host keeps them in host memory"
     )

@@ -71,8 +71,7 @@ class ResidencyConfig(TypedDict):
     # Where vLLM's weights are while it sleeps on GPUs that it shares: discard (their memory is given back, and the next
     # refit brings them) or host (they wait in host memory, 2 bytes a parameter of each engine, so that a generation
     # from a policy that has not changed, as in the step behind a validation, needs no refit). null: discard with vllm,
-    # and host with transformers, which cannot discard them. With discard they go to the host, too, where a refit would
-    # not restore all of them, and the run says so. Recommended: null. Absent: null.
+    # and host with transformers, which cannot discard them. Recommended: null. Absent: null.
     generation_weights: NotRequired[Literal["discard", "host"] | None]
     # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}. Absent: null.
     table: NotRequired[ResidencyTable | None]

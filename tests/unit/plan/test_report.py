@@ -49,7 +49,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     residency, memory = text.split("┏")[1:3]
     assert row(residency, "generation_weights")[1:] == ["discarded", "discarded", "gpu", "gpu"]
     assert row(residency, "kv_cache")[1:] == ["discarded", "discarded", "gpu at its end", "gpu"]
-    assert "stay on the host where a refit would not restore all of them" in text
+    assert "policy.residency.generation_weights=host keeps them in host memory" in text
     names = [cell.strip() for cell in memory.splitlines()[1].strip("┃").split("┃")]
     assert row(memory, "vLLM's weights")[names.index("GPU in train")] == ""
     assert row(memory, "vLLM's weights")[names.index("GPU in refit")] == "2.88"
