@@ -10,6 +10,7 @@ Both settings run the same GRPO recipe, each in processes of its own, one after 
 After the GRPO steps both switch to and fro without log-probs, training a step each time, and then generate greedily.
 Losses of all those steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the same.
 On a GPU they are equal bit for bit only with `--deterministic`, which takes kernels and micro-batches for that.
+Of the switch whose total is the median, a timeline says what driver, policy and engine did when.
 
     python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...]
     python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
@@ -34,6 +35,7 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imp
 from colocated_ways.marks import FOLDER_VARIABLE
 from colocated_ways.run import RECIPES, START_VARIABLE, Measured, run_setting
 from colocated_ways.settings import OURS, SETTINGS, UPSTREAM
+from colocated_ways.timeline import ORIGINS, table
 from result_file import TableValue, print_rows, write_result
 
 
@@ -48,7 +50,10 @@ def main() -> int:
     for setting in arguments.settings:
         found[setting] = in_own_process(setting, deterministic=arguments.deterministic)
         rows = rows_of(found, arguments)
-        write_result(arguments.out, rows)
+        write_result(arguments.out, [*rows, *timeline_rows(found, arguments)])
+    for setting, measured in found.items():
+        for direction, spans in measured.spans().items():
+            print(f"{setting}, {direction}, in ms from {ORIGINS[direction]} on:", *table(spans), sep="\n")
     print_rows(rows)
     grown = [f"{row['setting']}: {row['metric']}" for row in rows if row["value"] is False and _is_flatness(row)]
     for name in grown:
@@ -96,12 +101,10 @@ def in_own_process(setting: str, *, deterministic: bool) -> Measured:
 
 def rows_of(found: Mapping[str, Measured], arguments: argparse.Namespace) -> list[dict[str, TableValue]]:
     """The result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`."""
-    model = arguments.model or ("1.5B" if arguments.scale == "full" else arguments.scale)
     rows: list[dict[str, TableValue]] = []
 
     def add(setting: str, metric: str, value: TableValue, unit: str) -> None:
-        gpus = next(iter(found.values())).num_gpus
-        rows.append({"setting": setting, "gpus": gpus, "model": model, "metric": metric, "value": value, "unit": unit})
+        rows.append(_row(found, arguments, setting, metric, value, unit))
 
     for setting, measured in found.items():
         for metric, value, unit in measured.figures:
@@ -120,6 +123,32 @@ def rows_of(found: Mapping[str, Measured], arguments: argparse.Namespace) -> lis
             ratio = _value(upstream, metric) / _value(ours, metric)
             add(both, f"{metric}: upstream_way over ours", round(ratio, 2), "times")
     return rows
+
+
+def timeline_rows(found: Mapping[str, Measured], arguments: argparse.Namespace) -> list[dict[str, TableValue]]:
+    """Two rows a span of one switch of each setting: when it begins, and what it takes. A moment has the first."""
+    rows = []
+    for setting, measured in found.items():
+        for direction, spans in measured.spans().items():
+            for span in spans:
+                metric = f"{direction}: {span.process}: {span.name}"
+                rows.append(_row(found, arguments, setting, f"{metric}, starts", round(span.start_ms, 2), "ms"))
+                if span.takes_ms is not None:
+                    rows.append(_row(found, arguments, setting, f"{metric}, takes", round(span.takes_ms, 2), "ms"))
+    return rows
+
+
+def _row(
+    found: Mapping[str, Measured],
+    arguments: argparse.Namespace,
+    setting: str,
+    metric: str,
+    value: TableValue,
+    unit: str,
+) -> dict[str, TableValue]:
+    model = arguments.model or ("1.5B" if arguments.scale == "full" else arguments.scale)
+    gpus = next(iter(found.values())).num_gpus
+    return {"setting": setting, "gpus": gpus, "model": model, "metric": metric, "value": value, "unit": unit}
 
 
 def _value(measured: Measured, metric: str) -> float:

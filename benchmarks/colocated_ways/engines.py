@@ -4,17 +4,18 @@ What is replayed is named with its file of NeMo-RL, below nemo_rl/models/generat
 """
 
 import gc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 from unittest import mock
 
 import torch
 
-from colocated_ways.marks import Marks
+from colocated_ways.marks import Marks, with_tags
 from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
 from nemo_offload_rl.generation.transformers_backend import GeneratorActor
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.generation.vllm_backend import VllmActor
+from nemo_offload_rl.refit.interface import WeightBucket
 
 # ---- vLLM
 
@@ -26,7 +27,7 @@ class MarkedVllmActor(VllmActor):
 
     def build(self, policy: Mapping[str, Any], *, rank: int, **arguments: Any) -> None:
         """See `VllmActor.build`."""
-        marks = Marks(f"engine-{rank}")
+        self._marks = marks = Marks(f"engine-{rank}")
         try:
             with marks.span("vllm_import"):
                 import vllm
@@ -38,6 +39,16 @@ class MarkedVllmActor(VllmActor):
         with mock.patch.object(vllm, "LLM", marked_llm(llm, marks, like_upstream=self.like_upstream)):
             super().build(policy, rank=rank, **arguments)
         marks.note("engine_built")
+
+    def load_weights(self, bucket: WeightBucket) -> float:
+        """See `VllmActor.load_weights`."""
+        with self._marks.span("load_weights"):
+            return super().load_weights(bucket)
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """See `VllmActor.call`."""
+        with self._marks.span(_call_name(verb, arguments)):
+            return super().call(verb, *arguments)
 
 
 class UpstreamVllmActor(MarkedVllmActor):
@@ -56,7 +67,7 @@ class UpstreamVllmActor(MarkedVllmActor):
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
         worker = _vllm_worker(self._generator._llm)
-        with set_current_vllm_config(worker.vllm_config):
+        with self._marks.span("complete_refit"), set_current_vllm_config(worker.vllm_config):
             process_weights_after_loading(worker.get_model(), worker.model_config, worker.device)
 
 
@@ -65,8 +76,8 @@ def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
 
     Args:
         base: the class.
-        marks: gets `first_prefill_kernel`, `first_token` and `last_token` of each generation, and how long sleep and
-            wake-up take.
+        marks: gets `first_prefill_kernel`, `first_token` and `last_token` of each generation, and how long sleep,
+            wake-up and calls of the worker take.
         like_upstream: whether it sleeps as in NeMo-RL.
     """
 
@@ -110,14 +121,25 @@ def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
         def collective_rpc(self, method: Any, *arguments: Any, **named: Any) -> Any:
             if like_upstream and method in ("refit_save", "refit_restore"):  # level 1 keeps it with the weights
                 return [None]
-            return super().collective_rpc(method, *arguments, **named)
+            if method == "refit_load":  # `load_weights` is noted
+                return super().collective_rpc(method, *arguments, **named)
+            with marks.span(str(method)):
+                return super().collective_rpc(method, *arguments, **named)
+
+        def reset_prefix_cache(self, *arguments: Any, **named: Any) -> Any:
+            with marks.span("reset_prefix_cache"):
+                return super().reset_prefix_cache(*arguments, **named)
 
         def wake_up(self, tags: list[str] | None = None) -> Any:
             # vllm_worker.py, `wake_up`, is this call, too.
-            with marks.span(f"wake_up {' and '.join(tags or ['all'])}"):
+            with marks.span(with_tags("wake_up", tags)):
                 return super().wake_up(tags)
 
     return MarkedLLM
+
+
+def _call_name(verb: str, arguments: Sequence[Any]) -> str:
+    return with_tags(verb, arguments[0]) if verb == "prepare_for_generation" and arguments else verb
 
 
 def _vllm_worker(llm: Any) -> Any:
@@ -132,10 +154,21 @@ class MarkedGeneratorActor(GeneratorActor):
 
     def build(self, model: Mapping[str, Any], **arguments: Any) -> None:
         """See `GeneratorActor.build`."""
+        self._marks = Marks("engine")
         module = "nemo_offload_rl.generation.transformers_generator.TransformersGenerator"
         with mock.patch(module, MarkedTransformersGenerator):
             super().build(model, **arguments)
-        Marks("engine").note("engine_built")
+        self._marks.note("engine_built")
+
+    def load_weights(self, bucket: WeightBucket) -> float:
+        """See `GeneratorActor.load_weights`."""
+        with self._marks.span("load_weights"):
+            return super().load_weights(bucket)
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """See `GeneratorActor.call`."""
+        with self._marks.span(_call_name(verb, arguments)):
+            return super().call(verb, *arguments)
 
     def complete_refit(self) -> None:
         """This engine takes weights as they are."""

@@ -1,10 +1,11 @@
 """Moments of several processes on one clock: each process appends its own to a file, one JSON object a line."""
 
 import contextlib
+import functools
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -59,6 +60,29 @@ class Marks:
         end = time.monotonic()
         self.note(name, end, end - start)
 
+    def watch(self, thing: object, methods: Mapping[str, str | Callable[..., str]]) -> None:
+        """Note how long each call of some methods takes, of one object alone.
+
+        Args:
+            thing: whose methods are replaced.
+            methods: the span's name by the method's; or what makes it of the call's arguments.
+        """
+        for method, called in methods.items():
+            setattr(thing, method, self._watched(getattr(thing, method), called))
+
+    def _watched(self, method: Callable[..., Any], called: str | Callable[..., str]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def watched(*arguments: Any, **named: Any) -> Any:
+            with self.span(called if isinstance(called, str) else called(*arguments, **named)):
+                return method(*arguments, **named)
+
+        return watched
+
+
+def with_tags(verb: str, tags: Sequence[str] | None) -> str:
+    """Names a call for some kinds of an engine's memory."""
+    return f"{verb} {' and '.join(tags or ['all'])}"
+
 
 def read_marks(folder: Path) -> list[Mark]:
     """Returns the marks of all processes, the earliest first."""
@@ -81,29 +105,59 @@ class StreamMoments:
     def __init__(self, device: torch.device, marks: Marks) -> None:
         self._on_gpu = device.type == "cuda"
         self._marks = marks
-        self._anchor: tuple[Any, float] | None = None
-        self._pending: list[tuple[str, Any, tuple[Any, float]]] = []
+        self._anchor: _Anchor | None = None
+        self._pending: list[_Place] = []
 
     def anchor(self) -> None:
         """Tie the stream's clock to the machine's; waits for the stream, so call it while that is idle."""
-        if self._on_gpu:
-            event = _record()
+        event = _record() if self._on_gpu else None
+        if event is not None:
             event.synchronize()
-            self._anchor = event, time.monotonic()
+        self._anchor = _Anchor(event, time.monotonic())
 
-    def note(self, name: str) -> None:
-        """Note the end of what was queued until now."""
-        if not self._on_gpu:
-            self._marks.note(name)
-        elif self._anchor is not None:
-            self._pending.append((name, _record(), self._anchor))
+    def note(self, name: str, *, again: bool = False) -> None:
+        """Note the end of what was queued until now.
+
+        Args:
+            name: what for.
+            again: in place of the moment of that name since `anchor`.
+        """
+        if self._anchor is None:
+            return
+        if again:
+            self._pending = [one for one in self._pending if (one.name, one.anchor) != (name, self._anchor)]
+        self._pending.append(_Place(name, self._anchor, _record() if self._on_gpu else None, time.monotonic()))
+
+    def at_s(self, event: Any) -> float | None:
+        """When a `torch.cuda.Event` was reached, by the machine's clock; None before the first `anchor`."""
+        return None if self._anchor is None else self._anchor.at_s(event)
 
     def resolve(self) -> None:
         """Write down what has been noted; waits for it."""
-        for name, event, (anchor, at_s) in self._pending:
-            event.synchronize()
-            self._marks.note(name, at_s + anchor.elapsed_time(event) / 1e3)
+        for place in self._pending:
+            if place.event is not None:
+                place.event.synchronize()
+            self._marks.note(place.name, place.queued_s if place.event is None else place.anchor.at_s(place.event))
         self._pending.clear()
+
+
+@dataclass(frozen=True, eq=False)
+class _Anchor:
+    event: Any
+    """None without a GPU."""
+    reached_s: float
+
+    def at_s(self, event: Any) -> float:
+        return self.reached_s + float(self.event.elapsed_time(event)) / 1e3
+
+
+@dataclass(frozen=True)
+class _Place:
+    name: str
+    anchor: _Anchor
+    event: Any
+    """None without a GPU."""
+    queued_s: float
 
 
 def _record() -> Any:

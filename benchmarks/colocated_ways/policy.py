@@ -3,6 +3,7 @@
 from typing import Any
 from unittest import mock
 
+from colocated_ways.copies import CopyMarks
 from colocated_ways.marks import Marks, StreamMoments
 from colocated_ways.upstream_state import UpstreamEngine
 from nemo_offload_rl.data.batch import BatchedData
@@ -16,8 +17,8 @@ UPSTREAM = "colocated_ways.policy:UpstreamWorker"
 class MarkedWorker(CheckedPolicyWorker):
     """The worker of a run.
 
-    It notes `first_training_kernel` and `last_optimizer_kernel` of each training, and how long each refit takes: from
-    the first weight's export to the engine's word that all are loaded.
+    It notes `first_training_kernel` and `last_optimizer_kernel` of each training, how long each refit takes (from the
+    first weight's export to the engine's word that all are loaded), and spans of all else that happens in a switch.
     """
 
     def __init__(self, config: Any, *, rank: int, local_rank: int, **arguments: Any) -> None:
@@ -26,28 +27,55 @@ class MarkedWorker(CheckedPolicyWorker):
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
         self._marks = marks
         self._moments = StreamMoments(self.device, marks)
+        self._copies = CopyMarks(self.engine.meter, marks, self._moments)
         self._is_first_forward = False
         self.state.model[0].register_forward_pre_hook(self._before_forward)
+        marks.watch(self, {verb: verb for verb in ("start_return", "offload_before_refit", "offload_after_refit")})
+        marks.watch(self, {"_catch_up": "catch up"})
+        marks.watch(
+            self.residency,
+            {
+                "enter": lambda phase, **_: f"enter {phase}",
+                "prefetch": lambda phase, *_, **__: f"prefetch {phase}",
+                "start_leaving": lambda phase: f"start leaving for {phase}",
+            },
+        )
+        marks.watch(self.batcher, {"cut": "cut the batch"})
+        # Not at the end of `train`, which gives torch's cache back behind the update and waits for the GPU meanwhile.
+        update: Any = self.state.optimizer
+        step = update.step_with_ready_grads
+
+        def noted_step(*of_step: Any, **named_of_step: Any) -> Any:
+            result = step(*of_step, **named_of_step)
+            self._moments.note("last_optimizer_kernel", again=True)
+            return result
+
+        update.step_with_ready_grads = noted_step
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """See `MegatronPolicyWorker.train`."""
-        self._moments.anchor()
-        self._is_first_forward = True
-        result = super().train(data, loss_fn, gbs, mbs)
-        self._moments.note("last_optimizer_kernel")
-        return result
+        with self._marks.span("train"):
+            with self._marks.span("anchor the clocks"):  # of this benchmark alone
+                self._moments.anchor()
+            self._is_first_forward = True
+            return super().train(data, loss_fn, gbs, mbs)
 
     def send_weights(self) -> dict[str, int]:
         """See `MegatronPolicyWorker.send_weights`."""
         with self._marks.span("refit"):
             sent = super().send_weights()
-        self._moments.resolve()  # the optimizer's step has ended by now
+        self._resolve()  # the optimizer's step has ended by now
         return sent
 
     def shutdown(self) -> None:
         """See `MegatronPolicyWorker.shutdown`."""
-        self._moments.resolve()
+        self._resolve()
         super().shutdown()
+
+    def _resolve(self) -> None:
+        with self._marks.span("write the marks"):  # of this benchmark alone
+            self._moments.resolve()
+            self._copies.resolve()
 
     def _before_forward(self, *_: object) -> None:
         if self._is_first_forward:

@@ -13,11 +13,13 @@ from typing import Any
 from gpu_watch import GpuWatch, WatchedTimer
 
 from colocated_ways.cycles import WARM_UP, Cycles, Lengths
+from colocated_ways.driver import watch_driver
 from colocated_ways.holdings import Holdings, flatness
 from colocated_ways.marks import FOLDER_VARIABLE, Mark, Marks, read_marks
 from colocated_ways.planned import planned_gib
 from colocated_ways.settings import OURS, built_as
-from colocated_ways.switches import median_seconds, names_of_spans, switches
+from colocated_ways.switches import Switch, median_seconds, names_of_spans, switches
+from colocated_ways.timeline import Span, median_switch, timelines
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
 from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX
@@ -72,6 +74,7 @@ class Measured:
         grad_norms: of the same.
         greedy_ids: tokens after the last of them, a list a prompt.
         num_gpus: of the policy, or ranks without a GPU.
+        timelines: fields of the spans of one switch, by direction.
     """
 
     figures: list[tuple[str, float, str]] = field(default_factory=list)
@@ -79,11 +82,16 @@ class Measured:
     grad_norms: list[float] = field(default_factory=list)
     greedy_ids: list[list[int]] = field(default_factory=list)
     num_gpus: int = 1
+    timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, metric: str, value: float | None, unit: str) -> None:
         """Add a figure, if there is one."""
         if value is not None:
             self.figures.append((metric, value, unit))
+
+    def spans(self) -> dict[str, list[Span]]:
+        """Returns the timelines."""
+        return {direction: [Span(**fields) for fields in spans] for direction, spans in self.timelines.items()}
 
 
 def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
@@ -103,6 +111,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
             print(*notes, sep="\n")
             with built_as(setting):
                 algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
+            watch_driver(algorithm, marks)
             try:
                 cycles = make_cycles(algorithm, recipe["policy"])
                 if arguments.cycles:
@@ -119,7 +128,12 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
                 algorithm.shutdown()
     if not arguments.cycles:
         found = read_marks(Path(os.environ[FOLDER_VARIABLE]))
-        measured.figures += list(figures_of_marks(found, float(os.environ[START_VARIABLE]), switch_start_s))
+        # The first compiles and allocates.
+        counted = switches(found, switch_start_s)[1:]
+        measured.figures += list(figures_of_marks(found, float(os.environ[START_VARIABLE]), counted))
+        if counted:
+            for direction, spans in timelines(found, median_switch(counted)).items():
+                measured.timelines[direction] = [dataclasses.asdict(span) for span in spans]
     return measured
 
 
@@ -183,7 +197,9 @@ def switch_alone(cycles: Cycles, policy: Mapping[str, Any], num: int, measured: 
         result = cycles.run(request, batch)
         measured.losses.append(result["loss"])
         measured.grad_norms.append(result["grad_norm"])
-    cycles.policy.residency_metrics()
+    of_last_refit = cycles.policy.residency_metrics()
+    for name in ("refit/graphs", "refit/send_s", "refit/export_s", "refit/load_s"):
+        measured.add(f"{name} of the last switch", of_last_refit.get(name), "s" if name.endswith("_s") else "")
 
 
 def many_cycles(cycles: Cycles, num: int) -> list[tuple[str, float, str]]:
@@ -204,13 +220,15 @@ def many_cycles(cycles: Cycles, num: int) -> list[tuple[str, float, str]]:
     return flatness(readings)
 
 
-def figures_of_marks(marks: Sequence[Mark], start_s: float, switch_start_s: float) -> Iterator[tuple[str, float, str]]:
+def figures_of_marks(
+    marks: Sequence[Mark], start_s: float, counted: Sequence[Switch]
+) -> Iterator[tuple[str, float, str]]:
     """Figures of refit, sleep, switch and start-up.
 
     Args:
         marks: of all processes, the earliest first.
         start_s: when the command was given.
-        switch_start_s: when the cycles of the switch alone began.
+        counted: the switches that count.
     """
     first_step_end_s = next(mark.at_s for mark in marks if mark.name == "last_optimizer_kernel")
     spans = ("refit", "sleep", *names_of_spans(marks, "wake_up"))
@@ -220,11 +238,10 @@ def figures_of_marks(marks: Sequence[Mark], start_s: float, switch_start_s: floa
         yield f"{name}, by itself", seconds, "s"
     sleep_and_wake_s = sum(known.values()) - known.get("refit", 0.0)
     yield "sleep and wake_up, by themselves", sleep_and_wake_s, "s"
-    found = switches(marks, switch_start_s)[1:]  # the first compiles and allocates
-    if found:
-        yield "switch to training", statistics.median(one.to_training_s for one in found), "s"
-        yield "switch to generation", statistics.median(one.to_generation_s for one in found), "s"
-        both_s = statistics.median(one.both_s for one in found)
+    if counted:
+        yield "switch to training", statistics.median(one.to_training_s for one in counted), "s"
+        yield "switch to generation", statistics.median(one.to_generation_s for one in counted), "s"
+        both_s = statistics.median(one.both_s for one in counted)
         yield "switch both ways", both_s, "s"
         yield "switch both ways, less sleep and wake_up", both_s - sleep_and_wake_s, "s"
     for name in ("ray", "vllm_import", "vllm_build", "policy_build"):

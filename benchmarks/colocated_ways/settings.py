@@ -8,6 +8,7 @@ from unittest import mock
 
 from colocated_ways import engines, policy
 from colocated_ways.upstream_refit import UpstreamTransport, UpstreamWeightSync
+from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 OURS, UPSTREAM = "ours", "upstream_way"
@@ -33,10 +34,16 @@ def built_as(setting: str) -> Iterator[None]:
         replaced |= {
             "nemo_offload_rl.refit.make_transport": lambda _, receivers, verify: UpstreamTransport(receivers),
             "nemo_offload_rl.algorithms.grpo.WeightSync": UpstreamWeightSync,
-            # One thing after the other: `finish_generation` does all of it.
-            "nemo_offload_rl.generation.actor_engines.ActorEngines.start_finish_generation": lambda _: [],
+            "nemo_offload_rl.generation.make_generation": _make_generation_like_upstream,
         }
     with contextlib.ExitStack() as stack:
         for name, value in replaced.items():
             stack.enter_context(mock.patch(name, value))
         yield
+
+
+def _make_generation_like_upstream(*arguments: Any) -> Any:
+    """Has one thing follow the other: `finish_generation` does all of it."""
+    generation: Any = make_generation(*arguments)
+    generation.start_finish_generation = list
+    return generation

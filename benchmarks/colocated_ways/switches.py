@@ -9,15 +9,29 @@ from colocated_ways.marks import Mark
 
 @dataclass(frozen=True)
 class Switch:
-    """One cycle's.
+    """One cycle's moments, by the machine's clock.
 
     Attributes:
-        to_training_s: from the last generated token to the first kernel of training.
-        to_generation_s: from the last kernel of the optimizer to the first of the next prefill.
+        last_token_s: the last token was generated.
+        training_s: the first kernel of training began.
+        update_s: the last kernel of the optimizer ended.
+        prefill_s: the first kernel of the next prefill began.
     """
 
-    to_training_s: float
-    to_generation_s: float
+    last_token_s: float
+    training_s: float
+    update_s: float
+    prefill_s: float
+
+    @property
+    def to_training_s(self) -> float:
+        """From the last generated token to the first kernel of training."""
+        return self.training_s - self.last_token_s
+
+    @property
+    def to_generation_s(self) -> float:
+        """From the last kernel of the optimizer to the first of the next prefill."""
+        return self.prefill_s - self.update_s
 
     @property
     def both_s(self) -> float:
@@ -37,7 +51,7 @@ def switches(marks: Sequence[Mark], start_s: float) -> list[Switch]:
     first_s = next((mark.at_s for mark in marks if mark.name == names[0] and mark.at_s > start_s), start_s)
     starts, tokens, trainings, updates = (_of_the_last(marks, name, first_s) for name in names)
     return [
-        Switch(training - token, start - update)
+        Switch(token, training, update, start)
         for token, training, update, start in zip(tokens, trainings, updates, starts[1:], strict=False)
     ]
 
