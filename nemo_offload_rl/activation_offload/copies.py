@@ -27,10 +27,10 @@ class Span(NamedTuple):
     """Names memory of the GPU and of the host, one to be copied to the other.
 
     Attributes:
-        gpu: from its first byte on.
+        gpu: the GPU's storage, copied from its first byte on.
         host: uint8, page-locked in chunks (`pinned_arena.LOCK_CHUNK_BYTES`).
-        offset: where in `host`, in bytes.
-        nbytes: of both.
+        offset: where the copied bytes begin in `host`.
+        nbytes: bytes to copy.
     """
 
     gpu: torch.UntypedStorage

@@ -132,7 +132,7 @@ class Captures:
 
     Args:
         host_pool: gives the host memory.
-        copies: as for eager passes.
+        copies: the copy engine of eager passes.
     """
 
     def __init__(self, host_pool: PinnedHostPool, copies: CopyEngine) -> None:

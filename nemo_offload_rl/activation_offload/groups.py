@@ -81,8 +81,8 @@ class PackedTensor:
     """Stands for a tensor that may be offloaded: first itself, then how to view it in its storage again.
 
     Args:
-        tensor: that a module saved.
-        group: of that module.
+        tensor: the tensor that a module saved.
+        group: the module's group, which the tensor is part of.
         stored: its storage.
         is_alias: only autograd knows the tensor; other tensors may share its storage.
     """
@@ -156,7 +156,7 @@ class Chunk:
     Args:
         listener: told of each group.
         stage: the model chunk's number on this rank.
-        path: that its activations take.
+        path: names the copy engine and host memory of its activations.
         fraction: of the bytes that are offloaded, at most, of groups that no pass before has seen.
     """
 
@@ -251,7 +251,7 @@ class PendingOffload(NamedTuple):
     """Holds a group that is being offloaded.
 
     Attributes:
-        group: of these:
+        group: the group that these belong to.
         storages: its storages that no other group has settled.
         saved: the tensors in them.
     """

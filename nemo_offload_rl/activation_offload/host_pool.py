@@ -22,7 +22,7 @@ class Region(NamedTuple):
 
     Attributes:
         offset: of its first byte.
-        reserved_bytes: what was asked for, and the padding to the next page.
+        reserved_bytes: the bytes that were asked for, with the padding to the next page.
         after: copies out of this part that the next copy into it has to follow.
     """
 

@@ -50,7 +50,7 @@ class ActivationOffloader:
     Args:
         options: what to offload.
         memory: uint8 [nbytes] of the host, for the activations of all micro-batches in flight.
-        copies: makes them.
+        copies: makes the copies.
         excluded: storages that are never offloaded: those of parameters and buffers.
     """
 

@@ -13,7 +13,7 @@ class ActivationOptions:
     Attributes:
         modules: as in `policy.megatron_cfg.offload_modules`.
         fraction: of a micro-batch's eligible bytes, from 0 to 1; what stays is spread over the layers.
-        min_elements: smaller storages stay.
+        min_elements: storages with fewer elements stay on the GPU.
         host_memory_limit_bytes: host memory of one rank for activations; None for what they need.
         strict: a module that does nothing is an error.
         resident_bytes: stay on this rank's GPU at any time (`delta_offload_bytes_across_pp_ranks` times its pipeline
@@ -42,7 +42,7 @@ class Pace:
     Args:
         fraction: of their bytes that is offloaded, at most.
         ahead: bytes by which offloads may be ahead of the groups so far; for a pass whose groups are known.
-        total: of all groups; None where they are not known.
+        total: bytes of all groups; None where they are not known.
     """
 
     def __init__(self, fraction: float, ahead: int = 0, total: int | None = None) -> None:

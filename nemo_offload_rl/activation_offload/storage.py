@@ -17,7 +17,7 @@ class SavedStorage:
     Attributes:
         version: of the tensor that was saved first, in autograd's count of changes in place.
         report: of the module that saved it first.
-        path: that it takes.
+        path: names the copy engine and host memory that offloading it uses.
         nbytes: of the storage.
         device: the GPU.
         storage: on the GPU; None while it is on the host alone.

@@ -49,7 +49,7 @@ class DPO(Algorithm):
         pairs: the training data.
         validation: the pairs of a validation; may be empty.
         loss_fn: the loss of the pairs.
-        batch_sizes: of the policy's passes.
+        batch_sizes: sizes of the policy's batches and micro-batches.
         save_optimizer: whether checkpoints hold the optimizer's state.
     """
 

@@ -88,7 +88,7 @@ class GRPO(Algorithm):
         shape: how the length of answers changes their rewards; None for not at all.
         advantages: from scaled and shaped rewards [P, N] to advantages of that shape.
         loss_fn: the loss of the rollouts.
-        batch_sizes: of the policy's passes.
+        batch_sizes: sizes of the policy's batches and micro-batches.
         overlong_filtering: leave answers that were cut off out of the loss.
         prob_error_limit: of the sampler's probabilities against the policy's, above which a step is warned of; None
             for none.

@@ -21,8 +21,8 @@ class OverlongPenalty:
     ``max_response_length``, and goes on growing above, as NeMo-RL's does.
 
     Attributes:
-        buffer_length: tokens; above 0.
-        penalty: what a whole buffer costs; 0 or more.
+        buffer_length: tokens over which the penalty grows to ``penalty``; above 0.
+        penalty: of an answer of ``max_response_length`` tokens; 0 or more.
         max_response_length: tokens of an answer, its stop token included.
     """
 

@@ -29,7 +29,7 @@ class Rollouts:
         rewards: float32 [P, N].
         truncated: bool [P x N], true where the answer was cut off at its length limit.
         num_unjudged: answers whose reward is 0 since they could not be judged.
-        cases: P x N, what was judged.
+        cases: P x N, the prompts and answers that the reward judged.
     """
 
     batch: BatchedData

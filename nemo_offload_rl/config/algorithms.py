@@ -14,11 +14,11 @@ class AlgorithmSpec:
     """Describes an algorithm to validation, the planner and the run.
 
     Attributes:
-        name: of the section that marks its recipes.
+        name: the name of the section that marks its recipes.
         module: with a function ``prepare(config) -> run.setup.Preparation``; imported when a run is prepared.
         schema: the TypedDict of its recipes.
         phases: of a step, in their order; the planner follows them.
-        validation_metrics: what its ``validate`` measures; a recipe writes ``val:NAME``.
+        validation_metrics: names of what its ``validate`` measures; a recipe writes ``val:NAME``.
         computes_logprobs: whether a step computes log-probs outside of training, in micro-batches of their own size.
         has_reference: whether a validated recipe keeps reference weights.
         group_size: rows of a sample: consecutive rows of a batch that belong together, such as a chosen and a rejected

@@ -25,10 +25,10 @@ class Recipe:
     """Holds a recipe with everything inherited, overridden and resolved, before it is checked against the schema.
 
     Attributes:
-        path: the file.
+        path: the recipe's file.
         config: the resolved values.
         origins: where each key was written, by its full path.
-        written: what was written where a value was interpolated, by its full path.
+        written: the text, such as `${...}`, of each value that was interpolated, by its full path.
         problems: mistakes that left the rest of the recipe readable.
     """
 

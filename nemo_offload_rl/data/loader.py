@@ -31,7 +31,7 @@ class ProblemLoader[Sample]:
     Args:
         problems: the dataset.
         shuffle: whether each epoch has an order of its own, by the seed and the epoch.
-        seed: of these orders.
+        seed: determines these orders, with the epoch.
         noun: what messages call the samples.
     """
 

@@ -59,7 +59,7 @@ class PromptedSamples[Sample](Sequence[Sample]):
 
     Args:
         samples: problems, conversations or pairs.
-        texts: what their prompts are put into.
+        texts: the texts that their prompts are put into.
     """
 
     def __init__(self, samples: Sequence[Sample], texts: PromptTexts) -> None:

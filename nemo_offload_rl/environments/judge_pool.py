@@ -40,7 +40,7 @@ class JudgePool:
         command: starts one; it speaks as ``math_worker`` does.
         num_workers: how many of them.
         time_limit_s: for one answer, in seconds.
-        environment: of the processes.
+        environment: the processes' environment variables.
     """
 
     def __init__(

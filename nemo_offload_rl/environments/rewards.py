@@ -26,7 +26,7 @@ class Case:
     """Holds a response that is to be judged.
 
     Attributes:
-        prompt: what it responds to.
+        prompt: the prompt that it responds to.
         response: its text.
         answer: the known answer.
     """

@@ -23,7 +23,7 @@ class SamplingParams:
         top_k: Keeps this many most probable tokens, before top_p; None keeps all.
         stop_token_ids: Tokens that end a sequence; they are part of its output.
         seed: With a request's step and a row's prompt and sample id, the only source of randomness.
-        stop_strings: What ends a sequence as soon as its text has it; the token that completes it is the last. The text
+        stop_strings: Texts that end a sequence as soon as its text has one; the token that completes it is the last. It
             is that of the answer alone, special tokens as they are written. For engines of a recipe with stop strings.
     """
 

@@ -11,7 +11,7 @@ class ComputeStream:
     stream for these nodes alone; here everything is on one (docs/decisions/compute-stream.md).
 
     Args:
-        device: that this rank computes on; a CPU has no streams.
+        device: the device that this rank computes on; a CPU has no streams.
         captures: whether CUDA graphs will be captured.
     """
 

@@ -55,7 +55,7 @@ class HostSegment:
     Attributes:
         owner: what the memory is for, as logs and errors name it.
         nbytes: the size that was asked for.
-        mapped_bytes: the same in whole pages.
+        mapped_bytes: that size, rounded up to whole pages.
         pinned: whether all of it is page-locked.
     """
 

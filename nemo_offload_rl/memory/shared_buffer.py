@@ -140,7 +140,7 @@ class HostBufferHandle:
         nbytes: of the buffer.
         pid: the process that made it.
         descriptor: the number of its file's descriptor in that process.
-        node: what has to be the same here for `pid` to be that process.
+        node: identifies the maker's node and container; `pid` means that process only where it is the same.
     """
 
     nbytes: int

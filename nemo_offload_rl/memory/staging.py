@@ -20,7 +20,7 @@ class StagingRing:
     same pieces go through the same buffers.
 
     Args:
-        arena: where the buffers come from and go to at `close`.
+        arena: gives the buffers, and takes them back at `close`.
         num_buffers: how many, at least 2 for copies to overlap.
         buffer_bytes: the size of one.
     """

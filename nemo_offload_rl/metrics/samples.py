@@ -23,8 +23,8 @@ class JudgedAnswer:
     Attributes:
         prompt: the last message that it answers.
         answer: its text.
-        known_answer: what it was compared with.
-        reward: what it is worth.
+        known_answer: the answer that it was compared with.
+        reward: the reward that it got.
     """
 
     prompt: str

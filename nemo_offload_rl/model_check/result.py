@@ -41,7 +41,7 @@ class CheckResult:
         differences: one entry for each kind of batches.
         device: the name of the GPU, or cpu.
         layers: whose layer specification it was: Transformer Engine or local.
-        seconds: what each stage of it took.
+        seconds: that each stage of the check took, by name.
     """
 
     differences: tuple[Difference, ...]

@@ -42,7 +42,7 @@ class GpuFacts:
         total_bytes: GPU memory.
         link_generation: PCI Express generation that the link runs at now; an idle GPU may lower it.
         link_width: Lanes in use.
-        max_link_generation: What the GPU can do.
+        max_link_generation: The highest PCI Express generation that the GPU supports.
         max_link_width: Lanes that the GPU has.
         numa_node: The node with CPUs that is nearest.
     """

@@ -42,11 +42,11 @@ class HostFacts:
 
     Attributes:
         hostname: This machine's name.
-        boot_id: What the kernel drew when it started, which no other machine has; "" where it does not say.
-        total_bytes: MemTotal.
+        boot_id: The kernel's random boot id, which no other machine has; "" where it does not say.
+        total_bytes: All memory of the host (MemTotal).
         available_bytes: MemAvailable: what can be had without swapping.
-        cgroup_free_bytes: What the tightest of its cgroups still allows, page cache that the kernel gives up first
-            counted as free; None where no cgroup limits memory.
+        cgroup_free_bytes: Bytes that the tightest of its cgroups still allows, where page cache that the
+            kernel gives up first counts as free; None where no cgroup limits memory.
         memlock_bytes: RLIMIT_MEMLOCK, the soft limit; None where it is unlimited.
     """
 

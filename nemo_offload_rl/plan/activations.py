@@ -45,8 +45,8 @@ class ModuleBytes:
     """Counts the bytes that one module offloads.
 
     Attributes:
-        saved: of a layer and micro-batch, each tensor as often as it is saved.
-        distinct: of a layer and micro-batch, without storages that a module before it has moved.
+        saved: bytes of a layer and micro-batch, each tensor as often as it is saved.
+        distinct: bytes of a layer and micro-batch, without storages that a module before it has moved.
         held: the part of `distinct` whose memory stays taken, since a module that is not offloaded keeps it too.
         micro_batch: distinct bytes of a micro-batch over all layers of the stage that leave with the recipe's fraction.
         in_flight: the same of all micro-batches in flight.

@@ -74,10 +74,10 @@ class RankNeed:
     """Counts the host memory that a rank will take, for each target in bytes.
 
     Attributes:
-        rank: of the worker group.
-        host: what tells the machine from all others; hostnames may not.
-        target_bytes: page-locked or not.
-        fixed_bytes: by name, for what stays in host memory and never moves, such as the pool of activations.
+        rank: its number in the worker group.
+        host: identifies the machine; hostnames may be the same on several.
+        target_bytes: bytes of each target, page-locked or not.
+        fixed_bytes: bytes by name, for what stays in host memory and never moves, such as the pool of activations.
     """
 
     rank: int

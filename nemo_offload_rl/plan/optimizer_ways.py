@@ -27,7 +27,7 @@ class Way:
     """Names one way to keep optimizer state, and the overrides of the recipe that turn it on.
 
     Attributes:
-        name: of the way.
+        name: how messages call it.
         overrides: `key=value`, all that differ from the recipe.
     """
 
@@ -42,14 +42,14 @@ class PlannedWay:
     Attributes:
         way: the way.
         refusal: why the recipe cannot have it; empty where it can, and all numbers are 0 where it cannot.
-        training_bytes: of the GPU, for state in training and fp32 gradients of the optimizer's step.
-        state_bytes: of the GPU, for state in training alone, which activations and logits lie beside.
-        activation_bytes: the least that these need there.
-        generation_bytes: of the GPU, for what the policy keeps beside generation; 0 for an algorithm without.
-        engine: what vLLM takes beside it; None without.
-        host_bytes: of the rank that takes most.
-        transfer_s: on the link in a step, for all targets, if nothing overlaps.
-        wait_s: of the optimizer's step alone: its copies, and the CPU's kernels, which the step waits for.
+        training_bytes: GPU memory of the state in training, and of fp32 gradients in the optimizer's step.
+        state_bytes: GPU memory of the state in training alone, beside which activations and logits need theirs.
+        activation_bytes: the least GPU memory that activations and logits need.
+        generation_bytes: GPU memory that the policy keeps beside generation; 0 for an algorithm without generation.
+        engine: the memory that vLLM takes beside that; None without vLLM.
+        host_bytes: host memory of the rank that takes most.
+        transfer_s: seconds on the link in a step, for all targets, if nothing overlaps.
+        wait_s: seconds of the optimizer's step alone, for the copies and the CPU's kernels that it waits for.
     """
 
     way: Way

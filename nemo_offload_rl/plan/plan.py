@@ -75,14 +75,14 @@ class RankPlan:
         stage: the pipeline stage.
         facts: the sizes that the byte counts follow from.
         target_bytes: size of each target.
-        gpu_bytes: for each phase of the step's cycle, what of each target is on the GPU.
+        gpu_bytes: for each phase of the step's cycle, the bytes of each target on the GPU.
         host_bytes: host memory that each target needs.
         transitions: the changes of phase, in the order of a step.
         step_traffic: what crosses the link inside of each optimizer step: streamed optimizer state, both ways.
         activations: None where they stay on the GPU.
         fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
-        step_grad_bytes: of the GPU, for fp32 copies of bf16 gradients during the optimizer's step.
-        least_activation_bytes: of the GPU, what activations and logits need in training before that step, at least.
+        step_grad_bytes: GPU memory of fp32 copies of bf16 gradients during the optimizer's step.
+        least_activation_bytes: GPU memory that activations and logits need in training before that step, at least.
     """
 
     stage: int

@@ -42,7 +42,7 @@ class ActivationFacts:
     num_model_chunks: int
     """Virtual stages; 1 without."""
     num_chunks_in_flight: int
-    """Micro-batches whose backward pass is still to come at the worst time, each counted for every model chunk that it
+    """The most micro-batches whose backward pass is still to come at once, each counted for every model chunk that it
     went through: see `plan.activations.chunks_in_flight`."""
 
     @property
@@ -56,7 +56,7 @@ class SavedTensor:
     """Describes a storage that autograd saves for the backward pass.
 
     Attributes:
-        name: the same for the same storage of a layer.
+        name: names the storage in its layer; tensors of one storage have the same.
         num_elements: of a micro-batch.
         element_size: in bytes.
     """

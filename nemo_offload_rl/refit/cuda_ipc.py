@@ -52,7 +52,7 @@ class CudaIpcTransport:
         receivers: Each is on the GPU of its first rank.
         verify: Whether senders return the checksums of what they have sent.
         graphs: Whether the export is replayed from CUDA graphs where that is possible and faster.
-        min_gain_s: What graphs must save in a refit to be used.
+        min_gain_s: Seconds that graphs must save in a refit to be used.
     """
 
     receivers: Sequence[Receiver]

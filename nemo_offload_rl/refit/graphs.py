@@ -37,16 +37,16 @@ class GraphSender(RefitSender):
     graphs, in the first of which the engine records. What is taken is said once.
 
     Args:
-        layouts: Of the buckets for graphs.
-        num_buffers: That they take turns in.
+        layouts: Layouts of the buckets that graphs fill.
+        num_buffers: Number of buffers that these buckets take turns in.
         receivers: All of them get every bucket.
-        streamed: The other sender.
+        streamed: The other sender, which is driven from Python.
         verify: Whether to return checksums of the weights; they are those of an export of its own, which is driven from
             Python, so that a graph that exported anything else would be found.
         make_recorder: Makes what records the export.
         device: The current CUDA device, or the CPU.
-        min_gain_s: What graphs must save in a refit to be used.
-        clock: Seconds.
+        min_gain_s: Seconds that graphs must save in a refit to be used.
+        clock: Gives the time in seconds.
     """
 
     def __init__(

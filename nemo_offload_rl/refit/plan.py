@@ -43,7 +43,7 @@ class BucketLayout:
     """Says where the tensors of a bucket are in its buffer.
 
     Attributes:
-        tensors: In the order of the export.
+        tensors: The bucket's tensors, in the order of the export.
         offsets: Of each tensor in the buffer, in bytes.
         num_bytes: The size of the buffer.
     """

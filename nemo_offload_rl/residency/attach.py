@@ -34,7 +34,7 @@ class Engine:
     """Moves a model's and an optimizer's state between phases; made by `attach`.
 
     Attributes:
-        context: what all of it was made of.
+        context: the model, the optimizer and the options that it was made from.
         hooks: take the engine's hooks off model and optimizer.
     """
 

@@ -48,7 +48,7 @@ class BufferSlice:
         backed: the range it lives in.
         offset: where in the range it begins, bytes.
         nbytes: its size.
-        tensors: of the entry.
+        tensors: the entry's tensors.
     """
 
     name: str
@@ -69,7 +69,7 @@ class FlatBuffer:
         owner: the target, for messages and for the arena's books.
         device: where the tensors are used.
         arena: gives the host's side; None for what is only ever dropped.
-        chunk_bytes: what is mapped and unmapped as one.
+        chunk_bytes: bytes that are mapped and unmapped as one.
         ranges: makes the ranges.
         pin: whether the host's side is to be page-locked.
     """
@@ -303,7 +303,7 @@ class FlatBufferTarget:
 
     Args:
         flat_buffer: where its tensors live.
-        mover: copies.
+        mover: copies the ranges.
         verify: compare checksums of every chunk before it leaves and after it is back; waits for the GPU.
     """
 

@@ -96,7 +96,7 @@ class MoveRecord:
     copy_s: float
     """From the first byte on the link to the last."""
     exposed_s: float
-    """What the caller, or its stream, waited."""
+    """Seconds that the caller, or its stream, waited."""
     link: LinkSpeed | None
 
     @property
@@ -136,8 +136,8 @@ class Meter:
     """Collects the measurements of moves until they are taken.
 
     Args:
-        device: whose memory counts.
-        pinned_bytes: gives the page-locked bytes of now.
+        device: the device whose memory is measured.
+        pinned_bytes: returns how many bytes are page-locked now.
         mapped_bytes: gives the bytes that ranges take of the GPU now.
         link: speed of the link; None where it was not measured.
     """

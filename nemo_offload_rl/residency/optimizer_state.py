@@ -184,7 +184,7 @@ class OptimizerState(FlatBufferTarget):
         optimizer: see `torch_optimizers`.
         model_storages: gives the addresses of the storages of the model's parameters, as they are now.
         flat_buffer: of this target.
-        mover: copies.
+        mover: copies the ranges.
         verify: see `FlatBufferTarget`.
     """
 

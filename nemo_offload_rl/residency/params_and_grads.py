@@ -105,9 +105,9 @@ class Params(FlatBufferTarget):
     """Moves the parameters and module buffers between the GPU and host memory.
 
     Args:
-        model: whose they are.
+        model: the chunks that they belong to.
         flat_buffer: of this target.
-        mover: copies.
+        mover: copies the ranges.
         verify: see `FlatBufferTarget`.
 
     Attributes:
@@ -182,7 +182,7 @@ class Grads:
 
     Args:
         flat_buffer: of the gradient buffers, without a host side.
-        mover: maps and unmaps.
+        mover: maps and unmaps the ranges.
         optimizer: whose own copies of gradients are dropped along with them.
     """
 

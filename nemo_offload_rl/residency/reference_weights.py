@@ -52,11 +52,11 @@ class ReferenceWeights:
     If a swap fails, the policy's weights are put back; if that fails too, every later use of them raises.
 
     Args:
-        model: whose they are.
+        model: the chunks that they belong to.
         params: on the GPU; a copy of their contents becomes the reference.
-        mover: copies.
+        mover: copies the weights.
         arena: gives the host memory.
-        meter: learns what swaps take.
+        meter: is told how long swaps take.
         require_params: waits for the params, or says that they are elsewhere; see `Residency.require`.
     """
 

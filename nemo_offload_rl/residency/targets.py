@@ -15,8 +15,8 @@ class TargetKind:
     """Names the functions that a target's file offers.
 
     Attributes:
-        estimate_bytes: its size on one rank, from facts alone; the planner adds the padding of buffers.
-        host_bytes: what `make` will take of the arena.
+        estimate_bytes: returns its size on one rank, from facts alone; the planner adds the padding of buffers.
+        host_bytes: returns the host memory that `make` will take.
         make: builds the mechanism, given those of the targets above it in the table; None where there is nothing to
             move, such as gradients of a model that is only evaluated.
     """

@@ -45,7 +45,7 @@ class ChunkError(RuntimeError):
     """Says that there was no memory for a chunk; what had been taken for the move was given back.
 
     Attributes:
-        backed: whose chunk it is.
+        backed: the range whose chunk it is.
         offset: byte of the range at which the chunk begins.
     """
 

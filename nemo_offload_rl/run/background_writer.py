@@ -11,7 +11,7 @@ class WriteBesideRun:
     """Takes the policy's state at once, and has the ranks write it beside what follows; see `CheckpointWriter`.
 
     Args:
-        algorithm: whose policy is saved.
+        algorithm: the algorithm whose policy is saved.
         write_beside_policy: writes what else a checkpoint has, none of which changes in a run.
     """
 

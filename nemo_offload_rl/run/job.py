@@ -79,7 +79,7 @@ class Ending:
     """Describes how a run ended.
 
     Attributes:
-        reason: why.
+        reason: why the run ended.
         is_saved: whether its metrics and, where checkpoints are on, its last state are on disk.
     """
 

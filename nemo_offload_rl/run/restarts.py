@@ -18,8 +18,8 @@ class Restarts:
         at_most: how many there may be.
 
     Attributes:
-        at_most: as given.
-        num_done: those that there were.
+        at_most: how many restarts there may be.
+        num_done: restarts so far.
     """
 
     def __init__(self, at_most: int) -> None:

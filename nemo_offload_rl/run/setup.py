@@ -54,7 +54,7 @@ class Preparation:
     Attributes:
         build: starts the processes and returns the algorithm; takes the recipe's policy section, in the form in which
             this machine can run it.
-        schedule: when what is due.
+        schedule: the steps at which the run validates, saves and ends.
         tokenizer: kept with every checkpoint.
     """
 

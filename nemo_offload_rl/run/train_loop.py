@@ -130,8 +130,8 @@ class Run:
     """Drives an algorithm through its schedule.
 
     Args:
-        algorithm: what is run.
-        schedule: when what is due.
+        algorithm: the algorithm to run.
+        schedule: the steps at which the run validates, saves and ends.
         state: where it starts; kept up to date.
         checkpoints: where to save.
         writer: fills a checkpoint's folder.

@@ -31,8 +31,8 @@ class WeightSync:
     """Refits the engine when the policy has changed since the last time.
 
     Args:
-        policy: where the weights come from.
-        generation: where they go.
+        policy: the policy that sends the weights.
+        generation: the engines that load them.
         transport: how they go there; with ``verify`` it has to give checksums.
         verify: compare checksums of both sides after each refit.
 

@@ -18,9 +18,9 @@ class DiskFullError(ValueError):
     """Says that files could not be written for a lack of space, in one sentence for the user.
 
     Attributes:
-        path: what was to be written.
-        needed_bytes: what all of it takes; None where that is not known.
-        free_bytes: what the disk has left for it; None where that is not known.
+        path: the file or folder that was to be written.
+        needed_bytes: bytes that all of it takes; None where that is not known.
+        free_bytes: bytes that the disk has left for it; None where that is not known.
     """
 
     def __init__(self, path: str, reason: str, needed_bytes: int | None, free_bytes: int | None) -> None:

@@ -19,7 +19,7 @@ class PolicyCheckpoints:
 
     Args:
         state: of the rank.
-        engine: knows where it is.
+        engine: the residency engine, which knows where the state is.
         config: the recipe's policy.megatron_cfg, in its resolved form.
     """
 

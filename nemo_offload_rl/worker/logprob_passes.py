@@ -16,10 +16,10 @@ class LogprobPasses:
     """Says which log-probs each kind of pass computes.
 
     Attributes:
-        train: of the tokens that the sampler keeps.
-        evaluate: of a loss, forward only.
-        logprob: of the policy as it is, of the tokens that the sampler keeps.
-        reference: of the reference policy.
+        train: in training, among the tokens that the sampler keeps.
+        evaluate: for a loss without training, forward only.
+        logprob: in log-prob passes of the policy, among the tokens that the sampler keeps.
+        reference: in log-prob passes of the reference policy.
     """
 
     train: LogprobOptions

@@ -56,7 +56,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
     Args:
         folder: the checkpoint's folder.
-        plans: whether plans are reused.
+        plans: decides whether plans are reused.
     """
 
     def __init__(self, folder: Path, plans: SavePlanning) -> None:

@@ -31,7 +31,7 @@ class LinearLogprobs:
 
     Attributes:
         vocab_size: number of real tokens; rows of the weight beyond are padding.
-        temperature: what the logits are divided by.
+        temperature: the logits are divided by it.
         kept: for each column of the result, the tokens that the probabilities are shared out among.
         chunk_tokens: as many logits as this many tokens have are in memory at a time.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.

@@ -62,7 +62,7 @@ class FlatLayout:
     Args:
         fields: what state each parameter has.
         numels: elements of each parameter, none of them 0.
-        slot_bytes: what a chunk may take in the window.
+        slot_bytes: the most bytes that a chunk may take in the window.
 
     Raises:
         ValueError: a slot cannot hold `ALIGNMENT` elements.

@@ -19,7 +19,7 @@ class StreamedParameter:
         parameter: as the optimizer's group has it.
         group: the index of that group.
         is_master: whether it is state itself, an fp32 copy of a model's parameter.
-        model_shard: what a master is copied to after each update; None where it is no master.
+        model_shard: the tensor that a master is copied to after each update; None where it is no master.
     """
 
     parameter: torch.Tensor
@@ -95,7 +95,7 @@ class PieceStepper:
     """Steps the pieces of an optimizer's parameters, chunk by chunk, as one step.
 
     Args:
-        optimizer: whose kernel, and hyperparameters of now.
+        optimizer: gives the kernel, and the hyperparameters as they are at each step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:

@@ -116,7 +116,7 @@ class StreamedState:
     Args:
         steps: one for each optimizer of the chain.
         arrays: their host memory.
-        window: that they share.
+        window: the window that they share.
         mover: maps and unmaps it.
         ways_back: take off what was put on the optimizers.
         context: of the engine.

@@ -35,8 +35,8 @@ class Slot:
 
     Attributes:
         memory: uint8 [slot_bytes].
-        arrived: the last copy into it.
-        left: the last copy out of it.
+        arrived: the end of the last copy into it.
+        left: the end of the last copy out of it.
     """
 
     memory: torch.Tensor
