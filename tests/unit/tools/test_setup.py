@@ -38,7 +38,8 @@ class Checkout:
         (self._bin / "uv").write_text(STAND_IN)
         (self._bin / "uv").chmod(0o755)
         self.uv_link = self.folder / ".venv" / "bin" / "uv"
-        self.path = f"{self._bin}:{os.environ['PATH']}"
+        without_uv = [folder for folder in os.environ["PATH"].split(":") if not Path(folder, "uv").exists()]
+        self.path = ":".join([str(self._bin), *without_uv])
 
     def setup(self, *arguments: str, **environment: str) -> tuple[subprocess.CompletedProcess[str], list[str]]:
         """Runs the script; returns how it ended and the calls of uv."""
