@@ -8,10 +8,14 @@ from colocated_ways.marks import Marks, StreamMoments
 from colocated_ways.upstream_state import UpstreamEngine
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.data.loss_contract import LossFunction
+from nemo_offload_rl.model_check.check import ModelCheck
+from nemo_offload_rl.worker import worker as worker_module
 from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
 OURS = "colocated_ways.policy:MarkedWorker"
 UPSTREAM = "colocated_ways.policy:UpstreamWorker"
+_PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_engine", "make_graphs")
+"""Functions of the worker's module that build a worker."""
 
 
 class MarkedWorker(CheckedPolicyWorker):
@@ -23,6 +27,9 @@ class MarkedWorker(CheckedPolicyWorker):
 
     def __init__(self, config: Any, *, rank: int, local_rank: int, **arguments: Any) -> None:
         marks = Marks(f"policy-{rank}")
+        marks.watch(worker_module, {name: f"policy_build, {name}" for name in _PARTS})
+        marks.watch(worker_module.parallel, {"initialize": "policy_build, parallel.initialize"})
+        marks.watch(ModelCheck, {"finish": "policy_build, ModelCheck.finish"})  # runs beside the others
         with marks.span("policy_build"):
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
         self._marks = marks

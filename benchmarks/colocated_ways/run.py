@@ -244,7 +244,7 @@ def figures_of_marks(
         both_s = statistics.median(one.both_s for one in counted)
         yield "switch both ways", both_s, "s"
         yield "switch both ways, less sleep and wake_up", both_s - sleep_and_wake_s, "s"
-    for name in ("ray", "vllm_import", "vllm_build", "policy_build"):
+    for name in ("ray", "vllm_import", "vllm_build", *names_of_spans(marks, "policy_build")):
         if (seconds := median_seconds(marks, name)) is not None:
             yield f"start-up: {name} takes", seconds, "s"
     for name in ("ray", "engine_built", "policy_build", "first_token"):
