@@ -40,8 +40,11 @@ class WorkerActor:
 
     def import_worker(self, worker_cls: str) -> None:
         """Import what `build` will need, which takes up to 25 s; what fails is left to it."""
+        module, _, name = worker_cls.partition(":")
         with contextlib.suppress(Exception):
-            importlib.import_module(worker_cls.partition(":")[0])
+            worker_class = getattr(importlib.import_module(module), name)
+            if hasattr(worker_class, "import_packages"):  # of a worker of one's own perhaps not
+                worker_class.import_packages()
 
     def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:
         """Import and construct the worker.

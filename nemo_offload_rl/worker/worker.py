@@ -17,6 +17,7 @@ from nemo_offload_rl.mcore.compute_stream import ComputeStream
 from nemo_offload_rl.mcore.distributed import parallel
 from nemo_offload_rl.mcore.distributed.param_gather import ParamGather
 from nemo_offload_rl.mcore.logprob.forward import LogprobOptions
+from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
 from nemo_offload_rl.mcore.optimizer.cpu_optimizer import metrics
 from nemo_offload_rl.mcore.patches.saved_state import wait_for_reductions
@@ -137,6 +138,11 @@ class MegatronPolicyWorker:
         size = int(config["refit_buffer_size_gb"] * GIB)
         self._hf_weights = HfWeights(self.state.bridge, self.state.model)
         self._weight_export = WeightExport(self.hf_weights, rank=rank, bucket_bytes=size, reads=self._hf_weights)
+
+    @classmethod
+    def import_packages(cls) -> None:
+        """Import Megatron-Bridge, which takes seconds and which a build would import first."""
+        auto_bridge()
 
     def _catch_up(self) -> None:
         """End what a `train` that failed has left under way between ranks, which are all here now."""
