@@ -113,6 +113,9 @@ class VllmGenerator:
 
         Returns:
             Whether there is room now for the KV cache and for twice what any generation so far took beside it.
+
+        Raises:
+            RuntimeError: If the GPU has no memory for it.
         """
         if self._sleep_level:
             self._wake_up([tag for tag in tags if tag in self._asleep])
@@ -123,7 +126,16 @@ class VllmGenerator:
 
     def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:
         if tags:
-            self._llm.wake_up(list(tags))
+            try:
+                self._llm.wake_up(list(tags))
+            except RuntimeError as error:
+                if "out of memory" not in str(error):
+                    raise
+                raise RuntimeError(
+                    f"The GPU has no memory for what vLLM wakes up ({', '.join(tags)}; {error}); lower "
+                    "policy.generation.vllm_cfg.gpu_memory_utilization, or have more of the policy leave the GPU in "
+                    "generation (policy.residency.table.generate)."
+                ) from error
             self._asleep -= set(tags)
         if "weights" in tags and self._sleep_level > 1:
             self._on_worker("refit_restore")

@@ -233,6 +233,22 @@ def test_the_kv_cache_is_mapped_behind_the_refit():
     assert generator.generate(TOO_LONG).finish_reasons == ["length"]
 
 
+def test_no_room_for_the_kv_cache_names_the_keys_and_other_errors_stay_as_they_are(generator):
+    def fail(tags):
+        raise RuntimeError(message)
+
+    generator.finish_generation()
+    generator._llm.wake_up = fail
+    message = "CUDA Error: out of memory at cumem_allocator.cpp:137"
+    with pytest.raises(
+        RuntimeError, match=r"wakes up \(kv_cache; CUDA Error: out of memory .* lower policy\.generation"
+    ):
+        generator.prepare_for_generation(["kv_cache"])
+    message = "CUDA Error: invalid argument"
+    with pytest.raises(RuntimeError, match=r"^CUDA Error: invalid argument$"):
+        generator.prepare_for_generation(["kv_cache"])
+
+
 def test_a_policy_need_not_leave_first_where_there_is_room_for_twice_what_generations_took(monkeypatch):
     pools = {
         1: SimpleNamespace(tag="weights", handle=(0, 3 * GIB, 0, 0)),
