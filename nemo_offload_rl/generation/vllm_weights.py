@@ -64,7 +64,8 @@ def _locate(parameters: Mapping[str, torch.Tensor], name: str, rows: Mapping[str
 def _expert(parameters: Mapping[str, torch.Tensor], experts: str, expert: int, part: str) -> torch.Tensor | None:
     name = f"{'w2' if part == 'down_proj' else 'w13'}_weight"
     # vLLM 0.25 has them in a module of their own where its newer runner of experts takes them.
-    fused = parameters.get(f"{experts}.routed_experts.{name}", parameters.get(f"{experts}.{name}"))
+    modules = (f"{experts}.routed_experts", experts)
+    fused = next((parameters[f"{one}.{name}"] for one in modules if f"{one}.{name}" in parameters), None)
     if fused is None or expert >= fused.shape[0]:
         return None
     return fused[expert] if part == "down_proj" else fused[expert].chunk(2, dim=0)[part == "up_proj"]

@@ -2,6 +2,7 @@
 
 import functools
 import gc
+import logging
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,10 +11,13 @@ import torch
 from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
 from nemo_offload_rl.generation.saved_memory import SavedMemory
 from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
+from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.plan import NamedTensor, TensorSpec
 from nemo_offload_rl.refit.recorder import CaptureError, CudaRecorder
+
+logger = logging.getLogger(__name__)
 
 
 class RefitExtension:
@@ -80,7 +84,11 @@ class RefitExtension:
         # isinstance asks some of torch.distributed's objects for their class, which warns.
         alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_cuda]
         gc.freeze()
-        return SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
+        saved = SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
+        logger.info(
+            "While vLLM sleeps, %.1f MiB that it keeps among its weights wait in host memory.", saved.nbytes / MIB
+        )
+        return saved
 
     def refit_save(self) -> None:
         """Copy to host memory what sleep at level 2 discards among the weights and no refit brings back."""
