@@ -178,6 +178,15 @@ def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
     )
 
 
+def refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> bool:
+    """Returns whether a refit's buckets find room on the smallest GPU beside the policy and the engine's weights."""
+    return _kept_in_refit(plan, engine) + engine.weights_bytes + engine.refit_bytes <= gpu_bytes
+
+
+def _kept_in_refit(plan: OffloadPlan, engine: EngineMemory) -> int:
+    return _kept_bytes(plan, Phase.REFIT) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
+
+
 def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
     """Refuse buckets of the refit that the GPU has no room for beside the policy and the engine's weights.
 
@@ -189,9 +198,9 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
     Raises:
         ValueError: it does not fit.
     """
-    kept = _kept_bytes(plan, Phase.REFIT) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
-    if kept + engine.weights_bytes + engine.refit_bytes <= gpu_bytes:
+    if refit_fits(plan, engine, gpu_bytes):
         return
+    kept = _kept_in_refit(plan, engine)
     raise ValueError(
         f"A refit needs {show_gib(engine.refit_bytes)} GiB of GPU memory for its buckets (policy.refit_buffer_size_gb, "
         f"or twice the largest tensor), beside {show_gib(kept)} GiB of the policy and {show_gib(engine.weights_bytes)} "

@@ -7,7 +7,7 @@ from typing import Any
 from nemo_offload_rl.config.rules.residency import AUTO, TABLE
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
-from nemo_offload_rl.plan.generation import check_refit_fits, share_beside_policy
+from nemo_offload_rl.plan.generation import refit_fits, share_beside_policy
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -24,8 +24,8 @@ def with_resident_state(
 ) -> tuple[_Config, list[str]]:
     """Decide where parameters and optimizer state are during generation, as far as the recipe leaves that to the plan.
 
-    Parameters are decided where their cell is absent or auto, optimizer state where its cell is auto and parameters
-    stay.
+    Parameters are decided where their cell is absent or auto, and optimizer state where its cell is auto, unless
+    there was no room for parameters.
 
     Args:
         config: a validated recipe, resolved for the ranks' machine; it is left as it is.
@@ -70,13 +70,12 @@ def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: 
 
 def _fits(planned: PlannedRun, gpu_bytes: int) -> bool:
     """Whether what the policy keeps fits beside the engine, awake and in a refit."""
-    if planned.engine is None:
-        return False
-    try:
-        check_refit_fits(planned.plan, planned.engine, gpu_bytes)
-    except ValueError:
-        return False
-    return planned.engine.share_of(gpu_bytes) <= share_beside_policy(planned.plan, planned.engine, gpu_bytes)
+    plan, engine = planned.plan, planned.engine
+    return (
+        engine is not None
+        and refit_fits(plan, engine, gpu_bytes)
+        and engine.share_of(gpu_bytes) <= share_beside_policy(plan, engine, gpu_bytes)
+    )
 
 
 def _line(name: str, target: Target, planned: PlannedRun, remedy: str) -> str:

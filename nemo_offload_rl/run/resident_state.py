@@ -25,14 +25,5 @@ def smallest_gpu_bytes(cluster: Cluster) -> int | None:
 def with_resident_state_here(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """As `plan.resident_state.with_resident_state`.
-
-    Args:
-        config: a validated recipe, resolved for this machine; it is left as it is.
-        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
-        gpu_bytes: memory of the smallest GPU; None where that is not known.
-
-    Returns:
-        The config, and a line for each target that stays on the GPU.
-    """
+    """Decides as `plan.resident_state.with_resident_state` does; arguments are those of `gpu_sizes.fitted_to_gpus`."""
     return with_resident_state(config, lambda resident: check_sizes(resident, algorithm), gpu_bytes)
