@@ -17,10 +17,27 @@ from nemo_offload_rl.generation.transformers_generator import TransformersGenera
 from nemo_offload_rl.generation.vllm_backend import VllmActor
 from nemo_offload_rl.refit.interface import WeightBucket
 
+
+class MarkedCalls:
+    """Notes the calls of an engine's actor; `build` makes `_marks`."""
+
+    _marks: Marks
+
+    def load_weights(self, bucket: WeightBucket) -> float:
+        """See `WeightLoader.load_weights`."""
+        with self._marks.span("load_weights"):
+            return float(super().load_weights(bucket))  # type: ignore[misc]
+
+    def call(self, verb: str, *arguments: Any) -> Any:
+        """See `VllmActor.call`."""
+        with self._marks.span(_call_name(verb, arguments)):
+            return super().call(verb, *arguments)  # type: ignore[misc]
+
+
 # ---- vLLM
 
 
-class MarkedVllmActor(VllmActor):
+class MarkedVllmActor(MarkedCalls, VllmActor):
     """The actor of a run, whose `vllm.LLM` notes its own moments."""
 
     like_upstream = False
@@ -39,16 +56,6 @@ class MarkedVllmActor(VllmActor):
         with mock.patch.object(vllm, "LLM", marked_llm(llm, marks, like_upstream=self.like_upstream)):
             super().build(policy, rank=rank, **arguments)
         marks.note("engine_built")
-
-    def load_weights(self, bucket: WeightBucket) -> float:
-        """See `VllmActor.load_weights`."""
-        with self._marks.span("load_weights"):
-            return super().load_weights(bucket)
-
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """See `VllmActor.call`."""
-        with self._marks.span(_call_name(verb, arguments)):
-            return super().call(verb, *arguments)
 
 
 class UpstreamVllmActor(MarkedVllmActor):
@@ -149,7 +156,7 @@ def _vllm_worker(llm: Any) -> Any:
 # ---- transformers, for a try without a GPU
 
 
-class MarkedGeneratorActor(GeneratorActor):
+class MarkedGeneratorActor(MarkedCalls, GeneratorActor):
     """The actor of a run, whose generator notes its moments."""
 
     def build(self, model: Mapping[str, Any], **arguments: Any) -> None:
@@ -159,16 +166,6 @@ class MarkedGeneratorActor(GeneratorActor):
         with mock.patch(module, MarkedTransformersGenerator):
             super().build(model, **arguments)
         self._marks.note("engine_built")
-
-    def load_weights(self, bucket: WeightBucket) -> float:
-        """See `GeneratorActor.load_weights`."""
-        with self._marks.span("load_weights"):
-            return super().load_weights(bucket)
-
-    def call(self, verb: str, *arguments: Any) -> Any:
-        """See `GeneratorActor.call`."""
-        with self._marks.span(_call_name(verb, arguments)):
-            return super().call(verb, *arguments)
 
     def complete_refit(self) -> None:
         """This engine takes weights as they are."""

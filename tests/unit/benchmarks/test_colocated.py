@@ -323,6 +323,16 @@ def test_what_grows_over_many_cycles_is_named():
     assert found["x, flat"] is True
 
 
+def test_deterministic_kernels_take_short_packed_rows_in_training():
+    def row_tokens(**changed):
+        arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
+        return config.load(RECIPES["full"], overrides(arguments)).config["policy"]["sequence_packing"][
+            "train_mb_tokens"
+        ]
+
+    assert (row_tokens(), row_tokens(deterministic=True)) == (16384, 2048)
+
+
 def test_the_plan_of_the_full_recipe_names_every_phase():
     recipe = config.load(RECIPES["full"], overrides(ARGUMENTS)).config
     planned = planned_gib(recipe, 140 * 2**30)
