@@ -52,7 +52,6 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         "enable_expert_parallel": section["expert_parallel_size"] > 1,
         "gpu_memory_utilization": section["gpu_memory_utilization"],
         "max_model_len": section["max_model_len"],
-        "max_num_seqs": policy["generation_batch_size"],
         "enforce_eager": section["enforce_eager"],
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": sleeps,

@@ -39,7 +39,7 @@ def cache_named_where_memory_runs_out(arguments: Mapping[str, Any]) -> Iterator[
         size = "" if cache is None else f" with a KV cache of {cache / 2**30:.2f} GiB"
         raise torch.OutOfMemoryError(
             f"vLLM finds too little GPU memory on {socket.gethostname()}{size} ({str(error).partition('. ')[0]}); "
-            "lower policy.generation.vllm_cfg.gpu_memory_utilization, policy.generation_batch_size or "
+            "lower policy.generation.vllm_cfg.gpu_memory_utilization, policy.generation.vllm_kwargs.max_num_seqs or "
             "policy.generation.vllm_kwargs.kv_cache_memory_bytes (bytes of each GPU; it goes before the first)."
         ) from error
 

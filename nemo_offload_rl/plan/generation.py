@@ -21,7 +21,7 @@ POLICY_OVERHEAD_BYTES = 2 * GIB
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
 # The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
-# Likewise the most sequences, where vllm_kwargs leaves them to vLLM with null.
+# Likewise the most sequences.
 _MAX_SEQUENCES = 1024
 # float32 logits, their log-probs and their sorted copy, and int64 indices.
 _SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
@@ -124,16 +124,14 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
         kv_bytes_per_token=2 * architecture.num_layers * heads * architecture.head_dim * dtype_bytes,
         max_model_len=section["max_model_len"],
         share=section["gpu_memory_utilization"],
-        reserve_bytes=_reserve_bytes(architecture, section, kwargs, policy["generation_batch_size"]),
+        reserve_bytes=_reserve_bytes(architecture, section, kwargs),
         refit_bytes=min(buckets, all_weights),
         refit_graph_bytes=refit_graph_bytes(policy, architecture),
         own_kv_cache_bytes=kwargs.get("kv_cache_memory_bytes"),
     )
 
 
-def _reserve_bytes(
-    architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any], batch_size: int
-) -> int:
+def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any]) -> int:
     """Of the largest pass a layer's tensors, the sampler's logits, and what the process takes whatever it computes."""
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     attention = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim // tp
@@ -143,8 +141,7 @@ def _reserve_bytes(
         mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
-    sequences = kwargs["max_num_seqs"] if "max_num_seqs" in kwargs else batch_size
-    sequences = _MAX_SEQUENCES if sequences is None else sequences  # null is vLLM's own number
+    sequences = kwargs.get("max_num_seqs") or _MAX_SEQUENCES
     logits = sequences * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
     return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
 

@@ -6,7 +6,7 @@ from nemo_offload_rl.config.megatron.device_split import DeviceSplit, checked_sp
 from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.model.model_kind import count_of, model_fields
 from nemo_offload_rl.config.problems import show
-from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL_FIELDS, NODES, Verdict, note, rule
+from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL_FIELDS, NODES, Verdict, rule
 
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
@@ -188,12 +188,3 @@ def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
         return None
     path = f"{GENERATION}.vllm_kwargs.kv_cache_memory_bytes"
     return path, f"is {show(nbytes)}, where a number of bytes of each GPU must be; delete it to have it computed"
-
-
-@note(f"{GENERATION}.vllm_kwargs", BACKEND)
-def vllm_runs_so_many_rows_at_once(arguments: dict[str, Any], backend: str) -> Verdict:
-    """NeMo-RL's recipes have it beside `generation_batch_size`, which is for its other backends."""
-    if backend != "vllm" or "max_num_seqs" not in arguments:
-        return None
-    path = f"{GENERATION}.vllm_kwargs.max_num_seqs"
-    return path, f"{show(arguments['max_num_seqs'])} is what counts, and not policy.generation_batch_size"

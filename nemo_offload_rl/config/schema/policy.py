@@ -134,7 +134,8 @@ class GRPOPolicyConfig(PolicyConfig):
     # Samples of one forward pass on one rank where only log-probs are wanted. 1 or more; recommended
     # "${policy.train_micro_batch_size}" or more.
     logprob_batch_size: PositiveInt
-    # Samples that one generation batch holds, on one GPU or CPU. 1 or more; as large as the KV cache allows.
+    # Samples that one generation batch of backend: transformers holds, on one GPU or CPU. 1 or more; as large as the KV
+    # cache allows. vLLM has generation.vllm_kwargs.max_num_seqs instead.
     generation_batch_size: PositiveInt
     # How answers are sampled.
     generation: GenerationConfig

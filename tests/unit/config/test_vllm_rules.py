@@ -89,12 +89,6 @@ def test_arguments_of_vllms_own_are_passed_on():
     assert generation["vllm_kwargs"] == {"max_num_batched_tokens": 4096}
 
 
-def test_vllms_own_limit_of_rows_wins_and_is_said():
-    validated = load(TINY, [ON, f"+{KWARGS}.max_num_seqs=4"])
-    assert validated.config["policy"]["generation"]["vllm_kwargs"] == {"max_num_seqs": 4}
-    assert f"{KWARGS}.max_num_seqs 4 is what counts, and not policy.generation_batch_size" in validated.notes
-
-
 def test_variables_that_the_engine_sets_are_those_that_are_refused():
     assert set(vllm.OWN_VARIABLES) == set(ENVIRONMENT)
 
