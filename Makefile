@@ -36,7 +36,7 @@ test: ## Run every test; those that need a GPU skip where there is none (ARGS="-
 	$(PYTHON) -m pytest -q -n auto --dist loadfile --no-loadscope-reorder $(ARGS)
 
 testgpu: setup ## Run the tests that need a GPU (make setup EXTRAS="te vllm" first)
-	$(PYTHON) -m pytest -q -m "gpu and not whole_gpu" -n 6 --dist worksteal $(ARGS)
+	$(PYTHON) -m pytest -q -m "gpu and not whole_gpu" -n 9 --dist worksteal $(ARGS)
 	$(PYTHON) -m pytest -q -m "gpu and whole_gpu" $(ARGS)
 
 lint: setup ## Check style, formatting, types and the lock

@@ -1,7 +1,7 @@
 """Finds the weights of a Hugging Face checkpoint in the parameters of vLLM's model, which fuses some of them."""
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,6 +11,8 @@ from nemo_offload_rl.refit.plan import TensorSpec
 # The weights that vLLM keeps one behind the other in one parameter, along their first dimension.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARTS = {part: (fused, parts) for fused, parts in _FUSED.items() for part in parts}
+_EXPERTS_MODULE = "routed_experts"
+"""In which vLLM 0.25 has the experts' parameters, below what a checkpoint calls `experts`; before, there was none."""
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
@@ -63,12 +65,26 @@ def _locate(parameters: Mapping[str, torch.Tensor], name: str, rows: Mapping[str
 
 def _expert(parameters: Mapping[str, torch.Tensor], experts: str, expert: int, part: str) -> torch.Tensor | None:
     name = f"{'w2' if part == 'down_proj' else 'w13'}_weight"
-    # vLLM 0.25 has them in a module of their own where its newer runner of experts takes them.
-    modules = (f"{experts}.routed_experts", experts)
+    modules = (f"{experts}.{_EXPERTS_MODULE}", experts)
     fused = next((parameters[f"{one}.{name}"] for one in modules if f"{one}.{name}" in parameters), None)
     if fused is None or expert >= fused.shape[0]:
         return None
     return fused[expert] if part == "down_proj" else fused[expert].chunk(2, dim=0)[part == "up_proj"]
+
+
+def parameters_filled(loaded: Iterable[str], names: Collection[str]) -> set[str]:
+    """Returns the parameters that a load has filled, by the names that they have in the model.
+
+    Args:
+        loaded: What `load_weights` of vLLM's model has returned. vLLM 0.25 leaves the experts' own module out there.
+        names: Of the model's parameters.
+    """
+    filled = set()
+    for name in loaded:
+        experts, _, kind = name.rpartition(".")
+        of_module = f"{experts}.{_EXPERTS_MODULE}.{kind}"
+        filled.add(of_module if name not in names and of_module in names else name)
+    return filled
 
 
 def outside_of_parameters(

@@ -10,7 +10,12 @@ import torch
 
 from nemo_offload_rl.generation.recorded_loads import Loaded, RecordedLoads
 from nemo_offload_rl.generation.saved_memory import SavedMemory
-from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
+from nemo_offload_rl.generation.vllm_weights import (
+    outside_of_parameters,
+    parameters_filled,
+    read_back,
+    transformed_after_loading,
+)
 from nemo_offload_rl.memory.units import MIB
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
@@ -28,7 +33,12 @@ class RefitExtension:
 
     def refit_begin(self) -> None:
         """Note that no parameter has been filled."""
-        self.refit_unfilled_names = {name for name, _ in _worker(self).get_model().named_parameters()}
+        self.refit_unfilled_names = set(self.refit_parameter_names)
+
+    @functools.cached_property
+    def refit_parameter_names(self) -> frozenset[str]:
+        """Names of the model's parameters."""
+        return frozenset(name for name, _ in _worker(self).get_model().named_parameters())
 
     @functools.cached_property
     def refit_recorded(self) -> RecordedLoads:
@@ -130,4 +140,6 @@ def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
                 f"vLLM's model does not take the weight {name!r} that the policy sends ({type(error).__name__}: "
                 f"{error}); both must have one architecture, and vLLM must know it."
             ) from error
-    return None if loaded is None else frozenset(loaded)
+    if loaded is None:
+        return None
+    return frozenset(parameters_filled(loaded, worker.refit_parameter_names))

@@ -16,6 +16,7 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from nemo_offload_rl.generation.interface import GenerationInterface, GenerationRequest, SamplingParams
+from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.checksum import require_equal_checksums
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -66,7 +67,14 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "tokenizer": {"name": str(tokenizer)},
         "refit_buffer_size_gb": 1.0,
         "residency": {"generation_weights": None},
-        "generation": {"backend": backend, "vllm_cfg": section, "stop_strings": tokenizer and ["<no number>"]},
+        "generation": {
+            "backend": backend,
+            "vllm_cfg": section,
+            # With it vLLM does not measure what is free, and other tests may use the GPU. So much, because vLLM
+            # asserts that more memory is free once it sleeps, whatever other processes take in that moment.
+            "vllm_kwargs": {"kv_cache_memory_bytes": 16 * GIB},
+            "stop_strings": tokenizer and ["<no number>"],
+        },
     }
 
 

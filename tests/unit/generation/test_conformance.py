@@ -23,7 +23,6 @@ HAS_VLLM = torch.cuda.is_available() and importlib.util.find_spec("vllm") is not
             "vllm",
             marks=[
                 pytest.mark.gpu,
-                pytest.mark.whole_gpu,
                 pytest.mark.slow,
                 pytest.mark.skipif(not HAS_VLLM, reason="needs a CUDA GPU and the extra vllm"),
             ],

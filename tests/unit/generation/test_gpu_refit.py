@@ -11,7 +11,6 @@ from nemo_offload_rl.generation.hf_model import build_model, weights_by_name
 
 pytestmark = [
     pytest.mark.gpu,
-    pytest.mark.whole_gpu,
     pytest.mark.slow,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs the extra vllm"),
     pytest.mark.skipif(torch.cuda.device_count() != 1, reason="the engine must be on the GPU of this process"),

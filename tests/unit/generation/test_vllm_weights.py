@@ -6,7 +6,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from nemo_offload_rl.generation.vllm_weights import outside_of_parameters, read_back, transformed_after_loading
+from nemo_offload_rl.generation.vllm_weights import (
+    outside_of_parameters,
+    parameters_filled,
+    read_back,
+    transformed_after_loading,
+)
 from nemo_offload_rl.refit.plan import TensorSpec
 
 LAYER = "model.layers.0"
@@ -66,6 +71,13 @@ def test_experts_in_a_module_of_their_own_are_read_back():
     assert "model.layers.1.mlp.experts.routed_experts.w13_weight" in parameters
     for name, tensor in read_back(parameters, SPECS).items():
         assert torch.equal(CHECKPOINT[name], tensor), name
+
+
+def test_loads_of_experts_are_told_by_their_parameters_names():
+    names = {"mlp.experts.routed_experts.w13_weight", "mlp.experts.routed_experts.w2_weight", "mlp.gate.weight"}
+    assert parameters_filled(["mlp.experts.w13_weight", "mlp.experts.w2_weight", "mlp.gate.weight"], names) == names
+    before = {"mlp.experts.w13_weight"}  # a vLLM without that module
+    assert parameters_filled(["mlp.experts.w13_weight"], before) == before
 
 
 def test_a_tied_output_layer_is_the_embedding():

@@ -13,6 +13,11 @@ NBYTES = 5_000_000
 on_each_device = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
+def wait(device):
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
 def add_one(pipe):
     """The second process: adds 1 to every byte of the range whose handle it gets, and tells where it has mapped it."""
     peer = None
@@ -26,6 +31,7 @@ def add_one(pipe):
             peer = handle.make_peer()
         peer.map(handle)
         peer.tensor.add_(1)
+        wait(peer.tensor.device.type)
         pipe.send((peer.tensor.data_ptr(), peer.tensor.numel()))
         peer.unmap()
 
@@ -34,11 +40,6 @@ def add_one(pipe):
 def other_process():
     with process_that_answers(add_one) as ask:
         yield ask
-
-
-def wait(device):
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 @on_each_device
