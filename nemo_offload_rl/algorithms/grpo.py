@@ -260,6 +260,8 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             init_reference_model=ALGORITHMS["grpo"].has_reference(config),
             before_build=generation.wait_until_ready if generation.capabilities.built_alone else None,
         )
+        # The first export takes GPU memory, too; and an engine that fails beside the policy ends the run at once.
+        generation.wait_until_ready()
         verify = fitted_policy["verify_refit"]
         transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)
         rollout = RolloutMaker(generation, prompts, tokenizer, reward)

@@ -124,7 +124,8 @@ class Capabilities:
         refit_transport: Which of `refit.TRANSPORTS` brings its weights.
         keeps_weights: Whether its weights survive `finish_generation`; where not, a refit precedes each generation.
         batch_independent_sampling: Whether a row's output depends on that row, the step and the seed alone.
-        built_alone: Whether others may take GPU memory only after `wait_until_ready`: it measures what is free.
+        built_alone: Whether others may take GPU memory only after `wait_until_ready`: it measures what is free,
+            or there is no room for both.
     """
 
     refit_transport: str

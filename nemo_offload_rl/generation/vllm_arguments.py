@@ -20,6 +20,20 @@ ENVIRONMENT: Mapping[str, str] = {
 }
 
 
+# vLLM refuses to start where less than `gpu_memory_utilization` of the GPU is free, which the policy may have by then.
+# An engine that is built beside it has its KV cache in bytes, and for that vLLM reads this share for nothing else.
+_SHARE_BESIDE_POLICY = 0.001
+
+
+def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
+    """Returns whether the driver found room for both at once (`run.engine_build`); `auto` means that it did not look.
+
+    Args:
+        policy: The recipe's `policy`, validated, with `backend: vllm`.
+    """
+    return policy["generation"]["vllm_cfg"]["build_beside_policy"] is True
+
+
 def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[str, str]:
     """Environment of an engine's process.
 
@@ -50,7 +64,9 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         "dtype": section["precision"],
         "tensor_parallel_size": tp,
         "enable_expert_parallel": section["expert_parallel_size"] > 1,
-        "gpu_memory_utilization": section["gpu_memory_utilization"],
+        "gpu_memory_utilization": (
+            _SHARE_BESIDE_POLICY if is_built_beside_policy(policy) else section["gpu_memory_utilization"]
+        ),
         "max_model_len": section["max_model_len"],
         "enforce_eager": section["enforce_eager"],
         "logprobs_mode": "processed_logprobs",

@@ -16,7 +16,7 @@ import torch
 from nemo_offload_rl.generation.actor_engines import ActorEngines, EngineActor
 from nemo_offload_rl.generation.interface import Capabilities, EngineSpec, WakeUpTag
 from nemo_offload_rl.generation.stop_strings import stop_strings_of
-from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment
+from nemo_offload_rl.generation.vllm_arguments import engine_arguments, engine_environment, is_built_beside_policy
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.placement.signals import ignore_ending_signals
 from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
@@ -136,8 +136,9 @@ class VllmGeneration(ActorEngines):
             bundles_by_engine: The bundles (GPUs) of each engine.
             policy: The recipe's `policy`.
         """
-        if _keeps_weights(policy):
-            self.capabilities = replace(self.capabilities, keeps_weights=True)
+        self.capabilities = replace(
+            self.capabilities, keeps_weights=_keeps_weights(policy), built_alone=not is_built_beside_policy(policy)
+        )
         environment = engine_environment(policy, num_threads=cluster.threads_per_engine_bundle)
         actor_class = ray.remote(VllmActor)
         actors = [

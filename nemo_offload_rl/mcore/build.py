@@ -190,7 +190,10 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
 
 
 def _device_for_whole_model(hf_config: Any) -> torch.device:
-    """Returns the current GPU if the whole model takes at most a quarter of its memory, beside a rank's part."""
+    """Returns the current GPU if the whole model takes at most a quarter of its memory, beside a rank's part.
+
+    The plan counts with it: see `plan.engine_build`.
+    """
     from transformers import AutoModelForCausalLM
 
     if not torch.cuda.is_available():

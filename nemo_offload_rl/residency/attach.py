@@ -183,6 +183,8 @@ def attach(
         meter = context.meter  # measures the link before anything is in the way
         undo.callback(context.mover.close)
         for name, kind in TARGETS.items():
+            # What the last one lived in is not kept: an engine that is built on this GPU meanwhile may need it.
+            meter.give_back_cache()
             if (made := kind.make(context)) is not None:
                 context.targets[name] = made
                 undo.callback(made.close)

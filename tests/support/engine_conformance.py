@@ -57,6 +57,7 @@ def policy(backend: str, tokenizer: Path | None = None) -> dict[str, Any]:
         "max_model_len": MAX_LENGTH,
         "enforce_eager": True,
         "precision": "float32",
+        "build_beside_policy": False,
     }
     return {
         "model_name": "a label",

@@ -45,6 +45,9 @@ class VllmConfig(TypedDict):
     enable_prefix_caching: NotRequired[bool | None]
     # Type of weights and activations; policy.precision, since refits send that. Recommended: "${policy.precision}".
     precision: Precision
+    # Whether the policy is built at once with the engines on its GPUs: auto, where the GPU has room for both and vLLM's
+    # KV cache is given in bytes; false, behind them. Recommended: auto, a shorter start. Absent: auto.
+    build_beside_policy: NotRequired[Literal["auto", False]]
     # Environment variables of the engines' processes, set before they import anything; null or {} for none.
     # Absent: none.
     env_vars: NotRequired[dict[str, str] | None]

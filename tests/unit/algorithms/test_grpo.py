@@ -1,4 +1,5 @@
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import ray
@@ -18,15 +19,16 @@ from support.toy_policy import (
 
 from nemo_offload_rl.algorithms.advantages import GroupAdvantages, RewardScaling, unscaled
 from nemo_offload_rl.algorithms.group_sampling import GroupSampler, GroupSettings
-from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling
+from nemo_offload_rl.algorithms.grpo import GRPO, BatchSizes, ValidationSampling, _make_reward_scaling, prepare
 from nemo_offload_rl.algorithms.reward_shaping import OverlongPenalty
 from nemo_offload_rl.algorithms.rollouts import RolloutMaker
+from nemo_offload_rl.config import load
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.data.loader import ProblemLoader
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.environments import Judgements, Reward, RewardError, make_reward
 from nemo_offload_rl.generation import ENGINES, make_generation
-from nemo_offload_rl.generation.interface import SamplingParams
+from nemo_offload_rl.generation.interface import Capabilities, GenerationError, SamplingParams
 from nemo_offload_rl.metrics.timer import Timer
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
@@ -247,6 +249,44 @@ def test_a_registered_engine_over_several_bundles_samples_for_the_loop(sharded):
     assert alone.policy.calls.count("send_weights") == 3
     with pytest.raises(ValueError, match=r"policy\.verify_refit is true, but the engines .* give no checksums"):
         WeightSync(setting.policy, sharded, transport, verify=True)
+
+
+@pytest.mark.parametrize("built_alone", [True, False])
+@pytest.mark.parametrize("fails", [True, False])
+def test_the_policy_is_built_behind_an_engine_only_where_that_is_built_alone(monkeypatch, built_alone, fails):
+    calls = []
+
+    def wait_until_ready():
+        calls.append("the engine is there")
+        if fails:
+            raise GenerationError("its construction", MemoryError("no room"), "")
+
+    def start_ranks(*_, before_build, **__):
+        if before_build is not None:
+            before_build()
+        calls.append("the ranks are built")
+        return SimpleNamespace(prepare_refit_info=lambda transport: calls.append("the first export"))
+
+    generation = SimpleNamespace(
+        capabilities=Capabilities("object_store", True, True, built_alone),
+        receivers=(),
+        wait_until_ready=wait_until_ready,
+        prepare_refit_info=lambda plan: None,
+    )
+    monkeypatch.setattr("nemo_offload_rl.generation.make_generation", lambda *_: generation)
+    monkeypatch.setattr("nemo_offload_rl.refit.make_transport", lambda *_, **__: None)
+    monkeypatch.setattr("nemo_offload_rl.worker.group.PolicyWorkerGroup", start_ranks)
+    config = load("examples/configs/grpo_tiny_cpu.yaml").config
+    preparation = prepare(config)
+    if fails:
+        with pytest.raises(GenerationError, match="failed in its construction: MemoryError: no room"):
+            preparation.build(config["policy"], None)
+    else:
+        preparation.build(config["policy"], None)
+    in_order = ["the engine is there", "the ranks are built"]
+    order = in_order[: 1 if fails else 2] if built_alone else in_order[::-1]
+    exports = [] if fails else ["the first export"]
+    assert list(dict.fromkeys(calls)) == [*order, *exports]
 
 
 def test_a_step_reports_what_moved_since_the_one_before():

@@ -41,12 +41,23 @@ SECTIONS = {
 }
 
 
-@pytest.mark.parametrize("path", IF_ABSENT)
+OF_VLLM = [path for path in IF_ABSENT if path.startswith("policy.generation.vllm_cfg.")]
+
+
+@pytest.mark.parametrize("path", [path for path in IF_ABSENT if path not in OF_VLLM])
 def test_an_absent_key_is_in_the_resolved_recipe_with_its_value(without_them, path):
     assert not schema_keys(GRPOMasterConfig)[path].required
     expected = SECTIONS.get(path, IF_ABSENT[path])
     assert at(without_them.config, path) == at(without_them.recipe.config, path) == expected
     assert path not in without_them.recipe.origins
+
+
+@pytest.mark.parametrize("path", OF_VLLM)
+def test_keys_of_vllm_are_resolved_in_recipes_that_have_it(path):
+    assert not schema_keys(GRPOMasterConfig)[path].required
+    loaded = load("benchmarks/recipes/grpo_1_5B_random.yaml", ["policy.generation.backend=vllm"])
+    assert at(loaded.config, path) == IF_ABSENT[path]
+    assert path not in loaded.recipe.origins
 
 
 def test_what_is_printed_is_the_same_recipe(without_them, tmp_path):

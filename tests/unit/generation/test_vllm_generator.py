@@ -3,6 +3,7 @@
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -16,9 +17,10 @@ from nemo_offload_rl.generation.vllm_arguments import (
     ENVIRONMENT,
     engine_arguments,
     engine_environment,
+    is_built_beside_policy,
     sampling_arguments,
 )
-from nemo_offload_rl.generation.vllm_backend import ENGINE
+from nemo_offload_rl.generation.vllm_backend import ENGINE, VllmGeneration
 from nemo_offload_rl.generation.vllm_generator import VllmGenerator, read_answer
 from nemo_offload_rl.generation.vllm_worker import RefitExtension
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -56,6 +58,35 @@ def test_an_engine_is_started_with_the_recipes_settings():
     assert split["enable_expert_parallel"]
     assert split["enable_prefix_caching"] is False
     assert split["max_num_batched_tokens"] == 4096
+
+
+def test_an_engine_that_is_built_beside_the_policy_starts_whatever_is_free():
+    policy = engine_conformance.policy("vllm")
+    section = policy["generation"]["vllm_cfg"]
+    found = []
+    for decided in ("auto", False, True):
+        section["build_beside_policy"] = decided
+        found.append((is_built_beside_policy(policy), engine_arguments(policy, Path("/folder"))))
+    (unresolved, first), (behind, second), (beside, third) = found
+    assert (unresolved, behind, beside) == (False, False, True)
+    assert first == second
+    assert second["gpu_memory_utilization"] == 0.2
+    assert 0 < third["gpu_memory_utilization"] < 0.01
+    assert {**third, "gpu_memory_utilization": 0.2} == second
+
+
+@pytest.mark.parametrize(
+    ("decided", "apart", "alone"), [("auto", False, True), (True, False, False), (False, True, False)]
+)
+def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(monkeypatch, decided, apart, alone):
+    monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ray.remote", MagicMock())
+    policy = engine_conformance.policy("vllm")
+    policy["generation"]["vllm_cfg"]["build_beside_policy"] = decided
+    cluster = MagicMock(engines_are_apart=apart)
+    cluster.actor_options.return_value = {}
+    generation = VllmGeneration(cluster, [(0,)], policy)
+    assert generation.capabilities.built_alone is alone
+    assert VllmGeneration.capabilities.built_alone  # of no engine in particular
 
 
 def test_an_engines_environment_has_the_recipes_variables():

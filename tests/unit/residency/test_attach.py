@@ -1,6 +1,7 @@
 """The whole engine on plain torch models and optimizers, between two places of host memory."""
 
 import copy
+import itertools
 import re
 import time
 
@@ -47,6 +48,18 @@ def test_training_with_all_phases_between_is_bit_equal_to_training_without(engin
     engine.residency.require(Target.OPTIMIZER_STATE)
     assert_equal(job.everything(), plain.everything())
     assert wanted[-1] < wanted[0]
+
+
+def test_what_a_target_has_left_is_given_back_before_the_next_one_moves(engines, monkeypatch):
+    calls = []
+    monkeypatch.setattr(Meter, "give_back_cache", lambda _: calls.append("give back"))
+    add = FlatBuffer.add
+    monkeypatch.setattr(FlatBuffer, "add", lambda self, entries: (calls.append("move"), add(self, entries))[1])
+    engines(make_job())
+    kinds = [kind for kind, _ in itertools.groupby(calls)]
+    assert calls.count("move") > 1
+    assert kinds.count("move") == calls.count("move")
+    assert calls[-1] == "give back"
 
 
 def test_objects_and_addresses_stay(engines):

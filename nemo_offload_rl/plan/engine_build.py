@@ -1,0 +1,55 @@
+"""Says whether the policy and a vLLM engine fit on the GPU that they share while both are built."""
+
+from nemo_offload_rl.memory.units import GIB, show_gib
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
+from nemo_offload_rl.plan.plan import OffloadPlan
+from nemo_offload_rl.residency.table import Phase, Target
+
+# Of the process that compares the model with transformers while rank 0 is built: its context, and two small models.
+_MODEL_CHECK_BYTES = GIB
+# The GPU's memory over what a whole model of random weights takes there at most, on each rank (`mcore.build`).
+_WHOLE_MODELS_PER_GPU = 4
+
+
+def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights: bool) -> int:
+    """Returns the most that one rank takes of its GPU while it is built.
+
+    All of its state is there at the end. It moves into ranges one target after the other, and a target's old memory is
+    free behind its move alone.
+
+    Args:
+        plan: with the sizes of every pipeline stage.
+        gpu_bytes: memory of the smallest GPU.
+        has_random_weights: whether the model's weights are made on the GPU, before the rank has gradients.
+    """
+    most = 0
+    for rank in plan.ranks:
+        state = rank.gpu_bytes[Phase.TRAIN]
+        most = max(most, sum(state.values()) + max(state.values()))
+        if has_random_weights:
+            most = max(most, state[Target.PARAMS] + gpu_bytes // _WHOLE_MODELS_PER_GPU)
+    return most + POLICY_OVERHEAD_BYTES + _MODEL_CHECK_BYTES
+
+
+def why_not_at_once(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int, *, has_random_weights: bool) -> str | None:
+    """Returns the reason for which the policy has to wait until the engine is built; None where there is none.
+
+    Args:
+        plan: with the sizes of every pipeline stage.
+        engine: what it takes; its KV cache is given in bytes.
+        gpu_bytes: memory of the smallest GPU.
+        has_random_weights: as `policy_build_bytes`.
+    """
+    policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=has_random_weights)
+    released = engine.weights_bytes + engine.kv_cache_bytes(gpu_bytes)
+    both = policy + released + engine.reserve_bytes
+    if both > gpu_bytes:
+        return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"
+    # An engine goes to sleep at the end of its build, and vLLM asserts that not less of the GPU is free behind that
+    # than before. If all that the policy takes came in that moment, it would still not be.
+    if policy > released:
+        return (
+            f"the policy takes up to {show_gib(policy)} GiB, more than the {show_gib(released)} GiB that vLLM releases "
+            "when it goes to sleep, which has to show as free memory"
+        )
+    return None

@@ -1,0 +1,49 @@
+"""Decides by this machine's GPUs whether the policy is built beside vLLM, and not behind it."""
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.plan.engine_build import why_not_at_once
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.run.kv_cache import ARGUMENT
+from nemo_offload_rl.run.preflight import check_sizes
+
+KEY = "build_beside_policy"
+
+
+def with_engine_build(
+    config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Decide whether vLLM and the policy are built at once, where the recipe leaves that open.
+
+    Only an engine that is given its KV cache in bytes does not measure what is free meanwhile.
+
+    Args:
+        config: a validated recipe, resolved for this machine and with the KV cache's bytes; it is left as it is.
+        algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
+        gpu_bytes: memory of the smallest GPU; None where that is not known.
+
+    Returns:
+        The config with `policy.generation.vllm_cfg.build_beside_policy` decided, and a line that says how; as it was
+        where the recipe decides it, sizes are not known, or vLLM measures.
+    """
+    policy = config["policy"]
+    if not has_vllm_beside_it(policy) or gpu_bytes is None:
+        return config, []
+    generation = policy["generation"]
+    if generation["vllm_cfg"][KEY] != "auto" or ARGUMENT not in (generation.get("vllm_kwargs") or {}):
+        return config, []
+    planned = check_sizes(config, algorithm)
+    if planned is None or planned.engine is None:
+        return config, []
+    has_random_weights = policy.get("hf_config") is not None
+    reason = why_not_at_once(planned.plan, planned.engine, gpu_bytes, has_random_weights=has_random_weights)
+    decided = copy.deepcopy(dict(config))
+    decided["policy"]["generation"]["vllm_cfg"][KEY] = reason is None
+    if reason is not None:
+        return decided, [f"the policy is built behind vLLM and not beside it: {reason}"]
+    return decided, [
+        "the policy is built beside vLLM, since there is room for both; "
+        f"policy.generation.vllm_cfg.{KEY}=false builds it behind"
+    ]

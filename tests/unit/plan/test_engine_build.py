@@ -1,0 +1,65 @@
+"""What a policy takes of the GPU while it is built, beside an engine."""
+
+import pytest
+from support.tiny import policy_without_model
+
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.engine_build import policy_build_bytes, why_not_at_once
+from nemo_offload_rl.plan.generation import EngineMemory
+from nemo_offload_rl.plan.planner import make_plan
+from nemo_offload_rl.residency.table import ShardFacts
+
+# 10 GiB of optimizer state, 2 of parameters and 4 of gradients.
+FACTS = ShardFacts(
+    num_params=GIB,
+    num_frozen_params=0,
+    param_size=2,
+    grad_size=4,
+    num_optimizer_params=GIB,
+    optimizer_size=10,
+    has_reference=False,
+)
+PLAN = make_plan(policy_without_model(), [FACTS])
+
+
+def test_all_state_counts_and_the_largest_target_twice():
+    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=False) == (2 + 4 + 2 * 10 + 3) * GIB
+
+
+def test_random_weights_are_a_whole_model_beside_the_parameters():
+    assert policy_build_bytes(PLAN, 40 * GIB, has_random_weights=True) == (2 + 4 + 2 * 10 + 3) * GIB
+    assert policy_build_bytes(PLAN, 100 * GIB, has_random_weights=True) == (2 + 25 + 3) * GIB
+
+
+def test_streamed_state_is_never_there():
+    table = {"train": {"optimizer_state": "streamed"}}
+    policy = policy_without_model()
+    policy["residency"] |= {"table": table, "stream_window_mib": 1024}
+    plan = make_plan(policy, [FACTS])
+    assert policy_build_bytes(plan, 40 * GIB, has_random_weights=False) == (2 + 2 * 4 + 1 + 3) * GIB
+
+
+def engine(cache_gib):
+    return EngineMemory(
+        weights_bytes=2 * GIB,
+        kv_bytes_per_token=1,
+        max_model_len=1,
+        share=0.5,
+        reserve_bytes=4 * GIB,
+        refit_bytes=GIB,
+        refit_graph_bytes=0,
+        own_kv_cache_bytes=cache_gib * GIB,
+    )
+
+
+@pytest.mark.parametrize(
+    ("cache_gib", "gpu_gib", "reason"),
+    [
+        (27, 62, None),  # 29 of the policy, 29 that vLLM releases, 4 that it keeps
+        (27, 61, "both would take up to 62.00 of the GPU's 61.00 GiB"),
+        (26, 62, "up to 29.00 GiB, more than the 28.00 GiB that vLLM releases"),
+    ],
+)
+def test_both_have_to_fit_and_vllm_to_release_no_less_than_the_policy_takes(cache_gib, gpu_gib, reason):
+    found = why_not_at_once(PLAN, engine(cache_gib), gpu_gib * GIB, has_random_weights=False)
+    assert found is None if reason is None else reason in found
