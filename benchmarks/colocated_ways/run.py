@@ -17,7 +17,7 @@ from colocated_ways.driver import watch_driver
 from colocated_ways.holdings import Holdings, flatness
 from colocated_ways.marks import FOLDER_VARIABLE, Mark, Marks, read_marks
 from colocated_ways.planned import planned_gib
-from colocated_ways.settings import OURS, built_as
+from colocated_ways.settings import OURS, UPSTREAM, built_as
 from colocated_ways.switches import Switch, median_seconds, names_of_spans, switches
 from colocated_ways.timeline import Span, median_switch, timelines
 from nemo_offload_rl import config
@@ -96,7 +96,7 @@ class Measured:
 
 def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
     """Builds a run in a setting and measures it."""
-    recipe: Any = config.load(arguments.config or RECIPES[arguments.scale], overrides(arguments)).config
+    recipe: Any = config.load(arguments.config or RECIPES[arguments.scale], overrides(setting, arguments)).config
     marks = Marks("driver")
     measured = Measured()
     preparation = grpo.prepare(recipe)
@@ -137,13 +137,15 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
     return measured
 
 
-def overrides(arguments: argparse.Namespace) -> list[str]:
-    """Those of the scale, then the command line's."""
+def overrides(setting: str, arguments: argparse.Namespace) -> list[str]:
+    """Those of the scale and the setting, then the command line's."""
     of_scale = [] if arguments.config is not None else OVERRIDES[arguments.scale]
     eager = str(arguments.enforce_eager).lower()
     if arguments.deterministic and arguments.scale == "full":
         of_scale = [*of_scale, f"policy.sequence_packing.train_mb_tokens={_DETERMINISTIC_TOKENS}"]
     fixed = [f"policy.generation.backend={arguments.backend}", f"policy.generation.vllm_cfg.enforce_eager={eager}"]
+    if setting == UPSTREAM:  # NeMo-RL moves it whether there is room or not
+        fixed.append("policy.offload_optimizer_for_refit=true")
     return [*of_scale, *fixed, *arguments.overrides]
 
 

@@ -6,6 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.config import RecipeError
 from nemo_offload_rl.config.megatron.device_split import is_colocated
+from nemo_offload_rl.config.rules.residency import FOR_REFIT
 from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
@@ -91,12 +92,19 @@ def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
         on[f"{_OPTIMIZER}.use_precision_aware_optimizer"] = "true"
     resident = _state_cells(policy, train="gpu", logprob="keep", refit="keep", generate="keep") | _flags(refit=False)
     pinned = _state_cells(policy, train="gpu", refit="host", generate="host") | _flags(refit=True)
+    elsewhere = dict(pinned)
+    if policy["offload_optimizer_for_refit"] is None:  # what is not on the GPU anyway is not the plan's to decide
+        del elsewhere[FOR_REFIT]
     return (
         _way(policy, "resident", off | resident),
         _way(policy, "page-locked around refit", off | pinned),
-        _way(policy, "streamed", off | pinned | {f"{_CELLS}.train.optimizer_state": "streamed"}),
+        _way(policy, "streamed", off | elsewhere | {f"{_CELLS}.train.optimizer_state": "streamed"}),
         *(
-            _way(policy, f"CPU optimizer, {share:g}", on | pinned | {f"{_OPTIMIZER}.optimizer_offload_fraction": share})
+            _way(
+                policy,
+                f"CPU optimizer, {share:g}",
+                on | elsewhere | {f"{_OPTIMIZER}.optimizer_offload_fraction": share},
+            )
             for share in fractions
         ),
     )
@@ -195,7 +203,7 @@ def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
 def _flags(*, refit: bool) -> dict[str, str]:
     on = str(refit).lower()
     return {
-        "policy.offload_optimizer_for_refit": on,
+        FOR_REFIT: on,
         **({} if refit else {"policy.offload_optimizer_for_logprob": on}),
         **({"policy.use_pinned_optimizer_offload": on} if refit else {}),
     }
@@ -217,7 +225,7 @@ def _differing(policy: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator
         found: Any = policy
         for part in key.split(".")[1:]:
             found = found[part] if isinstance(found, Mapping) and part in found else None
-        is_off = found is None and value == "false"
+        is_off = found is None and value == "false" and key != FOR_REFIT  # null there is neither
         same = str(found).lower() == str(value).lower() or is_off
         if not same:
             yield f"{'++' if found is None or '.table.' in key else ''}{key}={value}"

@@ -198,7 +198,7 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
     for flag, phases in FLAG_PHASES.items():
         name = flag.removeprefix("policy.")
-        if name not in policy or (flag == FOR_REFIT and not colocated):
+        if policy.get(name) is None or (flag == FOR_REFIT and not colocated):
             continue
         for phase in phases:
             table[Phase(phase)][Target.OPTIMIZER_STATE] = Placement(flag_cell(policy[name]))

@@ -9,7 +9,7 @@ from nemo_offload_rl.memory.units import show_gib
 from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
 from nemo_offload_rl.plan.generation import refit_fits, share_beside_policy
 from nemo_offload_rl.plan.planner import PlannedRun
-from nemo_offload_rl.residency.table import Phase, Target
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
 STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
@@ -24,8 +24,9 @@ def with_resident_state(
 ) -> tuple[_Config, list[str]]:
     """Decide where parameters and optimizer state are during generation, as far as the recipe leaves that to the plan.
 
-    Parameters are decided where their cell is absent or auto, and optimizer state where its cell is auto, unless
-    there was no room for parameters.
+    Parameters are decided where their cell is absent or auto. Optimizer state is, unless there was no room for them,
+    where its cell is auto, or where the recipe says nothing of it, not in offload_optimizer_for_refit either, and does
+    not move parameters.
 
     Args:
         config: a validated recipe, resolved for the ranks' machine; it is left as it is.
@@ -39,14 +40,14 @@ def with_resident_state(
     if not has_vllm_beside_it(policy) or gpu_bytes is None:  # on GPUs of its own nothing leaves
         return config, []
     lines = []
-    if _cell(policy, Target.PARAMS) in (None, AUTO):
+    if _cell(policy, Phase.GENERATE, Target.PARAMS) in (None, AUTO):
         resident = _with_cells(config, (Phase.GENERATE,), Target.PARAMS, "gpu")
         planned = plan_of(resident)
         if planned is None or not _fits(planned, gpu_bytes):
             return config, []
         config = resident
         lines.append(_line("parameters", Target.PARAMS, planned, f"{PARAMS_CELL}=host moves them"))
-    if _cell(policy, Target.OPTIMIZER_STATE) == AUTO:
+    if _leaves_state_to_the_plan(policy):
         resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
         planned = plan_of(resident)
         if planned is not None and not planned.plan.streams_optimizer_state and _fits(planned, gpu_bytes):
@@ -55,8 +56,17 @@ def with_resident_state(
     return config, lines
 
 
-def _cell(policy: Mapping[str, Any], target: Target) -> Any:
-    cells = (policy["residency"]["table"] or {}).get(Phase.GENERATE) or {}
+def _leaves_state_to_the_plan(policy: Mapping[str, Any]) -> bool:
+    phases = (Phase.REFIT, Phase.GENERATE)
+    if any(_cell(policy, phase, Target.OPTIMIZER_STATE) == AUTO for phase in phases):
+        return True
+    says_where = any(_cell(policy, phase, Target.OPTIMIZER_STATE) for phase in phases)
+    moves_params = _cell(policy, Phase.GENERATE, Target.PARAMS) == Placement.HOST
+    return not says_where and not moves_params and policy["offload_optimizer_for_refit"] is None
+
+
+def _cell(policy: Mapping[str, Any], phase: Phase, target: Target) -> Any:
+    cells = (policy["residency"]["table"] or {}).get(phase) or {}
     return cells.get(target)
 
 

@@ -21,6 +21,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "policy.logprob_chunk_size": None,
     "policy.megatron_cfg.use_fused_linear_logprobs": False,
     "policy.megatron_cfg.fused_linear_logprobs_chunk_size": 256,
+    "policy.offload_optimizer_for_refit": None,
     "policy.use_pinned_optimizer_offload": True,
     "policy.residency": {},
     "policy.residency.verify": False,

@@ -25,8 +25,8 @@ def a_transport_needs_gpus_of_its_own(transport: str | None) -> Verdict:
     return f"is {transport}, which is for generation on GPUs of its own, but {key} is not false; set it to null"
 
 
-@note("policy.offload_optimizer_for_refit", COLOCATED)
-def nothing_moves_for_a_refit_to_other_gpus(enabled: bool, colocated: dict[str, Any] | None) -> Verdict:
+@note("policy.offload_optimizer_for_refit?", COLOCATED)
+def nothing_moves_for_a_refit_to_other_gpus(enabled: bool | None, colocated: dict[str, Any] | None) -> Verdict:
     """NeMo-RL's recipes have the flag in common."""
     if not enabled or colocated is None or colocated["enabled"]:
         return None

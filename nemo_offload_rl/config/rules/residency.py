@@ -121,12 +121,12 @@ def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
     return None
 
 
-@rule(f"{TABLE}?", FOR_REFIT, COLOCATED)
+@rule(f"{TABLE}?", f"{FOR_REFIT}?", COLOCATED)
 def table_agrees_with_offload_for_refit(
-    table: _Cells | None, enabled: bool, colocated: Mapping[str, Any] | None
+    table: _Cells | None, enabled: bool | None, colocated: Mapping[str, Any] | None
 ) -> Verdict:
     """The flag writes cells, too, where generation shares the policy's GPUs."""
-    if colocated is not None and not colocated["enabled"]:
+    if enabled is None or (colocated is not None and not colocated["enabled"]):
         return None
     return _agreement(table, FOR_REFIT, enabled)
 

@@ -106,8 +106,9 @@ class PolicyConfig(TypedDict):
     # more; recommended 1024 where logits take the memory that is missing. Absent: as null.
     logprob_chunk_size: NotRequired[PositiveInt | None]
     # Move optimizer state to the host before weights are sent to generation, until the next training step needs it.
-    # Recommended: true. Absent: true.
-    offload_optimizer_for_refit: NotRequired[bool]
+    # null: beside vLLM only where the plan finds no room for it on the GPU; with transformers, true. Recommended: null.
+    # Absent: null.
+    offload_optimizer_for_refit: NotRequired[bool | None]
     # Move optimizer state to the host during log-prob passes, too. Recommended: false; true where their activations
     # need the room. Absent: false, it stays where it is.
     offload_optimizer_for_logprob: NotRequired[bool]

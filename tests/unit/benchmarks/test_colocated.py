@@ -326,7 +326,7 @@ def test_what_grows_over_many_cycles_is_named():
 def test_deterministic_kernels_take_short_packed_rows_in_training():
     def row_tokens(**changed):
         arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
-        return config.load(RECIPES["full"], overrides(arguments)).config["policy"]["sequence_packing"][
+        return config.load(RECIPES["full"], overrides(OURS, arguments)).config["policy"]["sequence_packing"][
             "train_mb_tokens"
         ]
 
@@ -334,7 +334,7 @@ def test_deterministic_kernels_take_short_packed_rows_in_training():
 
 
 def test_the_plan_of_the_full_recipe_names_every_phase():
-    recipe = config.load(RECIPES["full"], overrides(ARGUMENTS)).config
+    recipe = config.load(RECIPES["full"], overrides(OURS, ARGUMENTS)).config
     planned = planned_gib(recipe, 140 * 2**30)
     assert set(planned) == {"refit", "generation", "logprobs", "reference_logprobs", "training"}
     assert 0.6 * 140 < planned["generation"] < 140

@@ -87,6 +87,6 @@ def test_a_transport_that_brings_nothing_is_refused(overrides, message):
 
 
 def test_the_policy_stays_on_its_gpus():
-    recipe = load(TINY, ONE_OF_TWO)
+    recipe = load(TINY, [*ONE_OF_TWO, "policy.offload_optimizer_for_refit=true"])
     assert settings(recipe.config["policy"]).table == DEDICATED_TABLE
     assert any("offload_optimizer_for_refit true has no effect" in line for line in recipe.notes)

@@ -15,7 +15,6 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import find_key
-from nemo_offload_rl.config.problems import show_file
 from nemo_offload_rl.config.rules import (
     NOTES,
     RULES,
@@ -277,10 +276,10 @@ BROKEN = {
         "policy.residency.generation_weights: must be host or null with policy.generation.backend transformers, which",
     ),
     "table_agrees_with_offload_for_refit": (
-        ["+policy.residency.table.generate.optimizer_state=keep"],
+        ["policy.offload_optimizer_for_refit=true", "+policy.residency.table.generate.optimizer_state=keep"],
         "policy.residency.table.generate.optimizer_state: is keep, but policy.offload_optimizer_for_refit is true, "
         "which makes this cell host; delete one of the two, or make them agree (policy.offload_optimizer_for_refit is "
-        f"written at {show_file(CONFIGS / 'common' / 'base.yaml')}:",
+        "written at command line: policy.offload_optimizer_for_refit=true)",
     ),
     "table_agrees_with_offload_for_logprob": (
         ["policy.offload_optimizer_for_logprob=true", "+policy.residency.table.logprob.optimizer_state=gpu"],

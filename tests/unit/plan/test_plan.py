@@ -29,8 +29,11 @@ def test_a_recipe_that_says_nothing_gets_the_default_table():
 def test_the_exemplars_flags_write_what_the_default_table_has():
     plan = settings(policy_with())
     assert plan.table == DEFAULT_TABLE
-    assert plan.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: "policy.offload_optimizer_for_refit"}
-    assert plan.sources[Phase.TRAIN] == {}
+    assert plan.sources[Phase.LOGPROB] == {Target.OPTIMIZER_STATE: "policy.offload_optimizer_for_logprob"}
+    assert plan.sources[Phase.REFIT] == plan.sources[Phase.TRAIN] == {}
+    moves = settings(policy_with("policy.offload_optimizer_for_refit=true"))
+    assert moves.table == DEFAULT_TABLE
+    assert moves.sources[Phase.REFIT] == {Target.OPTIMIZER_STATE: "policy.offload_optimizer_for_refit"}
 
 
 def test_flags_write_cells_of_optimizer_state_and_nothing_else():

@@ -58,8 +58,8 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     assert 50 < cache < 60  # 60% of the GPU is for all that vLLM has
     graphs = row(memory, "refit's CUDA graphs")
     assert graphs[2:6] == ["0.0273"] * 4  # in every phase; 26 MiB in the policy's process, 2 in vLLM's
-    alone, everything = (float(row(memory, name)[generate]) for name in ("params", "all"))
-    assert everything == pytest.approx(alone + 2.88 + cache + 0.0273, abs=0.02)
+    params, state, everything = (float(row(memory, name)[generate]) for name in ("params", "optimizer_state", "all"))
+    assert everything == pytest.approx(params + state + 2.88 + cache + 0.0273, abs=0.02)
     assert row(residency, "params")[-1] == "gpu"  # there is room
     assert "params in generate: written by policy.residency.table.generate.params (by the plan, for this GPU)" in text
     assert "2.88 GiB a rank, stay on the GPU during generation, since they fit" in text
@@ -129,7 +129,7 @@ def test_json_has_every_stage_and_host(capsys):
     sizes = ["policy.megatron_cfg.pipeline_model_parallel_size=2", "cluster.num_nodes=2"]
     plan = json.loads(printed(capsys, BENCHMARK, "--gpus", "4", "--json", *sizes))
     assert plan["table"] == DEFAULT_TABLE
-    assert plan["written_by"]["refit"] == {"optimizer_state": "policy.offload_optimizer_for_refit"}
+    assert plan["written_by"]["logprob"] == {"optimizer_state": "policy.offload_optimizer_for_logprob"}
     first, last = plan["stages"]
     # Both have the embedding, which is the output layer too.
     assert first["facts"]["num_params"] + last["facts"]["num_params"] == 1_543_714_304 + 151936 * 1536
