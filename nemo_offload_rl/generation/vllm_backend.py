@@ -23,11 +23,12 @@ from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 
 @contextlib.contextmanager
-def cache_named_where_memory_runs_out(arguments: Mapping[str, Any]) -> Iterator[None]:
+def cache_named_where_memory_runs_out(arguments: Mapping[str, Any], *, beside_policy: bool) -> Iterator[None]:
     """Have an engine that finds no memory while it is built say which key to lower.
 
     Args:
         arguments: Of `vllm.LLM`.
+        beside_policy: Whether the policy is built at the same time.
 
     Raises:
         torch.OutOfMemoryError: If memory runs out inside.
@@ -37,9 +38,11 @@ def cache_named_where_memory_runs_out(arguments: Mapping[str, Any]) -> Iterator[
     except torch.OutOfMemoryError as error:
         cache = arguments.get("kv_cache_memory_bytes")
         size = "" if cache is None else f" with a KV cache of {cache / 2**30:.2f} GiB"
+        behind = "set policy.generation.vllm_cfg.build_beside_policy to false, or " if beside_policy else ""
         raise torch.OutOfMemoryError(
             f"vLLM finds too little GPU memory on {socket.gethostname()}{size} ({str(error).partition('. ')[0]}); "
-            "lower policy.generation.vllm_cfg.gpu_memory_utilization, policy.generation.vllm_kwargs.max_num_seqs or "
+            f"{behind}lower policy.generation.vllm_cfg.gpu_memory_utilization, "
+            "policy.generation.vllm_kwargs.max_num_seqs or "
             "policy.generation.vllm_kwargs.kv_cache_memory_bytes (bytes of each GPU; it goes before the first)."
         ) from error
 
@@ -96,7 +99,7 @@ class VllmActor(WeightLoader):
         if stop_strings_of(policy):
             save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
         arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
-        with cache_named_where_memory_runs_out(arguments):
+        with cache_named_where_memory_runs_out(arguments, beside_policy=is_built_beside_policy(policy)):
             llm = LLM(**arguments)
         self._generator = VllmGenerator(
             llm,

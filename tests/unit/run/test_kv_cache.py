@@ -52,9 +52,11 @@ def test_too_small_a_share_is_an_error_and_no_tiny_cache():
         given(8)
 
 
-def test_memory_that_runs_out_while_an_engine_is_built_names_the_keys():
+@pytest.mark.parametrize(("beside", "behind"), [(True, "set .*build_beside_policy to false, or "), (False, "")])
+def test_memory_that_runs_out_while_an_engine_is_built_names_the_keys(beside, behind):
     found = pytest.raises(
-        torch.OutOfMemoryError, match=r"of 3\.00 GiB \(Tried to .*kv_cache_memory_bytes \(bytes of each"
+        torch.OutOfMemoryError,
+        match=rf"of 3\.00 GiB \(Tried to .*\); {behind}lower .*kv_cache_memory_bytes \(bytes of each",
     )
-    with found, cache_named_where_memory_runs_out({"kv_cache_memory_bytes": 3 * GIB}):
+    with found, cache_named_where_memory_runs_out({"kv_cache_memory_bytes": 3 * GIB}, beside_policy=beside):
         raise torch.OutOfMemoryError("Tried to allocate 4 GiB. GPU 0 has less")
