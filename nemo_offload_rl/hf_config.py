@@ -1,11 +1,12 @@
 """The Hugging Face config of a recipe's model."""
 
 import copy
+import importlib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-from nemo_offload_rl.config.installed.transformers_source import with_floats
+from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
 from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings
@@ -31,6 +32,21 @@ def _told(where: str) -> Iterator[None]:
         raise ValueError(f"{where} has a value that cannot be: {type(error).__name__}: {error}") from error
 
 
+@contextmanager
+def _without_docstrings() -> Iterator[None]:
+    """Have transformers not write docstrings of the classes that it imports inside.
+
+    For that of any config it imports its code of models, and with that torch's compiler, which takes seconds.
+    """
+    module: Any = importlib.import_module("transformers.utils.auto_docstring")
+    write = module.auto_class_docstring
+    module.auto_class_docstring = lambda config_class, **_: config_class
+    try:
+        yield
+    finally:
+        module.auto_class_docstring = write
+
+
 def hf_config(policy: Mapping[str, Any]) -> Any:
     """Returns the Hugging Face config of the policy's model.
 
@@ -54,12 +70,12 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
                 f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
                 "one that it does, such as 'qwen2'."
             )
-        with _told("policy.hf_config"):
+        with _told("policy.hf_config"), _without_docstrings():
             config = AutoConfig.for_model(model_type, **fields)
     else:
         name = policy["model_name"]
         try:
-            with _told(f"The config of policy.model_name {name!r}"):
+            with _told(f"The config of policy.model_name {name!r}"), _without_docstrings():
                 config = AutoConfig.from_pretrained(name, local_files_only=cache_only(name))
         except OSError as error:
             missing, detail = why_missing(name), ""
@@ -77,14 +93,12 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
     _override(config, overrides)
     _check_windows(config, overrides)
     if not config.architectures:
-        from transformers import AutoModelForCausalLM
-
-        if type(config) not in AutoModelForCausalLM._model_mapping:
+        if config.model_type not in causal_models():
             raise ValueError(
                 f"The model's model_type is {config.model_type!r}, of which transformers has no causal language model; "
                 "give another model in policy.model_name or policy.hf_config."
             )
-        config.architectures = [AutoModelForCausalLM._model_mapping[type(config)].__name__]
+        config.architectures = [causal_models()[config.model_type]]
     return config
 
 
