@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 from collections.abc import Iterator
 
 # xdist has a process for each core already, and ranks and Ray's workers come on top. Read when torch is imported.
@@ -15,6 +16,7 @@ from support.forked_python import ray_forks_its_workers
 from support.gloo import share_device_of_lone_ranks
 
 from nemo_offload_rl.placement.cluster import Cluster
+from nemo_offload_rl.placement.signals import ENDING_SIGNALS
 
 share_device_of_lone_ranks()
 
@@ -26,6 +28,14 @@ def ray_cluster() -> Iterator[Cluster]:
         cluster = Cluster(num_nodes=1, gpus_per_node=1 if torch.cuda.device_count() == 1 else 2)
     with cluster:
         yield cluster
+
+
+@pytest.fixture(autouse=True)
+def ending_signals_are_handled_as_before() -> Iterator[None]:
+    """Require of each test that it leaves the handlers as they were: what it ignores, later tests' processes ignore."""
+    handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
+    yield
+    assert {number: signal.getsignal(number) for number in ENDING_SIGNALS} == handlers
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -26,6 +26,7 @@ from support.tiny_megatron import one_rank, tiny_megatron
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase
 from nemo_offload_rl.run.setup import with_run_length
@@ -248,7 +249,8 @@ def test_vllm_notes_its_moments_and_sleeps_at_level_1_like_upstream(tmp_path, mo
 def test_what_vllm_saves_before_it_sleeps_is_noted_apart_from_its_sleep(tmp_path, monkeypatch):
     monkeypatch.setenv(marks_file.FOLDER_VARIABLE, str(tmp_path))
     llm = marked_llm(ToyLLM, Marks("engine"), like_upstream=False)()
-    actor = MarkedVllmActor()
+    with handlers_kept():
+        actor = MarkedVllmActor()
     actor._marks = Marks("engine")
     actor._generator = SimpleNamespace(
         prepare_for_generation=llm.wake_up,

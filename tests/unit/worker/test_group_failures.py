@@ -9,6 +9,7 @@ import pytest
 import ray
 from support.toy_group import pids_of, processes, toy_batch, toy_group
 
+from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.run.failure_summary import add_failure_summary
 from nemo_offload_rl.worker import gather
 from nemo_offload_rl.worker.actor import WorkerActor
@@ -142,7 +143,8 @@ def test_ranks_are_built_behind_what_comes_before(ray_cluster):
 
 
 def test_a_worker_is_imported_before_it_is_built_and_what_fails_then_is_left_to_its_building():
-    actor = WorkerActor()
+    with handlers_kept():
+        actor = WorkerActor()
     actor.import_worker("tests.unit.worker.no_module:Worker")
     with pytest.raises(ModuleNotFoundError, match="no_module"):
         actor.build("tests.unit.worker.no_module:Worker", ("127.0.0.1", 1), {})
