@@ -9,6 +9,7 @@ from typing import Any
 from nemo_offload_rl.config.installed.transformers_source import causal_models, with_floats
 from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
+_WRITER = "auto_class_docstring"
 _IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings
 _ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
 
@@ -39,12 +40,14 @@ def _without_docstrings() -> Iterator[None]:
     For that of any config it imports its code of models, and with that torch's compiler, which takes seconds.
     """
     module: Any = importlib.import_module("transformers.utils.auto_docstring")
-    write = module.auto_class_docstring
-    module.auto_class_docstring = lambda config_class, **_: config_class
+    if (write := getattr(module, _WRITER, None)) is None:  # another transformers, which is as slow as it is
+        yield
+        return
+    setattr(module, _WRITER, lambda config_class, **_: config_class)
     try:
         yield
     finally:
-        module.auto_class_docstring = write
+        setattr(module, _WRITER, write)
 
 
 def hf_config(policy: Mapping[str, Any]) -> Any:

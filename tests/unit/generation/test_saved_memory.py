@@ -18,7 +18,7 @@ def test_whole_storages_come_back_to_their_addresses(device):
         saved.save()
         whole.zero_()
         other.zero_()
-        saved.restore()
+        saved.restore()  # comes before what is computed next
         assert whole.tolist() == [0, 1, 2, 3, 4, 5, 6, number, 8, 9]
         assert other.all()
         whole[0] = 0

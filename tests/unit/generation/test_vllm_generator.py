@@ -1,5 +1,7 @@
 """The part of generation with vLLM that needs no GPU: arguments, seeds, answers, and which weights are there."""
 
+import contextlib
+import gc
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -195,6 +197,22 @@ def generator():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
     return generator
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_garbage_is_collected_while_it_generates(generator, monkeypatch, fails):
+    def generate(prompts, parameters, *, use_tqdm):
+        assert not gc.isenabled()
+        if fails:
+            raise RuntimeError("no answer")
+        return [answer("stop") for _ in prompts]
+
+    monkeypatch.setattr(vllm_generator, "_sampling_params", list)
+    monkeypatch.setattr(generator._llm, "generate", generate, raising=False)
+    generator.load_weights(list(WEIGHTS.items()))
+    with pytest.raises(RuntimeError, match="no answer") if fails else contextlib.nullcontext():
+        assert generator.generate(request()).output_ids == [[5, 2]] * 3
+    assert gc.isenabled()
 
 
 def test_it_waits_for_every_weight_of_each_refit(generator):
