@@ -6,7 +6,8 @@ Each trainer's way is called as the trainer calls it, and beside it the engine b
 every way is a process of its own, in turn. All of it: parameters, masters and moments (`gb`), and gradients, which are
 dropped. `out_s` ends when the driver has the memory, `back_s` when the optimizer's step could begin; `..._waited_s`
 when the call has returned. Shares of the link are of `gb` although some ways leave a part of it, which `left_gb` says.
-`next_step_bit_equal` compares a step after all cycles with that of the way `resident`. A way whose package is missing
+`next_step_bit_equal` compares a step after all cycles with that of the way `resident`; in the row `resident, again` it
+tells whether the step of a process in which nothing moves is reproducible at all. A way whose package is missing
 has a row that says so. At `--scale tiny` a tiny model is moved, also without a GPU.
 """
 

@@ -20,7 +20,7 @@ EXPERTS: dict[str, Any] = {
     "tie_word_embeddings": True,
     "vocab_size": 32768,
     "num_experts": 64,
-    "num_experts_per_tok": 2,  # with more, megatron-core adds up a token's outputs in an order that varies
+    "num_experts_per_tok": 4,
     "moe_intermediate_size": 256,
     "norm_topk_prob": True,
     "decoder_sparse_step": 1,

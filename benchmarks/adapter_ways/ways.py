@@ -189,6 +189,7 @@ def _torch_pinned_bytes() -> int | None:
 
 WAYS: Mapping[str, type[Resident]] = {
     "resident": Resident,
+    "resident, again": Resident,
     "verl": Verl,
     "ours in verl": OursInVerl,
     "megatron_core": MegatronCore,
