@@ -39,6 +39,15 @@ arguments = sys.argv[1:]
 while arguments and arguments[0] in ("-u", "-I", "-S"):
     del arguments[0]
 script = os.path.basename(arguments[0]) if arguments else ""
+if script == "setup_worker.py":  # Ray's: imports Ray, which takes half a second, to set variables and start the worker
+    options = ("--serialized-runtime-env-context=", "--language=")
+    [context] = [one.partition("=")[2] for one in arguments if one.startswith(options[0])]
+    asked_for = {{name: value for name, value in json.loads(context).items() if value}}
+    variables = asked_for.pop("env_vars", {{}})
+    if asked_for == {{"py_executable": sys.argv[0]}} and "$" not in context:  # which Ray would replace
+        os.environ.update(variables)
+        arguments = [one for one in arguments[1:] if not one.startswith(options)]
+        script = os.path.basename(arguments[0])
 forked = script in ("-m", "default_worker.py", "bare_megatron.py", "nemo_rl_runs.py") or script.startswith("run_")
 if not forked:
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
