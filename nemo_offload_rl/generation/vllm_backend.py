@@ -108,7 +108,8 @@ class VllmActor(WeightLoader):
             sleeps=sleeps,
             keeps_weights=_keeps_weights(policy),
         )
-        self._generator.finish_generation()
+        if not is_built_beside_policy(policy):  # else a policy that takes memory meanwhile would fail vLLM's assertion
+            self._generator.finish_generation()
 
     def load_weights(self, bucket: WeightBucket) -> float:
         """Load a bucket of any transport (see `WeightLoader`)."""

@@ -1,7 +1,7 @@
 """Says whether the policy and a vLLM engine fit on the GPU that they share while both are built."""
 
 from nemo_offload_rl.memory.units import GIB, show_gib
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, kept_in_refit
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.table import Phase, Target
 
@@ -41,15 +41,16 @@ def why_not_at_once(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int, *, 
         has_random_weights: as `policy_build_bytes`.
     """
     policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=has_random_weights)
-    released = engine.weights_bytes + engine.kv_cache_bytes(gpu_bytes)
-    both = policy + released + engine.reserve_bytes
+    awake = engine.weights_bytes + engine.kv_cache_bytes(gpu_bytes) + engine.reserve_bytes
+    both = policy + awake
     if both > gpu_bytes:
         return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"
-    # An engine goes to sleep at the end of its build, and vLLM asserts that not less of the GPU is free behind that
-    # than before. If all that the policy takes came in that moment, it would still not be.
-    if policy > released:
+    # The engine first sleeps behind its first generation: vLLM asserts that then not less of the GPU is free than
+    # before, which a policy that is being built could make untrue. So the first refit has all of it beside.
+    first_refit = kept_in_refit(plan, engine) + engine.refit_bytes + awake
+    if first_refit > gpu_bytes:
         return (
-            f"the policy takes up to {show_gib(policy)} GiB, more than the {show_gib(released)} GiB that vLLM releases "
-            "when it goes to sleep, which has to show as free memory"
+            f"the first refit, before which vLLM would not sleep, would take up to {show_gib(first_refit)} of the "
+            f"GPU's {show_gib(gpu_bytes)} GiB"
         )
     return None

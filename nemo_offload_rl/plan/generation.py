@@ -25,6 +25,7 @@ _MAX_BATCHED_TOKENS = 16384
 _MAX_SEQUENCES = 1024
 # float32 logits, their log-probs and their sorted copy, and int64 indices.
 _SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
+_BLOCK_TOKENS = 16  # of vLLM's KV cache
 # The refit fills one bucket while the engine loads the other.
 _NUM_REFIT_BUCKETS = 2
 
@@ -37,6 +38,7 @@ class EngineMemory:
         weights_bytes: of the model.
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
+        max_num_seqs: sequences that are under way at once, at most.
         share: `policy.generation.vllm_cfg.gpu_memory_utilization`, which bounds weights, KV cache and all else.
         reserve_bytes: for activations, logits, CUDA graphs and the process; an estimate.
         refit_bytes: of the buckets that weights pass through in a refit, which lie on the same GPU.
@@ -48,6 +50,7 @@ class EngineMemory:
     weights_bytes: int
     kv_bytes_per_token: int
     max_model_len: int
+    max_num_seqs: int
     share: float
     reserve_bytes: int
     refit_bytes: int
@@ -73,13 +76,21 @@ class EngineMemory:
         """Returns the bytes of the KV cache on a GPU of this size; below 0 where the share leaves none."""
         if self.own_kv_cache_bytes is not None:
             return self.own_kv_cache_bytes
-        return int(self.share * gpu_bytes) - self.weights_bytes - self.reserve_bytes
+        of_share = int(self.share * gpu_bytes) - self.weights_bytes - self.reserve_bytes
+        return min(of_share, self.most_kv_cache_bytes)
+
+    @property
+    def most_kv_cache_bytes(self) -> int:
+        """Bytes of the KV cache of all sequences that can be under way, each of the greatest length."""
+        blocks = -(-self.max_model_len // _BLOCK_TOKENS) + 1  # one for the token that is scheduled ahead
+        return self.max_num_seqs * blocks * _BLOCK_TOKENS * self.kv_bytes_per_token
 
     def share_of(self, gpu_bytes: int) -> float:
         """Returns the share of a GPU of this size that it takes."""
-        if self.own_kv_cache_bytes is None:
-            return self.share
-        return (self.weights_bytes + self.reserve_bytes + self.own_kv_cache_bytes) / gpu_bytes
+        nbytes = self.kv_cache_bytes(gpu_bytes)
+        if self.own_kv_cache_bytes is None and nbytes < self.most_kv_cache_bytes:
+            return self.share  # which decides
+        return (self.weights_bytes + self.reserve_bytes + nbytes) / gpu_bytes
 
     @property
     def sequence_bytes(self) -> int:
@@ -123,6 +134,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
         weights_bytes=all_weights // tp,
         kv_bytes_per_token=2 * architecture.num_layers * heads * architecture.head_dim * dtype_bytes,
         max_model_len=section["max_model_len"],
+        max_num_seqs=kwargs.get("max_num_seqs") or _MAX_SEQUENCES,
         share=section["gpu_memory_utilization"],
         reserve_bytes=_reserve_bytes(architecture, section, kwargs),
         refit_bytes=min(buckets, all_weights),
@@ -177,10 +189,11 @@ def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
 
 def refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> bool:
     """Returns whether a refit's buckets find room on the smallest GPU beside the policy and the engine's weights."""
-    return _kept_in_refit(plan, engine) + engine.weights_bytes + engine.refit_bytes <= gpu_bytes
+    return kept_in_refit(plan, engine) + engine.weights_bytes + engine.refit_bytes <= gpu_bytes
 
 
-def _kept_in_refit(plan: OffloadPlan, engine: EngineMemory) -> int:
+def kept_in_refit(plan: OffloadPlan, engine: EngineMemory) -> int:
+    """Returns what the policy's process has of its GPU in a refit, beside the buckets."""
     return _kept_bytes(plan, Phase.REFIT) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
 
 
@@ -197,7 +210,7 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
     """
     if refit_fits(plan, engine, gpu_bytes):
         return
-    kept = _kept_in_refit(plan, engine)
+    kept = kept_in_refit(plan, engine)
     raise ValueError(
         f"A refit needs {show_gib(engine.refit_bytes)} GiB of GPU memory for its buckets (policy.refit_buffer_size_gb, "
         f"or twice the largest tensor), beside {show_gib(kept)} GiB of the policy and {show_gib(engine.weights_bytes)} "

@@ -322,7 +322,8 @@ def _engine(engine: EngineMemory) -> str:
         f"{engine.max_model_len:,}), and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
         + (
             f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
-            "and the KV cache gets the rest of it"
+            f"and the KV cache gets the rest of it, at most {show_gib(engine.most_kv_cache_bytes)} GiB for "
+            f"{engine.max_num_seqs:,} sequences"
             if engine.own_kv_cache_bytes is None
             else f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB (vllm_kwargs.kv_cache_memory_bytes)"
         )

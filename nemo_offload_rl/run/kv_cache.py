@@ -43,9 +43,14 @@ def with_kv_cache_bytes(
     given = copy.deepcopy(dict(config))
     generation = given["policy"]["generation"]
     generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), ARGUMENT: nbytes}
+    if nbytes == engine.most_kv_cache_bytes:
+        why = f"room for all {engine.max_num_seqs:,} that it has under way at most (max_num_seqs)"
+    else:
+        why = (
+            f"gpu_memory_utilization less {show_gib(engine.weights_bytes)} GiB of weights and an estimated "
+            f"{show_gib(engine.reserve_bytes)} GiB for activations and graphs"
+        )
     return given, [
         f"vLLM's KV cache has {show_gib(nbytes)} GiB of each GPU, {nbytes // engine.sequence_bytes:,} sequences of "
-        f"{engine.max_model_len:,} tokens: gpu_memory_utilization less {show_gib(engine.weights_bytes)} GiB of weights "
-        f"and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
-        f"policy.generation.vllm_kwargs.{ARGUMENT} sets it"
+        f"{engine.max_model_len:,} tokens: {why}; policy.generation.vllm_kwargs.{ARGUMENT} sets it"
     ]

@@ -36,12 +36,6 @@ def test_a_gpu_without_room_for_both_builds_the_policy_behind_vllm():
     assert line.endswith(" of the GPU's 140.00 GiB")
 
 
-def test_an_engine_that_releases_less_than_the_policy_takes_is_built_alone():
-    beside, [line] = decided(140, f"{BYTES}={30 * GIB}")
-    assert beside is False
-    assert "than the 32.88 GiB that vLLM releases when it goes to sleep" in line
-
-
 @pytest.mark.parametrize(
     ("gpu_gib", "overrides"),
     [
