@@ -221,10 +221,7 @@ class VllmGenerator:
 
 @contextlib.contextmanager
 def _garbage_collection_paused() -> Iterator[None]:
-    """Have Python's collector wait: vLLM keeps objects for each token, and each collection would look at all of them.
-
-    They took a quarter of a loop that made as many objects as 512 answers of 160 tokens have.
-    """
+    """Have Python's collector wait: vLLM keeps objects for each token, and collections would look at all of them."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

@@ -21,11 +21,11 @@ POLICY_OVERHEAD_BYTES = 2 * GIB
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
 # The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
-# Likewise the most sequences.
-_MAX_SEQUENCES = 1024
+# The most sequences where vllm_kwargs leaves them to vLLM with null, likewise.
+_VLLMS_MAX_NUM_SEQS = 1024
 # float32 logits, their log-probs and their sorted copy, and int64 indices.
 _SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
-_BLOCK_TOKENS = 16  # of vLLM's KV cache
+_BLOCK_TOKENS = 16  # of vLLM's KV cache, where vllm_kwargs.block_size says nothing
 # The refit fills one bucket while the engine loads the other.
 _NUM_REFIT_BUCKETS = 2
 
@@ -39,6 +39,7 @@ class EngineMemory:
         kv_bytes_per_token: of the KV cache.
         max_model_len: tokens of the longest sequence.
         max_num_seqs: sequences that are under way at once, at most.
+        block_tokens: tokens of a block of the KV cache.
         share: `policy.generation.vllm_cfg.gpu_memory_utilization`, which bounds weights, KV cache and all else.
         reserve_bytes: for activations, logits, CUDA graphs and the process; an estimate.
         refit_bytes: of the buckets that weights pass through in a refit, which lie on the same GPU.
@@ -51,6 +52,7 @@ class EngineMemory:
     kv_bytes_per_token: int
     max_model_len: int
     max_num_seqs: int
+    block_tokens: int
     share: float
     reserve_bytes: int
     refit_bytes: int
@@ -82,15 +84,19 @@ class EngineMemory:
     @property
     def most_kv_cache_bytes(self) -> int:
         """Bytes of the KV cache of all sequences that can be under way, each of the greatest length."""
-        blocks = -(-self.max_model_len // _BLOCK_TOKENS) + 1  # one for the token that is scheduled ahead
-        return self.max_num_seqs * blocks * _BLOCK_TOKENS * self.kv_bytes_per_token
+        blocks = -(-self.max_model_len // self.block_tokens) + 1  # one for the token that is scheduled ahead
+        # vLLM gives the first block to none.
+        return (self.max_num_seqs * blocks + 1) * self.block_tokens * self.kv_bytes_per_token
+
+    def is_capped(self, gpu_bytes: int) -> bool:
+        """Returns whether the KV cache on a GPU of this size is what the sequences under way can fill."""
+        return self.own_kv_cache_bytes is None and self.kv_cache_bytes(gpu_bytes) == self.most_kv_cache_bytes
 
     def share_of(self, gpu_bytes: int) -> float:
         """Returns the share of a GPU of this size that it takes."""
-        nbytes = self.kv_cache_bytes(gpu_bytes)
-        if self.own_kv_cache_bytes is None and nbytes < self.most_kv_cache_bytes:
-            return self.share  # which decides
-        return (self.weights_bytes + self.reserve_bytes + nbytes) / gpu_bytes
+        if self.own_kv_cache_bytes is None and not self.is_capped(gpu_bytes):
+            return self.share
+        return (self.weights_bytes + self.reserve_bytes + self.kv_cache_bytes(gpu_bytes)) / gpu_bytes
 
     @property
     def sequence_bytes(self) -> int:
@@ -134,7 +140,8 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
         weights_bytes=all_weights // tp,
         kv_bytes_per_token=2 * architecture.num_layers * heads * architecture.head_dim * dtype_bytes,
         max_model_len=section["max_model_len"],
-        max_num_seqs=kwargs.get("max_num_seqs") or _MAX_SEQUENCES,
+        max_num_seqs=kwargs.get("max_num_seqs") or _VLLMS_MAX_NUM_SEQS,
+        block_tokens=kwargs.get("block_size") or _BLOCK_TOKENS,
         share=section["gpu_memory_utilization"],
         reserve_bytes=_reserve_bytes(architecture, section, kwargs),
         refit_bytes=min(buckets, all_weights),
@@ -153,8 +160,7 @@ def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwarg
         mlp = max(mlp, (architecture.experts_per_token or 1) * per_expert)
     tokens = kwargs.get("max_num_batched_tokens") or _MAX_BATCHED_TOKENS
     activations = tokens * dtype_bytes * (4 * architecture.hidden_size + attention + mlp)
-    sequences = kwargs.get("max_num_seqs") or _MAX_SEQUENCES
-    logits = sequences * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
+    logits = (kwargs.get("max_num_seqs") or _VLLMS_MAX_NUM_SEQS) * architecture.vocab_size * _SAMPLER_BYTES_PER_LOGIT
     return int(activations + logits + _CONTEXT_BYTES + (0 if section["enforce_eager"] else _CUDA_GRAPH_BYTES))
 
 
@@ -256,9 +262,18 @@ def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes
             + (f"set it to {most} or less, or " if most > 0 else "raise tensor_parallel_size, or ")
             + "have more offloaded for generation (policy.residency.table)."
         )
+    if engine.is_capped(gpu_bytes):
+        found = (
+            f"With a KV cache for {engine.max_num_seqs:,} sequences (policy.generation.vllm_kwargs.max_num_seqs) vLLM "
+            f"takes {share * gpu_bytes / GIB:.1f} of the GPU's {gpu_bytes / GIB:.1f} GiB, within gpu_memory_utilization"
+        )
+    else:
+        found = (
+            f"policy.generation.vllm_cfg.gpu_memory_utilization is {share}, which is {share * gpu_bytes / GIB:.1f} of "
+            f"the GPU's {gpu_bytes / GIB:.1f} GiB"
+        )
     raise ValueError(
-        f"policy.generation.vllm_cfg.gpu_memory_utilization is {share}, which is {share * gpu_bytes / GIB:.1f} of the "
-        f"GPU's {gpu_bytes / GIB:.1f} GiB, but beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
+        f"{found}, but beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
         f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; set it to {max(0, int(free * 100)) / 100} or less, or "
         "have more offloaded for generation (policy.residency.table)."
     )

@@ -116,7 +116,7 @@ def plan_tables(
             holds = f"holds {size} GiB, {on_host} GiB on the host"
             yield Text(f"  a rank of pipeline stage {other.stage} {holds}", style="dim")
     if run.engine is not None:
-        yield Text(f"  {_engine(run.engine)}", style="dim")
+        yield Text(f"  {_engine(run.engine, shares_gpu=bool(run.plan.engine_table))}", style="dim")
     yield ""
     yield _transitions(rank, plan)
     if rank.facts.num_cpu_optimizer_params:
@@ -315,18 +315,21 @@ def _remarks(activations: RankActivations) -> Iterator[str]:
         yield f"host memory is for {EXPERT_LOAD_FACTOR:g} times the average load of experts"
 
 
-def _engine(engine: EngineMemory) -> str:
+def _engine(engine: EngineMemory, *, shares_gpu: bool) -> str:
+    if engine.own_kv_cache_bytes is not None:
+        cache = f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB (vllm_kwargs.kv_cache_memory_bytes)"
+    else:
+        cache = (
+            f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
+            "and the KV cache gets the rest of it"
+        )
+        if shares_gpu:  # else vLLM takes all that it finds free
+            cache += f", at most {show_gib(engine.most_kv_cache_bytes)} GiB for {engine.max_num_seqs:,} sequences"
     return (
         f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights and "
         f"{engine.kv_bytes_per_token / KIB:g} KiB of KV cache a token ({show_gib(engine.sequence_bytes)} GiB for "
         f"{engine.max_model_len:,}), and an estimated {show_gib(engine.reserve_bytes)} GiB for activations and graphs; "
-        + (
-            f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
-            f"and the KV cache gets the rest of it, at most {show_gib(engine.most_kv_cache_bytes)} GiB for "
-            f"{engine.max_num_seqs:,} sequences"
-            if engine.own_kv_cache_bytes is None
-            else f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB (vllm_kwargs.kv_cache_memory_bytes)"
-        )
+        f"{cache}"
     )
 
 

@@ -50,7 +50,7 @@ def with_resident_state(
     if _leaves_state_to_the_plan(policy):
         resident = _with_cells(config, (Phase.REFIT, Phase.GENERATE), Target.OPTIMIZER_STATE, "keep")
         planned = plan_of(resident)
-        if planned is not None and not planned.plan.streams_optimizer_state and _fits(planned, gpu_bytes):
+        if planned is not None and _has_state(planned) and _fits(planned, gpu_bytes):
             config = resident
             lines.append(_line("optimizer state", Target.OPTIMIZER_STATE, planned, f"{STATE_CELL}=host moves it"))
     return config, lines
@@ -76,6 +76,12 @@ def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: 
     of_phases = {phase.value: {**(table.get(phase) or {}), target.value: cell} for phase in phases}
     changed["policy"]["residency"]["table"] = {**table, **of_phases}
     return changed
+
+
+def _has_state(planned: PlannedRun) -> bool:
+    """Whether a rank has optimizer state that could stay on the GPU."""
+    plan = planned.plan
+    return not plan.streams_optimizer_state and any(rank.target_bytes[Target.OPTIMIZER_STATE] for rank in plan.ranks)
 
 
 def _fits(planned: PlannedRun, gpu_bytes: int) -> bool:

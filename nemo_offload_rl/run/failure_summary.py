@@ -55,7 +55,8 @@ def _reason(cause: BaseException) -> str:
     named = f"{type(cause).__name__}: {text.splitlines()[0]}" if text else type(cause).__name__
     if isinstance(cause, torch.OutOfMemoryError):
         return (
-            f"{named} Lower policy.train_micro_batch_size, policy.logprob_batch_size or policy.generation_batch_size, "
-            "or offload more (nemo-offload-rl plan shows what lies where)."
+            f"{named} Lower policy.train_micro_batch_size, policy.logprob_batch_size or policy.generation_batch_size "
+            "(of vLLM policy.generation.vllm_kwargs.max_num_seqs), or offload more (nemo-offload-rl plan shows what "
+            "lies where); where vLLM was built beside, policy.generation.vllm_cfg.build_beside_policy=false, too."
         )
     return named

@@ -43,7 +43,7 @@ def with_kv_cache_bytes(
     given = copy.deepcopy(dict(config))
     generation = given["policy"]["generation"]
     generation["vllm_kwargs"] = {**(generation.get("vllm_kwargs") or {}), ARGUMENT: nbytes}
-    if nbytes == engine.most_kv_cache_bytes:
+    if engine.is_capped(gpu_bytes):
         why = f"room for all {engine.max_num_seqs:,} that it has under way at most (max_num_seqs)"
     else:
         why = (

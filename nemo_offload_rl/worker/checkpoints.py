@@ -84,6 +84,7 @@ class PolicyCheckpoints:
         with self._engine.streamed_state_on_host():
             checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=has_optimizer)
         self._engine.adopt_new_tensors()
+        self._engine.meter.give_back_cache()  # what was read lived there; an engine that was built beside may be awake
 
     def close(self) -> None:
         """Wait until this rank's files are written, of a checkpoint that then stays unfinished; give memory back."""

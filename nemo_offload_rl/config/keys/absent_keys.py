@@ -75,6 +75,10 @@ IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
 
+# `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine has under way at once, as many as
+# vLLM captures CUDA graphs for. Its own default, 256 or 1024, depends on the GPU, which the plan would have to know.
+MAX_NUM_SEQS = 512
+
 # Full path of a section that a recipe may write as `auto`: which of its keys then say so, too; the others are as where
 # they are absent.
 AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {
@@ -110,6 +114,7 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
         if isinstance(environment, dict) and environment.get("math_verify_impl") is not None:
             for name, value in IF_ABSENT_WITH_MATH_VERIFY.items():
                 environment.setdefault(name, value)
+    _resolve_vllm(config)
     own = [values for section, values in IF_ABSENT_IN.items() if section in config]
     for path, value in [pair for values in (IF_ABSENT, *own) for pair in values.items()]:
         section, _, name = path.rpartition(".")
@@ -148,6 +153,13 @@ def splits_validation_data(train: Mapping[str, Any]) -> bool:
     if "split_validation_size" in train:
         return bool(train["split_validation_size"])
     return named is not None
+
+
+def _resolve_vllm(config: Mapping[str, Any]) -> None:
+    policy = config["policy"] if isinstance(config.get("policy"), dict) else {}
+    generation = policy["generation"] if isinstance(policy.get("generation"), dict) else {}
+    if generation.get("backend") == "vllm" and isinstance(generation.get("vllm_kwargs") or {}, dict):
+        generation["vllm_kwargs"] = {"max_num_seqs": MAX_NUM_SEQS, **(generation.get("vllm_kwargs") or {})}
 
 
 def _resolve_named(section: dict[str, Any], *, is_training: bool) -> None:

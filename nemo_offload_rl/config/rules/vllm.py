@@ -179,6 +179,16 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
 
 
 @rule(f"{GENERATION}.vllm_kwargs")
+def vllms_limits_are_numbers(arguments: dict[str, Any]) -> Verdict:
+    """The plan counts with them, and vLLM refuses others once it is built."""
+    for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
+        limit = arguments.get(name)
+        if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
+            return f"{GENERATION}.vllm_kwargs.{name}", f"is {show(limit)}, but must be an integer of 1 or more, or null"
+    return None
+
+
+@rule(f"{GENERATION}.vllm_kwargs")
 def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
     """VLLM takes this for each GPU as it is, whatever gpu_memory_utilization says."""
     if "kv_cache_memory_bytes" not in arguments:

@@ -136,7 +136,7 @@ class GRPOPolicyConfig(PolicyConfig):
     # "${policy.train_micro_batch_size}" or more.
     logprob_batch_size: PositiveInt
     # Samples that one generation batch of backend: transformers holds, on one GPU or CPU. 1 or more; as large as the KV
-    # cache allows. vLLM has generation.vllm_kwargs.max_num_seqs instead.
+    # cache allows. vLLM has generation.vllm_kwargs.max_num_seqs (512) instead.
     generation_batch_size: PositiveInt
     # How answers are sampled.
     generation: GenerationConfig

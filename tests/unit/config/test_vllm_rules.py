@@ -62,6 +62,10 @@ BROKEN = {
         ([f"+{KWARGS}.kv_cache_memory_bytes=0.5"], "kv_cache_memory_bytes: is 0.5, where a number of bytes"),
         ([f"+{KWARGS}.kv_cache_memory_bytes=0"], "kv_cache_memory_bytes: is 0, where a number of bytes of each GPU"),
     ],
+    "vllms_limits_are_numbers": [
+        ([f"+{KWARGS}.max_num_seqs=0"], "max_num_seqs: is 0, but must be an integer of 1 or more, or null"),
+        ([f"+{KWARGS}.max_num_batched_tokens=many"], "max_num_batched_tokens: is 'many', but must be an integer"),
+    ],
     "vllm_arguments_are_not_the_recipes": [
         ([f"+{KWARGS}.quantization=fp8"], "quantization: cannot be set: refits bring the policy's weights as they are"),
     ],
@@ -86,7 +90,23 @@ def test_what_means_off_loads(row):
 
 def test_arguments_of_vllms_own_are_passed_on():
     generation = load(TINY, [ON, f"+{KWARGS}.max_num_batched_tokens=4096"]).config["policy"]["generation"]
-    assert generation["vllm_kwargs"] == {"max_num_batched_tokens": 4096}
+    assert generation["vllm_kwargs"] == {"max_num_seqs": 512, "max_num_batched_tokens": 4096}
+
+
+@pytest.mark.parametrize("limit", ["-1", "abc", "true", "2.5"])
+def test_limits_are_numbers_of_1_or_more(limit):
+    with pytest.raises(ValueError, match=r"vllm_kwargs\.block_size: is .*, but must be an integer of 1 or more"):
+        load(TINY, [ON, f"+{KWARGS}.block_size={limit}"])
+
+
+def test_an_engine_has_as_many_sequences_under_way_as_vllm_has_graphs_for():
+    def limit(*overrides):
+        return load(TINY, overrides).config["policy"]["generation"].get("vllm_kwargs")
+
+    assert limit(ON) == {"max_num_seqs": 512}
+    assert limit(ON, f"+{KWARGS}.max_num_seqs=4") == {"max_num_seqs": 4}
+    assert limit(ON, f"+{KWARGS}.max_num_seqs=null") == {"max_num_seqs": None}  # vLLM's own number
+    assert not limit()  # transformers
 
 
 def test_variables_that_the_engine_sets_are_those_that_are_refused():

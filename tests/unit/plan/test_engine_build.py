@@ -47,6 +47,7 @@ def engine(cache_gib):
         kv_bytes_per_token=1,
         max_model_len=1,
         max_num_seqs=1,
+        block_tokens=16,
         share=0.5,
         reserve_bytes=4 * GIB,
         refit_bytes=GIB,

@@ -55,7 +55,7 @@ def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(c
     assert row(memory, "vLLM's weights")[names.index("GPU in refit")] == "2.88"
     generate = names.index("GPU in generate")
     cache = float(row(memory, "vLLM's KV cache")[generate])
-    assert cache == pytest.approx(1024 * (512 + 16) * 28672 / 2**30, abs=0.01)  # all sequences that are under way
+    assert cache == pytest.approx(512 * (512 + 16) * 28672 / 2**30, abs=0.01)  # all sequences that are under way
     graphs = row(memory, "refit's CUDA graphs")
     assert graphs[2:6] == ["0.0273"] * 4  # in every phase; 26 MiB in the policy's process, 2 in vLLM's
     params, state, everything = (float(row(memory, name)[generate]) for name in ("params", "optimizer_state", "all"))

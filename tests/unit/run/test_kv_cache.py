@@ -42,10 +42,10 @@ def test_it_is_no_larger_than_all_sequences_under_way_can_fill():
     policy, [line] = given(80)
     nbytes = engine_arguments(policy, Path("/folder"))["kv_cache_memory_bytes"]
     # 512 tokens and a further block of 16; keys and values of 28 layers, 2 heads of 128, in bfloat16.
-    assert nbytes == 1024 * (512 + 16) * 2 * 28 * 2 * 128 * 2
-    assert "room for all 1,024 that it has under way at most (max_num_seqs)" in line
+    assert nbytes == (512 * (512 + 16) + 16) * 2 * 28 * 2 * 128 * 2
+    assert "room for all 512 that it has under way at most (max_num_seqs)" in line
     fewer, _ = given(80, "++policy.generation.vllm_kwargs.max_num_seqs=64")
-    assert engine_arguments(fewer, Path("/folder"))["kv_cache_memory_bytes"] == nbytes // 16
+    assert engine_arguments(fewer, Path("/folder"))["kv_cache_memory_bytes"] == (64 * 528 + 16) * 28672
 
 
 def test_the_recipes_own_wins():
