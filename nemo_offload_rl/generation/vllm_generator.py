@@ -1,9 +1,7 @@
 """Sampling with vLLM's engine, and the weights that it samples from."""
 
-import contextlib
-import gc
 import logging
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,6 +12,7 @@ from nemo_offload_rl.generation.vllm_memory import engine_memory_stats, vllm_poo
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.metrics.memory import memory_stats
 from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
+from nemo_offload_rl.refit.recorder import no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
@@ -191,7 +190,7 @@ class VllmGenerator:
         rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
         if not rows:
             return output
-        with _garbage_collection_paused():
+        with no_garbage_collection():  # vLLM keeps objects for each token, and collections would look at all of them
             finished = self._llm.generate(
                 [{"prompt_token_ids": request.prompt_ids[row]} for row in rows],
                 _sampling_params([sampling_arguments(request, row, self._max_sequence_length) for row in rows]),
@@ -217,18 +216,6 @@ class VllmGenerator:
 
     def _on_worker(self, method: str, *arguments: Any) -> list[Any]:
         return self._llm.collective_rpc(method, args=arguments)
-
-
-@contextlib.contextmanager
-def _garbage_collection_paused() -> Iterator[None]:
-    """Have Python's collector wait: vLLM keeps objects for each token, and collections would look at all of them."""
-    was_enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
 
 
 def read_answer(answer: Any) -> tuple[list[int], list[float], str]:

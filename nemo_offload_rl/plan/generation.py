@@ -267,13 +267,18 @@ def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes
             f"With a KV cache for {engine.max_num_seqs:,} sequences (policy.generation.vllm_kwargs.max_num_seqs) vLLM "
             f"takes {share * gpu_bytes / GIB:.1f} of the GPU's {gpu_bytes / GIB:.1f} GiB, within gpu_memory_utilization"
         )
+        remedy = (
+            "lower max_num_seqs or policy.generation.vllm_cfg.max_model_len, set "
+            "policy.generation.vllm_cfg.gpu_memory_utilization to"
+        )
     else:
         found = (
             f"policy.generation.vllm_cfg.gpu_memory_utilization is {share}, which is {share * gpu_bytes / GIB:.1f} of "
             f"the GPU's {gpu_bytes / GIB:.1f} GiB"
         )
+        remedy = "set it to"
     raise ValueError(
         f"{found}, but beside generation the policy keeps {kept / GIB:.1f} GiB there and about "
-        f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; set it to {max(0, int(free * 100)) / 100} or less, or "
+        f"{POLICY_OVERHEAD_BYTES / GIB:.0f} GiB for its process; {remedy} {max(0, int(free * 100)) / 100} or less, or "
         "have more offloaded for generation (policy.residency.table)."
     )

@@ -61,7 +61,7 @@ class CudaRecorder:
         before = torch.cuda.memory_reserved()
         torch.cuda.current_stream().synchronize()
         try:
-            with _no_collection(), _random_state_set_aside(), _current_stream(self._stream):
+            with no_garbage_collection(), _random_state_set_aside(), _current_stream(self._stream):
                 self._capture(graph, work)
         except (AssertionError, AttributeError, KeyError, RuntimeError, TypeError, ValueError) as error:
             raise CaptureError(str(error).partition("\n")[0]) from error
@@ -128,8 +128,8 @@ class RepeatableOnly(TorchDispatchMode):
 
 
 @contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Keep the garbage collector away, which might end graphs and events of others in the middle of a capture."""
+def no_garbage_collection() -> Iterator[None]:
+    """Keep Python's garbage collector away; a capture would fail if it ended graphs or events of others meanwhile."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:

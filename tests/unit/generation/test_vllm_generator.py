@@ -84,8 +84,9 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     monkeypatch.setattr("nemo_offload_rl.generation.vllm_backend.ray.remote", MagicMock())
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_cfg"]["build_beside_policy"] = decided
-    cluster = MagicMock(engines_are_apart=apart)
-    cluster.actor_options.return_value = {}
+    cluster = SimpleNamespace(
+        engines_are_apart=apart, engine_share=0.5, threads_per_engine_bundle=1, actor_options=lambda bundle, share: {}
+    )
     generation = VllmGeneration(cluster, [(0,)], policy)
     assert generation.capabilities.built_alone is alone
     assert VllmGeneration.capabilities.built_alone  # of no engine in particular

@@ -3,24 +3,14 @@
 from dataclasses import replace
 
 import pytest
+from support.shard_facts import FACTS
 from support.tiny import policy_without_model
 
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.engine_build import policy_build_bytes, why_not_at_once
 from nemo_offload_rl.plan.generation import EngineMemory
 from nemo_offload_rl.plan.planner import make_plan
-from nemo_offload_rl.residency.table import ShardFacts
 
-# 10 GiB of optimizer state, 2 of parameters and 4 of gradients.
-FACTS = ShardFacts(
-    num_params=GIB,
-    num_frozen_params=0,
-    param_size=2,
-    grad_size=4,
-    num_optimizer_params=GIB,
-    optimizer_size=10,
-    has_reference=False,
-)
 PLAN = make_plan(policy_without_model(), [FACTS])
 
 
