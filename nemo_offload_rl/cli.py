@@ -256,11 +256,20 @@ def _fit_to_gpu(
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
     from nemo_offload_rl.plan.resident_state import with_resident_state
     from nemo_offload_rl.plan.row_tokens import with_row_tokens
+    from nemo_offload_rl.run.awake_engine import with_awake_engine_here
+    from nemo_offload_rl.run.engine_build import with_engine_build
+    from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 
     config: Mapping[str, Any] = recipe.config
     notes: list[str] = []
     with contextlib.suppress(UnknownArchitectureError):  # which the caller tells
         config, notes = with_resident_state(config, planned, gpu_bytes)
+    try:
+        for decide in (with_kv_cache_bytes, with_awake_engine_here, with_engine_build):
+            config, lines = decide(config, recipe.algorithm, gpu_bytes)
+            notes += lines
+    except ValueError as error:  # the tables say what would make room
+        notes.append(str(error))
     try:
         config, rows = with_row_tokens(config, model, algorithm=recipe.algorithm, gpu_bytes=gpu_bytes)
     except ValueError as error:  # the ways that `plan` prints say what would make room

@@ -144,8 +144,8 @@ def overrides(setting: str, arguments: argparse.Namespace) -> list[str]:
     if arguments.deterministic and arguments.scale == "full":
         of_scale = [*of_scale, f"policy.sequence_packing.train_mb_tokens={_DETERMINISTIC_TOKENS}"]
     fixed = [f"policy.generation.backend={arguments.backend}", f"policy.generation.vllm_cfg.enforce_eager={eager}"]
-    if setting == UPSTREAM:  # NeMo-RL moves it whether there is room or not
-        fixed.append("policy.offload_optimizer_for_refit=true")
+    if setting == UPSTREAM:  # NeMo-RL moves it whether there is room or not, and has vLLM sleep
+        fixed += ["policy.offload_optimizer_for_refit=true", "++policy.residency.generation_weights=discard"]
     return [*of_scale, *fixed, *arguments.overrides]
 
 

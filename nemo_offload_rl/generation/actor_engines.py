@@ -41,12 +41,16 @@ class ActorEngines:
         cluster: Where the actors run.
         actors: Of all engines; those of one engine are consecutive, and get the same requests.
         build_refs: What each actor's build returns.
+        stays_awake: Whether the engines keep all of their memory on GPUs that they share with the policy.
     """
 
     capabilities: Capabilities
 
-    def __init__(self, cluster: Cluster, actors: Sequence[EngineActor], build_refs: Sequence[Any]) -> None:
+    def __init__(
+        self, cluster: Cluster, actors: Sequence[EngineActor], build_refs: Sequence[Any], *, stays_awake: bool = False
+    ) -> None:
         self._cluster = cluster
+        self._gives_memory_back = not cluster.engines_are_apart and not stays_awake
         self._actors = list(actors)
         self._process_refs = [one.actor.process.remote() for one in actors]
         self._build_refs = list(build_refs)
@@ -85,14 +89,14 @@ class ActorEngines:
         )
 
     def start_finish_generation(self) -> Sequence[Any]:
-        """Begin to give the GPU memory back, unless the engines are alone on their GPUs, where they stay ready."""
-        if not self._finishing and not self._cluster.engines_are_apart:
+        """Begin to give the GPU memory back, unless the engines stay ready, as where they are alone on their GPUs."""
+        if not self._finishing and self._gives_memory_back:
             self._finishing = self._start("finish_generation")
         return self._finishing
 
     def finish_generation(self) -> None:
         """Give the GPU memory back, and wait until it is the driver's."""
-        if not self._cluster.engines_are_apart:
+        if self._gives_memory_back:
             refs, self._finishing = self._finishing or self._start("finish_generation"), []
             self._collect("finish_generation", refs)
 

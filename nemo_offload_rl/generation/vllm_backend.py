@@ -163,11 +163,11 @@ class VllmGeneration(ActorEngines):
                 policy,
                 rank=one.ranks[0] - first[one.engine],
                 rendezvous=meetings[one.engine],
-                sleeps=not cluster.engines_are_apart,
+                sleeps=not cluster.engines_are_apart and not _stays_awake(policy),
             )
             for one in actors
         ]
-        super().__init__(cluster, actors, build_refs)
+        super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy))
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
         """Map the memory of weights or of the KV cache; returns whether every GPU has room for all that comes."""
@@ -182,8 +182,12 @@ def _bundles_per_engine(policy_config: Mapping[str, Any], cluster: Cluster) -> i
     return int(policy_config["generation"]["vllm_cfg"]["tensor_parallel_size"])
 
 
+def _stays_awake(policy: Mapping[str, Any]) -> bool:
+    return bool(policy["residency"]["generation_weights"] == "gpu")
+
+
 def _keeps_weights(policy: Mapping[str, Any]) -> bool:
-    return bool(policy["residency"]["generation_weights"] == "host")
+    return policy["residency"]["generation_weights"] in ("host", "gpu")
 
 
 def _start(

@@ -113,7 +113,8 @@ class VllmGenerator:
         """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them.
 
         Returns:
-            Whether there is room now for the KV cache and for twice what any generation so far took beside it.
+            Whether there is room now for the KV cache and for twice what any generation so far took beside it, as there
+            is for an engine that never sleeps.
 
         Raises:
             RuntimeError: If the GPU has no memory for it.
@@ -122,7 +123,7 @@ class VllmGenerator:
             self._wake_up([tag for tag in tags if tag in self._asleep])
         if list(tags) == ["weights"]:
             self._forget_weights()
-            return "kv_cache" in self._asleep and self._has_room_for_cache()
+            return not self._sleep_level or ("kv_cache" in self._asleep and self._has_room_for_cache())
         return False
 
     def _wake_up(self, tags: Sequence[WakeUpTag]) -> None:

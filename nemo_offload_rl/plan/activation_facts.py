@@ -1,5 +1,6 @@
 """Derives the facts of activation offloading of each pipeline stage from a recipe and a model's config."""
 
+import copy
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -93,6 +94,13 @@ def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> i
     is_logprob = key == LOGPROB_TOKENS and "logprob_batch_size" in policy
     samples = policy["logprob_batch_size" if is_logprob else "train_micro_batch_size"]
     return int(policy["max_total_sequence_length"] * samples * group_size)
+
+
+def with_tokens(config: Mapping[str, Any], tokens: Mapping[str, int | str]) -> dict[str, Any]:
+    """Returns a copy of a config with other values of policy.sequence_packing."""
+    given = copy.deepcopy(dict(config))
+    given["policy"]["sequence_packing"] |= tokens
+    return given
 
 
 def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:

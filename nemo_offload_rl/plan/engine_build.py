@@ -41,7 +41,7 @@ def why_not_at_once(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int, *, 
         has_random_weights: as `policy_build_bytes`.
     """
     policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=has_random_weights)
-    awake = engine.weights_bytes + engine.kv_cache_bytes(gpu_bytes) + engine.reserve_bytes
+    awake = engine.awake_bytes(gpu_bytes)
     both = policy + awake
     if both > gpu_bytes:
         return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"

@@ -36,6 +36,15 @@ def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
     return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "host"
 
 
+def stays_awake(policy: Mapping[str, Any]) -> bool:
+    """Returns whether vLLM keeps its weights and KV cache on the GPUs that it shares while the policy computes.
+
+    Args:
+        policy: as `keeps_generation_weights`, with the decision of `plan.awake_engine` where the recipe leaves it open.
+    """
+    return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "gpu"
+
+
 def engine_table(policy: Mapping[str, Any]) -> EngineTable:
     """Where the engine has its weights and KV cache; empty where it has GPUs of its own, or there is none.
 
@@ -47,6 +56,8 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
     """
     if "generation" not in policy or not is_colocated(policy):
         return {}
+    if stays_awake(policy):
+        return {phase: dict.fromkeys(EngineTarget, "gpu") for phase in Phase}
     asleep = "discarded" if has_vllm_beside_it(policy) and not keeps_generation_weights(policy) else "host"
     cache = dict.fromkeys(Phase, "discarded") | {Phase.GENERATE: "gpu"}
     if has_vllm_beside_it(policy):
@@ -64,6 +75,8 @@ def engine_remark(policy: Mapping[str, Any]) -> str:
     """Returns what may be set of the table of `engine_table`, in one line."""
     if not has_vllm_beside_it(policy):
         return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
+    if stays_awake(policy):
+        return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard has it give its memory to training"
     if keeps_generation_weights(policy):
         return (
             f"generation_weights and kv_cache are vLLM's; {GENERATION_WEIGHTS_KEY}=discard gives the host memory back"

@@ -6,8 +6,8 @@ from typing import Any
 
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import GIB, show_gib
-from nemo_offload_rl.plan.architecture import Architecture, read_architecture
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it, stays_awake
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
@@ -46,6 +46,7 @@ class EngineMemory:
         refit_graph_bytes: that a refit's CUDA graphs keep there between refits, at most, in both processes; 0 where
             refits are not replayed.
         own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which wins; None where it is not set.
+        stays_awake: it keeps all of this while the policy computes on the same GPU.
     """
 
     weights_bytes: int
@@ -58,6 +59,7 @@ class EngineMemory:
     refit_bytes: int
     refit_graph_bytes: int
     own_kv_cache_bytes: int | None = None
+    stays_awake: bool = False
 
     def gpu_rows(self, gpu_bytes: int | None) -> dict[str, dict[Phase, int]]:
         """Returns what it takes of a GPU that it shares with the policy, by what it is and phase.
@@ -65,11 +67,13 @@ class EngineMemory:
         Args:
             gpu_bytes: memory of the GPU, which the KV cache follows from; None where that is not known.
         """
-        rows = {"vLLM's weights": dict.fromkeys((Phase.REFIT, Phase.GENERATE), self.weights_bytes)}
+        with_weights = tuple(Phase) if self.stays_awake else (Phase.REFIT, Phase.GENERATE)
+        with_cache = tuple(Phase) if self.stays_awake else (Phase.GENERATE,)
+        rows = {"vLLM's weights": dict.fromkeys(with_weights, self.weights_bytes)}
         if self.own_kv_cache_bytes is not None:
-            rows["vLLM's KV cache"] = {Phase.GENERATE: self.own_kv_cache_bytes}
+            rows["vLLM's KV cache"] = dict.fromkeys(with_cache, self.own_kv_cache_bytes)
         elif gpu_bytes is not None:
-            rows["vLLM's KV cache"] = {Phase.GENERATE: max(0, self.kv_cache_bytes(gpu_bytes))}
+            rows["vLLM's KV cache"] = dict.fromkeys(with_cache, max(0, self.kv_cache_bytes(gpu_bytes)))
         rows["refit's buckets"] = {Phase.REFIT: self.refit_bytes}
         rows["refit's CUDA graphs"] = dict.fromkeys(Phase, self.refit_graph_bytes)
         return rows
@@ -96,7 +100,22 @@ class EngineMemory:
         """Returns the share of a GPU of this size that it takes."""
         if self.own_kv_cache_bytes is None and not self.is_capped(gpu_bytes):
             return self.share
-        return (self.weights_bytes + self.reserve_bytes + self.kv_cache_bytes(gpu_bytes)) / gpu_bytes
+        return self.awake_bytes(gpu_bytes) / gpu_bytes
+
+    def awake_bytes(self, gpu_bytes: int) -> int:
+        """Returns the bytes that it takes of a GPU of this size while it is awake: weights, KV cache and all else."""
+        return self.weights_bytes + self.kv_cache_bytes(gpu_bytes) + self.reserve_bytes
+
+    @property
+    def free_bytes_for_refit(self) -> int | None:
+        """Bytes of free GPU memory with which no refit or generation runs short, so that all may stay as it is.
+
+        The reserve counts twice, since it is an estimate. None where the KV cache has what vLLM finds free.
+        """
+        beside = 2 * self.reserve_bytes + self.refit_bytes + POLICY_OVERHEAD_BYTES
+        if self.stays_awake:
+            return beside
+        return None if self.own_kv_cache_bytes is None else beside + self.weights_bytes + self.own_kv_cache_bytes
 
     @property
     def sequence_bytes(self) -> int:
@@ -114,6 +133,38 @@ def asleep_bytes(policy: Mapping[str, Any]) -> int:
         return 0
     has_graphs = has_vllm_beside_it(policy) and not policy["generation"]["vllm_cfg"]["enforce_eager"]
     return _CONTEXT_BYTES + (_CUDA_GRAPH_BYTES if has_graphs else 0)
+
+
+def bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
+    """Returns what generation has of the policy's GPUs while the policy computes.
+
+    Args:
+        policy: the recipe's section, validated.
+        engine: what vLLM takes; None without it.
+        gpu_bytes: memory of the smallest GPU.
+    """
+    if engine is not None and engine.stays_awake:
+        return engine.awake_bytes(gpu_bytes)
+    return asleep_bytes(policy)
+
+
+def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> int | None:
+    """Returns the free GPU memory beside which a policy may keep what torch's allocator has cached.
+
+    Args:
+        policy: the recipe's section, as workers get it.
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+
+    Returns:
+        Bytes; 0 where generation has GPUs of its own, None where what it takes is not known.
+    """
+    if "generation" in policy and not is_colocated(policy):
+        return 0
+    try:
+        engine = engine_memory(policy, hf_config)
+    except UnknownArchitectureError:
+        return None
+    return None if engine is None else engine.free_bytes_for_refit
 
 
 def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:
@@ -147,6 +198,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
         refit_bytes=min(buckets, all_weights),
         refit_graph_bytes=refit_graph_bytes(policy, architecture),
         own_kv_cache_bytes=kwargs.get("kv_cache_memory_bytes"),
+        stays_awake=stays_awake(policy),
     )
 
 

@@ -317,7 +317,7 @@ def _remarks(activations: RankActivations) -> Iterator[str]:
 
 def _engine(engine: EngineMemory, *, shares_gpu: bool) -> str:
     if engine.own_kv_cache_bytes is not None:
-        cache = f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB (vllm_kwargs.kv_cache_memory_bytes)"
+        cache = f"the KV cache has {show_gib(engine.own_kv_cache_bytes)} GiB"
     else:
         cache = (
             f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "

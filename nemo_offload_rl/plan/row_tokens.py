@@ -1,8 +1,6 @@
 """Chooses how many tokens a packed row may have where the recipe says `auto`: as many as a GPU has room for."""
 
 import bisect
-import copy
-import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -12,26 +10,13 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.memory.units import round_up, show_gib
-from nemo_offload_rl.plan.activation_facts import (
-    AUTO,
-    LOGPROB_TOKENS,
-    TRAIN_TOKENS,
-    activation_facts,
-    stated_row_tokens,
-)
-from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
+from nemo_offload_rl.plan.activation_facts import AUTO, LOGPROB_TOKENS, TRAIN_TOKENS, stated_row_tokens, with_tokens
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, asleep_bytes
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError, HostMemory, check_host_budget
-from nemo_offload_rl.plan.plan import settings
+from nemo_offload_rl.plan.phase_memory import MARGIN, logprob_bytes, training_bytes
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
-from nemo_offload_rl.plan.saved_tensors import ActivationFacts
-from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pass_bytes
 from nemo_offload_rl.residency.table import Phase
-
-MARGIN = 1.15
-"""What a pass may take over the estimate, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
-estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
 
 MOST_TOKENS = 32768
 """More bring nothing: of a 1.5 B model rows of 8,192 tokens trained at 94% of the speed of 16,384 on an H200."""
@@ -212,8 +197,10 @@ class _Room:
         """Returns what the GPU lacks; 0 or less where it fits."""
         passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
-        graphs = 0 if self.run.engine is None else self.run.engine.refit_graph_bytes
-        return needed + POLICY_OVERHEAD_BYTES + asleep_bytes(self.config["policy"]) + graphs - self.gpu_bytes
+        engine = self.run.engine
+        graphs = 0 if engine is None else engine.refit_graph_bytes
+        beside = bytes_beside_policy(self.config["policy"], engine, self.gpu_bytes)
+        return needed + POLICY_OVERHEAD_BYTES + beside + graphs - self.gpu_bytes
 
     def _state_bytes(self, key: str) -> list[int]:
         """Training state on the GPU of one rank of each pipeline stage.
@@ -224,22 +211,5 @@ class _Room:
         return [max(sum(rank.gpu_bytes[phase].values()) for phase in phases) for rank in self.run.plan.ranks]
 
     def _pass_bytes(self, key: str, tokens: int) -> tuple[int, ...]:
-        policy = with_tokens(self.config, {TRAIN_TOKENS: tokens})["policy"]
-        world_size = split_devices(self.config["cluster"], policy).policy_ranks
-        group_size = ALGORITHMS[self.algorithm].group_size
-        stages = activation_facts(self.hf_config, policy, world_size=world_size, group_size=group_size)
-        busy = [_with_busy_experts(facts) for facts in stages]
-        if key == LOGPROB_TOKENS:
-            return forward_pass_bytes(self.hf_config, policy, busy)
-        return training_pass_bytes(self.hf_config, policy, busy, settings(policy).activations)
-
-
-def _with_busy_experts(facts: ActivationFacts) -> ActivationFacts:
-    return dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
-
-
-def with_tokens(config: Mapping[str, Any], tokens: Mapping[str, int | str]) -> dict[str, Any]:
-    """Returns a copy of a config with other values of policy.sequence_packing."""
-    given = copy.deepcopy(dict(config))
-    given["policy"]["sequence_packing"] |= tokens
-    return given
+        pass_bytes = logprob_bytes if key == LOGPROB_TOKENS else training_bytes
+        return pass_bytes(with_tokens(self.config, {key: tokens}), self.hf_config, algorithm=self.algorithm)

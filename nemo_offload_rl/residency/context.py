@@ -29,12 +29,15 @@ class Options:
         verify: compare checksums of everything that leaves and comes back.
         with_reference: keep a copy of the weights as they are, for `Engine.reference`.
         stream_window_bytes: GPU memory that streamed optimizer state passes through.
+        generator_bytes: free GPU memory with which a generator in another process runs short of nothing in a refit and
+            while it generates; None where that is not known (see `Residency`).
     """
 
     pinned_optimizer_state: bool = True
     verify: bool = False
     with_reference: bool = False
     stream_window_bytes: int = DEFAULT_WINDOW_BYTES
+    generator_bytes: int | None = None
 
 
 DEFAULT_OPTIONS = Options()
@@ -94,7 +97,14 @@ class TargetContext:
         """Moves the targets; to be asked for when all of them are made."""
         # A generator loads its weights during a refit, beside what is still being copied to the host.
         room = {Phase.REFIT: self.targets[Target.PARAMS].nbytes}
-        return Residency(self.targets, self.table, meter=self.meter, room=room, check=self.mover.check)
+        return Residency(
+            self.targets,
+            self.table,
+            meter=self.meter,
+            room=room,
+            generator_bytes=self.options.generator_bytes,
+            check=self.mover.check,
+        )
 
     def visits_host(self, target: Target) -> bool:
         """Whether the table has a target on the host in some phase."""

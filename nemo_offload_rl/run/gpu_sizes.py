@@ -1,15 +1,23 @@
-"""Resolves all that a recipe leaves to the GPUs' size: what of the state stays, KV cache, start-up, packed rows."""
+"""Resolves all that a recipe leaves to the GPUs' size: what stays on them, KV cache, start-up, packed rows."""
 
 from collections.abc import Mapping
 from typing import Any
 
+from nemo_offload_rl.run.awake_engine import with_awake_engine_here
 from nemo_offload_rl.run.engine_build import with_engine_build
 from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 from nemo_offload_rl.run.resident_state import with_resident_state_here
 from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 
-# In this order: state that stays lessens the room for packed rows, the KV cache that for building the policy beside it.
-_DECISIONS = (with_resident_state_here, with_kv_cache_bytes, with_engine_build, with_row_tokens_here)
+# In this order: state that stays lessens the room for packed rows, the KV cache that for building the policy beside it
+# and for an engine that stays awake.
+_DECISIONS = (
+    with_resident_state_here,
+    with_kv_cache_bytes,
+    with_awake_engine_here,
+    with_engine_build,
+    with_row_tokens_here,
+)
 
 
 def fitted_to_gpus(

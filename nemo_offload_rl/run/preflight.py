@@ -16,6 +16,7 @@ from nemo_offload_rl.placement.gpus import gpu_facts
 from nemo_offload_rl.placement.machine import host_facts
 from nemo_offload_rl.plan.activations import limit_where_unknown
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
+from nemo_offload_rl.plan.awake_engine import check_awake_engine_fits
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits, check_refit_fits, check_share_beside_policy
 from nemo_offload_rl.plan.host_budget import check_host_budget, check_state_fits_host
 from nemo_offload_rl.plan.plan import settings
@@ -36,8 +37,9 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         HostBudgetError: as `check_sizes`; or this machine has too little memory: without a GPU for the model, and with
             GPUs, as the only node, for what its ranks keep in host memory.
         ValueError: as `check_sizes`; the model's config cannot be had from the hub; the environment does not go with
-            CUDA graphs; vLLM is missing, its share of the GPU does not fit beside the policy's, its KV cache
-            holds no sequence, a refit's buckets find no room, or packed rows of the longest sequence do not.
+            CUDA graphs; vLLM is missing, its share of the GPU does not fit beside the policy's, it cannot stay awake
+            beside training as the recipe says, its KV cache holds no sequence, a refit's buckets find no room, or
+            packed rows of the longest sequence do not.
     """
     policy = config["policy"]
     uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
@@ -64,6 +66,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
         if is_colocated(policy):
             check_share_beside_policy(planned.plan, planned.engine, min(sizes))
             check_refit_fits(planned.plan, planned.engine, min(sizes))
+            check_awake_engine_fits(planned.plan, planned.engine, min(sizes))
         check_longest_sequence_fits(planned.engine, min(sizes))
 
 

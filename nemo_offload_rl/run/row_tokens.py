@@ -5,8 +5,8 @@ from typing import Any
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.placement.machine import host_facts
-from nemo_offload_rl.plan.activation_facts import AUTO
-from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens, with_tokens
+from nemo_offload_rl.plan.activation_facts import AUTO, with_tokens
+from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
 
 
 def with_row_tokens_here(

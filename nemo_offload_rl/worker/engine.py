@@ -53,6 +53,7 @@ def make_engine(
     node: int | None,
     with_reference: bool,
     fixed_bytes: Mapping[str, int],
+    generator_bytes: int | None,
 ) -> Engine:
     """Attach the engine to a rank's model and optimizer; collective over all ranks.
 
@@ -62,6 +63,7 @@ def make_engine(
         node: the NUMA node whose memory is preferred.
         with_reference: whether the weights of now are kept as the reference policy.
         fixed_bytes: host memory of what never moves, by name; it counts against the budget.
+        generator_bytes: as `residency.context.Options`.
 
     Raises:
         HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
@@ -72,6 +74,7 @@ def make_engine(
         verify=plan.verify,
         with_reference=with_reference,
         stream_window_bytes=plan.stream_window_bytes,
+        generator_bytes=generator_bytes,
     )
     arena = PinnedArena(numa_node=node, huge_pages=plan.huge_pages)
     need = needed_host_bytes(state.model, state.optimizer, arena, table=plan.table, options=options)

@@ -26,6 +26,7 @@ from nemo_offload_rl.mcore.weights.hf_weights import HfWeights
 from nemo_offload_rl.memory.errors import preserve_first_error
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.plan.flops import FlopModel, flop_model_if_known
+from nemo_offload_rl.plan.generation import free_bytes_for_refit
 from nemo_offload_rl.plan.host_budget import ACTIVATIONS
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.refit.export import WeightExport
@@ -121,6 +122,7 @@ class MegatronPolicyWorker:
                 node=binding.node,
                 with_reference=init_reference_model,
                 fixed_bytes={ACTIVATIONS: nbytes},
+                generator_bytes=free_bytes_for_refit(config, facts),
             )
             undo.callback(self.engine.close)
             self.activations = Activations(self.state, plan, self.engine, nbytes)

@@ -138,17 +138,17 @@ def table_agrees_with_offload_for_logprob(table: _Cells | None, enabled: bool) -
 
 
 @rule("policy.residency.generation_weights?", "policy.generation.backend?", COLOCATED)
-def generation_weights_are_of_an_engine_that_sleeps(
+def generation_weights_are_of_an_engine_that_shares_gpus(
     where: str | None, backend: str | None, colocated: Mapping[str, Any] | None
 ) -> Verdict:
-    """Only an engine that shares the policy's GPUs gives its weights up."""
+    """Only such an engine gives its weights up, and only vLLM has a choice."""
     if where is None:
         return None
     if backend is None:
         return f"is {where}, but the recipe has no policy.generation; delete it"
     if colocated is not None and not colocated["enabled"]:
         return f"is {where}, but generation has GPUs of its own, where its weights stay; set it to null"
-    if backend != "vllm" and where == "discard":
+    if backend != "vllm" and where != "host":
         return f"must be host or null with policy.generation.backend {backend}, which keeps its weights; found {where}"
     return None
 

@@ -68,11 +68,13 @@ class ResidencyConfig(TypedDict):
     # streamed. 1 or more; recommended 512: less slows the copies, more shortens the step by hardly anything.
     # Absent: 512.
     stream_window_mib: NotRequired[PositiveInt]
-    # Where vLLM's weights are while it sleeps on GPUs that it shares: discard (their memory is given back, and the next
-    # refit brings them) or host (they wait in host memory, 2 bytes a parameter of each engine, so that a generation
-    # from a policy that has not changed, as in the step behind a validation, needs no refit). null: discard with vllm,
-    # and host with transformers, which cannot discard them. Recommended: null. Absent: null.
-    generation_weights: NotRequired[Literal["discard", "host"] | None]
+    # Where vLLM's weights are while the policy computes on the GPUs that both share: discard (vLLM sleeps, their memory
+    # is given back, and the next refit brings them), host (it sleeps, and they wait in host memory, 2 bytes a parameter
+    # of each engine, so that a generation from a policy that has not changed, as in the step behind a validation, needs
+    # no refit) or gpu (vLLM does not sleep: weights and KV cache stay, and nothing moves between training and
+    # generation). null: with vllm gpu where the plan has room for it beside training and log-prob passes, else discard;
+    # with transformers, which cannot discard them, host. Recommended: null. Absent: null.
+    generation_weights: NotRequired[Literal["discard", "host", "gpu"] | None]
     # Single cells that differ, such as {generate: {params: keep}}; {} or null for none. Recommended: {}. Absent: null.
     table: NotRequired[ResidencyTable | None]
 

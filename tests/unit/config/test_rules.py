@@ -271,7 +271,7 @@ BROKEN = {
         ["+policy.residency.table.refit.params=keep"],
         "policy.residency.table.refit.params: must be gpu, since they are sent to generation; found 'keep'",
     ),
-    "generation_weights_are_of_an_engine_that_sleeps": (
+    "generation_weights_are_of_an_engine_that_shares_gpus": (
         ["+policy.residency.generation_weights=discard"],
         "policy.residency.generation_weights: must be host or null with policy.generation.backend transformers, which",
     ),

@@ -92,6 +92,31 @@ def test_the_policy_waits_for_an_engine_on_its_gpus_that_is_not_built_beside_it(
     assert VllmGeneration.capabilities.built_alone  # of no engine in particular
 
 
+@pytest.mark.parametrize(("where", "sleeps"), [(None, True), ("discard", True), ("host", True), ("gpu", False)])
+def test_an_engine_that_stays_awake_is_built_so_and_not_asked_to_sleep(monkeypatch, where, sleeps):
+    actor = MagicMock()
+    monkeypatch.setattr(
+        "nemo_offload_rl.generation.vllm_backend.ray.remote",
+        lambda _: SimpleNamespace(options=lambda **_: SimpleNamespace(remote=lambda: actor)),
+    )
+    monkeypatch.setattr("nemo_offload_rl.generation.actor_engines.ray.get", list)
+    policy = engine_conformance.policy("vllm")
+    policy["residency"]["generation_weights"] = where
+    cluster = SimpleNamespace(
+        engines_are_apart=False,
+        engine_share=0.5,
+        threads_per_engine_bundle=1,
+        actor_options=lambda bundle, share: {},
+        wait=lambda refs, timeout: (refs, []),
+    )
+    generation = VllmGeneration(cluster, [(0,)], policy)
+    assert actor.build.remote.call_args.kwargs["sleeps"] is sleeps
+    assert generation.capabilities.keeps_weights is (where in ("host", "gpu"))
+    assert len(generation.start_finish_generation()) == (1 if sleeps else 0)
+    generation.finish_generation()
+    assert actor.call.remote.called is sleeps
+
+
 def test_an_engines_environment_has_the_recipes_variables():
     policy = engine_conformance.policy("vllm")
     policy["generation"]["vllm_kwargs"] = {"max_num_seqs": 3}
@@ -238,7 +263,7 @@ def test_it_waits_for_every_weight_of_each_refit(generator):
 def test_an_engine_on_gpus_of_its_own_never_sleeps_and_waits_for_whole_refits():
     generator = VllmGenerator(StandIn(), precision="float32", max_sequence_length=64, sleeps=False)
     generator.prepare_refit_info(ExportPlan.of(WEIGHTS.items()))
-    generator.prepare_for_generation(["weights"])
+    assert generator.prepare_for_generation(["weights"])  # there is room for all, as it is there
     generator.load_weights(list(WEIGHTS.items()))
     generator.prepare_for_generation(["kv_cache"])
     generator.finish_generation()

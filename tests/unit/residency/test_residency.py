@@ -1,5 +1,7 @@
 """The state machine alone, over targets that only note where they were told to go."""
 
+import dataclasses
+
 import pytest
 import torch
 
@@ -357,3 +359,19 @@ def test_the_cache_is_given_back_before_copies_leave_early_and_not_once_more_whi
     assert meter.num_given_back == 3
     assert (Target.PARAMS, Placement.HOST) in log
     assert "waited for" not in [what for _, what in log]
+
+
+@pytest.mark.parametrize(("free", "num_given_back"), [(100, 0), (99, 2), (None, 2)])
+def test_the_cache_stays_where_the_generator_finds_enough_free(free, num_given_back):
+    class Gpu(CountingMeter):
+        def memory(self):
+            return dataclasses.replace(super().memory(), gpu_free=free)
+
+    _, targets, _ = make()
+    meter = Gpu(torch.device("cpu"))
+    residency = Residency(targets, DEFAULT_TABLE, meter=meter, generator_bytes=100)
+    residency.enter(Phase.TRAIN)
+    residency.start_leaving(Phase.REFIT)
+    residency.enter(Phase.REFIT)
+    residency.enter(Phase.GENERATE)
+    assert meter.num_given_back == num_given_back

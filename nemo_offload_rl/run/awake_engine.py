@@ -1,0 +1,25 @@
+"""Decides by this machine's GPUs whether vLLM stays awake while the policy computes."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.plan.awake_engine import with_awake_engine
+from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.run.kv_cache import ARGUMENT
+from nemo_offload_rl.run.preflight import check_sizes
+
+
+def with_awake_engine_here(
+    config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """Decides as `plan.awake_engine.with_awake_engine`, where the recipe leaves it open and sizes are known.
+
+    Arguments are those of `gpu_sizes.fitted_to_gpus`; the KV cache has its bytes.
+    """
+    policy = config["policy"]
+    if not has_vllm_beside_it(policy) or gpu_bytes is None or policy["residency"]["generation_weights"] is not None:
+        return config, []
+    if ARGUMENT not in (policy["generation"].get("vllm_kwargs") or {}) or check_sizes(config, algorithm) is None:
+        return config, []
+    return with_awake_engine(config, hf_config(policy).to_dict(), algorithm=algorithm, gpu_bytes=gpu_bytes)

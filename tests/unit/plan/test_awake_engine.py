@@ -1,0 +1,141 @@
+"""Whether vLLM stays awake while the policy computes: what the plan counts for it, the decision, and the refusal."""
+
+import copy
+
+import pytest
+
+from nemo_offload_rl.config import load
+from nemo_offload_rl.hf_config import hf_config
+from nemo_offload_rl.memory.units import GIB
+from nemo_offload_rl.plan.awake_engine import check_awake_engine_fits
+from nemo_offload_rl.plan.engine_targets import engine_table
+from nemo_offload_rl.plan.generation import free_bytes_for_refit
+from nemo_offload_rl.plan.phase_memory import phase_bytes
+from nemo_offload_rl.plan.planner import plan_run
+from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.run.awake_engine import with_awake_engine_here
+from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
+
+RECIPE = "benchmarks/recipes/grpo_1_5B_random.yaml"
+KEY = "policy.residency.generation_weights"
+CACHE = 7 * GIB
+VLLM = ["policy.generation.backend=vllm", f"++policy.generation.vllm_kwargs.kv_cache_memory_bytes={CACHE}"]
+RESIDENT = ["++policy.residency.table.generate={params: gpu, optimizer_state: keep}"]
+RESIDENT += ["++policy.residency.table.refit.optimizer_state=keep"]
+LONG_ROWS = [f"policy.sequence_packing.{key}=16384" for key in ("train_mb_tokens", "logprob_mb_tokens")]
+
+
+def recipe(*overrides):
+    return load(RECIPE, [*VLLM, *overrides]).config
+
+
+def decided(gpu_gib, *overrides):
+    config = recipe(*overrides)
+    before = copy.deepcopy(config)
+    found, lines = with_awake_engine_here(config, "grpo", gpu_gib and int(gpu_gib * GIB))
+    assert config == before
+    return found["policy"]["residency"]["generation_weights"], lines
+
+
+def planned(gpu_gib, *overrides):
+    config = recipe(*overrides)
+    fields = hf_config(config["policy"]).to_dict()
+    run = plan_run(config, fields, algorithm="grpo")
+    gpu_bytes = int(gpu_gib * GIB)
+    return run, phase_bytes(config, fields, run, run.engine, algorithm="grpo", gpu_bytes=gpu_bytes)
+
+
+def test_it_stays_awake_where_every_phase_has_room_beside_it():
+    where, [line] = decided(140, *RESIDENT, *LONG_ROWS)
+    assert where == "gpu"
+    assert line.startswith("vLLM keeps its weights and KV cache, 14.39 GiB with all else, while the policy computes: ")
+    assert "the train phase, which takes most, has room for both (" in line
+    assert line.endswith(f" of 140.00 GiB); {KEY}=discard has it sleep")
+
+
+def test_it_sleeps_where_training_needs_the_room():
+    _, of_phases = planned(80, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    assert 80 * GIB < of_phases[Phase.TRAIN] < 100 * GIB
+    assert max(of_phases[phase] for phase in Phase if phase is not Phase.TRAIN) < 80 * GIB
+    assert decided(80, *RESIDENT, *LONG_ROWS) == (None, [])
+    assert decided(of_phases[Phase.TRAIN] / GIB - 0.01, *RESIDENT, *LONG_ROWS)[0] is None
+    assert decided(of_phases[Phase.TRAIN] / GIB + 0.01, *RESIDENT, *LONG_ROWS)[0] == "gpu"
+
+
+@pytest.mark.parametrize(
+    ("gpu_gib", "overrides"),
+    [
+        (140, ["policy.sequence_packing.train_mb_tokens=auto"]),  # rows take the room
+        (None, []),  # several nodes
+        (140, ["policy.generation.backend=transformers"]),
+        (140, ["~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]),  # vLLM takes what it finds
+    ],
+)
+def test_it_is_left_open_where_the_room_is_not_known_or_has_another_use(gpu_gib, overrides):
+    assert decided(gpu_gib, *RESIDENT, *overrides) == (None, [])
+
+
+@pytest.mark.parametrize("where", ["discard", "host", "gpu"])
+def test_what_the_recipe_says_is_left_as_it_is(where):
+    assert decided(140, f"++{KEY}={where}") == (where, [])
+
+
+def test_all_decisions_agree():
+    config = load(RECIPE, [VLLM[0], *LONG_ROWS]).config
+    found, lines = fitted_to_gpus(config, "grpo", 139 * GIB)
+    assert found["policy"]["residency"]["generation_weights"] == "gpu"
+    assert found["policy"]["generation"]["vllm_cfg"]["build_beside_policy"] is True
+    assert sum("while the policy computes" in line for line in lines) == 1
+
+
+def test_an_awake_engine_is_in_every_phase_of_table_and_plan():
+    asleep, beside_sleeping = planned(140, *RESIDENT, *LONG_ROWS)
+    run, beside_awake = planned(140, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    assert set().union(*(cells.values() for cells in engine_table(recipe(f"++{KEY}=gpu")["policy"]).values())) == {
+        "gpu"
+    }
+    rows = run.engine.gpu_rows(140 * GIB)
+    assert rows["vLLM's KV cache"] == dict.fromkeys(Phase, CACHE)
+    assert rows["vLLM's weights"] == dict.fromkeys(Phase, run.engine.weights_bytes)
+    assert asleep.engine.gpu_rows(140 * GIB)["vLLM's KV cache"] == {Phase.GENERATE: CACHE}
+    awake = run.engine.weights_bytes + CACHE + run.engine.reserve_bytes
+    assert run.engine.awake_bytes(140 * GIB) == awake
+    asleep_bytes = 2 * GIB  # its context and its graphs
+    for phase in (Phase.TRAIN, Phase.LOGPROB):
+        assert beside_awake[phase] - beside_sleeping[phase] == awake - asleep_bytes
+    assert beside_awake[Phase.GENERATE] == beside_sleeping[Phase.GENERATE]
+
+
+def test_rows_that_are_left_open_are_shorter_beside_an_engine_that_is_to_stay_awake():
+    def tokens(where):
+        config = load(RECIPE, [*VLLM, *RESIDENT, f"++{KEY}={where}", "policy.sequence_packing.train_mb_tokens=auto"])
+        return fitted_to_gpus(config.config, "grpo", 80 * GIB)[0]["policy"]["sequence_packing"]["train_mb_tokens"]
+
+    assert 8192 < tokens("gpu") < tokens("discard")
+
+
+def test_an_engine_that_is_to_stay_awake_where_it_cannot_is_refused():
+    run, _ = planned(80, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    check_awake_engine_fits(run.plan, run.engine, 90 * GIB)
+    with pytest.raises(
+        ValueError, match=rf"^{KEY} is gpu, so that vLLM keeps 14\.39 GiB .* the GPU has 40\.00 GiB; set"
+    ):
+        check_awake_engine_fits(run.plan, run.engine, 40 * GIB)
+    asleep, _ = planned(80, *RESIDENT, *LONG_ROWS)
+    check_awake_engine_fits(asleep.plan, asleep.engine, 40 * GIB)  # which need not stay
+
+
+def test_how_much_memory_has_to_be_free_for_a_refit_that_needs_nothing_of_torchs_cache():
+    def free(*overrides, config=None):
+        policy = (config or recipe(*overrides))["policy"]
+        return free_bytes_for_refit(policy, hf_config(policy).to_dict())
+
+    run, _ = planned(140)
+    engine = run.engine
+    beside = engine.refit_bytes + 2 * engine.reserve_bytes + 2 * GIB
+    assert free(f"++{KEY}=gpu") == beside
+    assert free() == beside + engine.weights_bytes + CACHE
+    assert free(config=load(RECIPE, [VLLM[0]]).config) is None  # vLLM takes what it finds free
+    assert free("policy.generation.backend=transformers") is None
+    apart = ["++policy.generation.colocated.enabled=false", "++policy.generation.colocated.resources.gpus_per_node=1"]
+    assert free(*apart, "cluster.gpus_per_node=2") == 0
