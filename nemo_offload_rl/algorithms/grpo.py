@@ -147,7 +147,9 @@ class GRPO(Algorithm):
         metrics |= self._train(batch, self._loss_fn, timer, gbs=sizes.train_global, mbs=sizes.train_micro)
         self._weights.mark_stale()
         self._warn_of_prob_error(step, metrics["train/token_mult_prob_error"])
-        return metrics | memory_metrics("generation", self._generation.memory_stats())
+        with timer.phase("metrics"):
+            memory = self._generation.memory_stats()
+        return metrics | memory_metrics("generation", memory)
 
     def _leave_generation(self) -> None:
         """Engines leave the GPU, and the policy's state comes back, beside rewards and advantages."""

@@ -134,6 +134,7 @@ def train_step(
     *,
     of: LogprobOptions,
     device: torch.device,
+    empty_unused_memory_level: int = 0,
 ) -> StepResult:
     """Forward, backward and one optimizer step over one global batch.
 
@@ -145,6 +146,8 @@ def train_step(
         of: which log-probs the loss gets. Where the sampler does not keep all tokens, it gets those over all tokens,
             too, in the column `unfiltered_logprobs`, with grad.
         device: where the model computes.
+        empty_unused_memory_level: from 1 on torch's allocator gives back what it does not use before the optimizer's
+            step, from 2 on also behind it (megatron/training/training.py does so).
     """
     assert state.optimizer is not None and state.scheduler is not None
     for chunk in state.model:
@@ -177,6 +180,8 @@ def train_step(
             forward_only=False,
             device=device,
         )
+        if empty_unused_memory_level >= 1:
+            torch.cuda.empty_cache()
         state.before_update()
         # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
         optimizer.prepare_grads()
@@ -189,6 +194,8 @@ def train_step(
         state.watch.before_step()
         _clip_and_update(optimizer, grad_norm)
         state.watch.after_step(grad_norm, [group["lr"] for group in optimizer.param_groups], device)
+    if empty_unused_memory_level >= 2:
+        torch.cuda.empty_cache()
     state.scheduler.step(increment=1)
     return StepResult(loss, grad_norm, skipped=False, metrics=totals)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import psutil
 
@@ -37,6 +38,28 @@ def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: i
             stats["gpu_driver_gib"] = driver_bytes / GIB
             stats["gpu_context_gib"] = stats["gpu_driver_gib"] - stats["gpu_reserved_gib"]
     return stats
+
+
+@dataclass(frozen=True)
+class GpuAllocated:
+    """Counts what torch's allocator has given out on the current device.
+
+    Attributes:
+        nbytes: now.
+        peak_bytes: the most since the last `reset_gpu_peak()`.
+    """
+
+    nbytes: int
+    peak_bytes: int
+
+
+def gpu_allocated() -> GpuAllocated | None:
+    """Reads torch's own counters, without the driver's, which take a millisecond; None without a GPU in use."""
+    if not _gpu_is_in_use():
+        return None
+    import torch
+
+    return GpuAllocated(torch.cuda.memory_allocated(), torch.cuda.max_memory_allocated())
 
 
 def largest_of(every_process: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -12,7 +12,7 @@ from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
 from nemo_offload_rl.plan.phase_memory import phase_bytes
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.plan.planner import plan_run
-from nemo_offload_rl.plan.row_tokens import open_keys
+from nemo_offload_rl.plan.row_tokens import open_keys, with_row_tokens
 from nemo_offload_rl.residency.table import Phase
 
 
@@ -21,7 +21,8 @@ def with_awake_engine(
 ) -> tuple[Mapping[str, Any], list[str]]:
     """Have vLLM keep weights and KV cache on the GPU where every phase has room for them, the build included.
 
-    Where the tokens of packed rows are left open, vLLM sleeps: longer rows are worth more than a shorter switch.
+    Where the tokens of packed rows are left open, it does so if they come out as long as beside a vLLM that sleeps:
+    longer rows are worth more than a shorter switch.
 
     Args:
         config: a validated recipe that leaves `policy.residency.generation_weights` open, with vLLM on the policy's
@@ -33,12 +34,11 @@ def with_awake_engine(
     Returns:
         The config, and a line if the engine stays awake.
     """
-    if open_keys(config):
-        return config, []
     awake = copy.deepcopy(dict(config))
     awake["policy"]["residency"]["generation_weights"] = "gpu"
     try:
-        found = _most_bytes(awake, hf_config, algorithm, gpu_bytes)
+        with_rows = _with_the_same_rows(config, awake, hf_config, algorithm, gpu_bytes)
+        found = None if with_rows is None else _most_bytes(with_rows, hf_config, algorithm, gpu_bytes)
     except UnknownArchitectureError:
         return config, []
     if found is None:
@@ -76,6 +76,22 @@ def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: 
             f"takes at least {show_gib(needed - awake)} GiB, but the GPU has {show_gib(gpu_bytes)} GiB; set it to "
             "discard, or lower policy.generation.vllm_kwargs.max_num_seqs or the tokens of a micro-batch."
         )
+
+
+def _with_the_same_rows(
+    config: Mapping[str, Any], awake: Mapping[str, Any], hf_config: Mapping[str, Any], algorithm: str, gpu_bytes: int
+) -> Mapping[str, Any] | None:
+    """The config with an awake engine and numbers for its packed rows; None where these would be others than asleep."""
+    if not open_keys(config):
+        return awake
+    chosen = []
+    for one in (config, awake):
+        try:
+            chosen.append(with_row_tokens(one, hf_config, algorithm=algorithm, gpu_bytes=gpu_bytes)[0])
+        except ValueError:  # the longest sample has no room, which `run.row_tokens` tells
+            return None
+    asleep_rows, awake_rows = (one["policy"]["sequence_packing"] for one in chosen)
+    return chosen[1] if asleep_rows == awake_rows else None
 
 
 def _most_bytes(

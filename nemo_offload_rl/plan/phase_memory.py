@@ -102,16 +102,25 @@ def _stage_bytes(
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
     # What leaves from the end of training is copied on beside refit and generation, where there is room.
     leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
+    cached = _cached_bytes(held[Phase.TRAIN] + beside, training, engine, gpu_bytes)
     if engine.stays_awake:
-        refit = with_cache = held[Phase.REFIT] + beside + engine.refit_bytes + leaving
+        refit = with_cache = held[Phase.REFIT] + beside + engine.refit_bytes + leaving + cached
     else:
         refit = held[Phase.REFIT] + beside + engine.weights_bytes + engine.refit_bytes
-        with_cache = refit + leaving + engine.kv_cache_bytes(gpu_bytes)  # it is mapped behind the weights, likewise
+        # The KV cache is mapped behind the weights, likewise.
+        with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
+    generation = awake + leaving + cached
     return {
         # Optimizer state comes back for training beside the last of the log-prob passes.
         Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + forward,
         # Activations are gone when the optimizer's step makes its fp32 gradients.
         Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
         Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
-        Phase.GENERATE: awake + leaving if awake + leaving <= gpu_bytes else awake,
+        Phase.GENERATE: generation if generation <= gpu_bytes else awake,
     }
+
+
+def _cached_bytes(held: int, training: int, engine: EngineMemory, gpu_bytes: int) -> int:
+    """What torch's allocator keeps of a training pass beside a refit: all or nothing (`Residency`), here at most."""
+    needed = engine.free_bytes_for_refit
+    return 0 if needed is None else max(0, min(training, gpu_bytes - needed - held))

@@ -55,12 +55,14 @@ class Algorithm(ABC):
         """
         with timer.phase("training"):
             result = self._policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
+        with timer.phase("metrics"):
+            moves, memory = self._policy.residency_metrics(), self._policy.memory_stats()
         return (
             training_metrics(result)
             | {"train/num_tokens": float(batch["input_lengths"].sum())}
             | self._flops.metrics(batch["input_lengths"].tolist(), timer.seconds())
-            | residency_metrics(self._policy.residency_metrics())
-            | memory_metrics("policy", self._policy.memory_stats())
+            | residency_metrics(moves)
+            | memory_metrics("policy", memory)
         )
 
     @property

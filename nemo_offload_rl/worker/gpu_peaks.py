@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from nemo_offload_rl.memory.units import GIB
-from nemo_offload_rl.metrics.memory import memory_stats, reset_gpu_peak
+from nemo_offload_rl.metrics.memory import gpu_allocated, memory_stats, reset_gpu_peak
 
 
 class GpuPeaks:
@@ -24,13 +24,13 @@ class GpuPeaks:
     def of(self, verb: str) -> Iterator[None]:
         """Records what is done inside under a verb's name."""
         reset_gpu_peak()
-        before, mapped = memory_stats(), self._mapped_bytes()
+        before, mapped = gpu_allocated(), self._mapped_bytes()
         yield
-        stats = memory_stats()
-        if "gpu_peak_allocated_gib" in stats:
-            peak, self._peak_mapped_bytes = stats["gpu_peak_allocated_gib"], max(mapped, self._mapped_bytes())
-            self._peaks[f"gpu_peak_{verb}_gib"] = peak + self._peak_mapped_bytes / GIB
-            self._taken_gib[verb] = peak - before["gpu_allocated_gib"]
+        now = gpu_allocated()
+        if before is not None and now is not None:
+            self._peak_mapped_bytes = max(mapped, self._mapped_bytes())
+            self._peaks[f"gpu_peak_{verb}_gib"] = (now.peak_bytes + self._peak_mapped_bytes) / GIB
+            self._taken_gib[verb] = (now.peak_bytes - before.nbytes) / GIB
 
     def taken_gib(self, verb: str) -> float | None:
         """Returns what the verb's last call took at most beside what was there before; None without a GPU."""

@@ -215,14 +215,13 @@ class MegatronPolicyWorker:
                         loss_fn,
                         of=self._passes.train,
                         device=self.device,
+                        empty_unused_memory_level=self._config["megatron_cfg"]["empty_unused_memory_level"],
                     )
                 if self.graphs.fixed_shapes:
                     result.metrics["num_graph_replays"] = float(self.graphs.num_replays)
                 self._skipped.count(result)
                 results.append(result)
                 num_microbatches += len(batches)
-                if self._config["megatron_cfg"]["empty_unused_memory_level"] >= 1:
-                    torch.cuda.empty_cache()
         return results, num_microbatches
 
     def _learning_rate(self) -> float:

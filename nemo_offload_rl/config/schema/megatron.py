@@ -198,7 +198,7 @@ class MegatronConfig(TypedDict):
     # Training steps before the capture; read only with cuda_graph_impl other than none. 1 or more there; recommended 3.
     cuda_graph_warmup_steps: NonNegativeInt
     # When the memory that torch's allocator keeps goes back to CUDA: 0 where generation needs it, which residency sees
-    # to; 1 after each optimizer step, too; 2 also before it. Recommended: 0; 1 or 2 against fragmentation.
+    # to; 1 before each optimizer step, too; 2 also behind it. Recommended: 0; 1 or 2 against fragmentation.
     empty_unused_memory_level: Literal[0, 1, 2]
     # Do not train the routers of a mixture-of-experts model (nothing on a dense one). Recommended for RL: true.
     freeze_moe_router: bool

@@ -12,7 +12,7 @@ from nemo_offload_rl.plan.engine_targets import engine_table
 from nemo_offload_rl.plan.generation import free_bytes_for_refit
 from nemo_offload_rl.plan.phase_memory import phase_bytes
 from nemo_offload_rl.plan.planner import plan_run
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.residency.table import Phase, Target
 from nemo_offload_rl.run.awake_engine import with_awake_engine_here
 from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 
@@ -65,7 +65,6 @@ def test_it_sleeps_where_training_needs_the_room():
 @pytest.mark.parametrize(
     ("gpu_gib", "overrides"),
     [
-        (140, ["policy.sequence_packing.train_mb_tokens=auto"]),  # rows take the room
         (None, []),  # several nodes
         (140, ["policy.generation.backend=transformers"]),
         (140, ["~policy.generation.vllm_kwargs.kv_cache_memory_bytes"]),  # vLLM takes what it finds
@@ -104,6 +103,30 @@ def test_an_awake_engine_is_in_every_phase_of_table_and_plan():
     for phase in (Phase.TRAIN, Phase.LOGPROB):
         assert beside_awake[phase] - beside_sleeping[phase] == awake - asleep_bytes
     assert beside_awake[Phase.GENERATE] == beside_sleeping[Phase.GENERATE]
+
+
+def test_it_stays_awake_beside_rows_that_are_left_open_if_they_are_no_shorter_for_it():
+    rows = "policy.sequence_packing.train_mb_tokens=auto"
+    assert decided(140, *RESIDENT, rows)[0] == "gpu"  # the longest that bring anything
+    assert decided(80, *RESIDENT, rows) == (None, [])
+    assert decided(20, *RESIDENT, rows) == (None, [])  # not even the longest sequence fits
+    config = load(RECIPE, [*VLLM, *RESIDENT, rows]).config
+    found, _ = fitted_to_gpus(config, "grpo", 140 * GIB)
+    assert found["policy"]["residency"]["generation_weights"] == "gpu"
+    assert found["policy"]["sequence_packing"]["train_mb_tokens"] == 32768
+
+
+def test_what_torch_keeps_of_training_counts_beside_a_refit_where_it_stays():
+    run, of_phases = planned(140, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    _, without_room = planned(40, *RESIDENT, *LONG_ROWS, f"++{KEY}=gpu")
+    held = sum(run.plan.ranks[0].gpu_bytes[Phase.TRAIN].values())
+    awake = run.engine.awake_bytes(140 * GIB)
+    training = of_phases[Phase.TRAIN] - held - 2 * GIB - run.engine.refit_graph_bytes - awake
+    grads = run.plan.ranks[0].gpu_bytes[Phase.TRAIN][Target.GRADS]
+    assert of_phases[Phase.REFIT] == of_phases[Phase.TRAIN] - grads + run.engine.refit_bytes
+    assert of_phases[Phase.GENERATE] == of_phases[Phase.TRAIN] - grads
+    assert 35 * GIB < training < 50 * GIB
+    assert without_room[Phase.GENERATE] == pytest.approx(of_phases[Phase.GENERATE] - training, abs=2)
 
 
 def test_rows_that_are_left_open_are_shorter_beside_an_engine_that_is_to_stay_awake():
