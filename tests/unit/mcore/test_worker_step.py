@@ -191,3 +191,21 @@ def test_a_frozen_router_does_not_move(make_worker):
     moved = {name for name in before if not torch.equal(before[name], after[name])}
     assert any(".experts." in name for name in moved)
     assert not any(".router." in name for name in moved)
+
+
+def test_unused_memory_goes_back_before_each_optimizer_step_and_from_level_2_on_behind_it(make_worker, monkeypatch):
+    worker, calls = make_worker(), []
+    step = worker.state.optimizer.step_with_ready_grads
+    monkeypatch.setattr(worker.state.optimizer, "step_with_ready_grads", lambda: (calls.append("step"), step())[1])
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: calls.append("empty_cache"))
+    found = {}
+    for level in (0, 1, 2):
+        worker._config["megatron_cfg"]["empty_unused_memory_level"] = level
+        calls.clear()
+        worker.train(random_batch(8), NLLLoss(), gbs=4, mbs=4)
+        found[level] = list(calls)
+    assert found == {
+        0: ["step"] * 2,
+        1: ["empty_cache", "step"] * 2,
+        2: ["empty_cache", "step", "empty_cache"] * 2,
+    }
