@@ -96,7 +96,9 @@ class RefitExtension:
         gc.freeze()
         saved = SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
         logger.info(
-            "While vLLM sleeps, %.1f MiB that it keeps among its weights wait in host memory.", saved.nbytes / MIB
+            "vLLM keeps %.1f MiB among its weights beside them; while it sleeps, what of it is not zero waits in host "
+            "memory.",
+            saved.nbytes / MIB,
         )
         return saved
 

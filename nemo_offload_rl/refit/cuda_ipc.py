@@ -94,22 +94,35 @@ class CudaIpcSender(RefitSender):
         self.metrics = {}
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
+        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+
+        Raises:
+            EngineLostError: If an engine's process has ended.
+            RuntimeError: If an engine has failed, as where it cannot open a buffer.
+            ValueError: If an engine has refused a weight.
+        """
         weights = iter(weights)
         checksums: dict[str, int] = {}
         export_s = self._verify_s = 0.0
         # A receiver may still have a buffer open when an error ends the refit; it must not be freed under it.
         with self._buffers() as buffers, (loads := Loads(self._receivers, len(buffers))).settled():
+            began = time.perf_counter()
             for number, bucket in enumerate(self._buckets):
                 loads.wait_for_room()
                 buffer = buffers[number % len(buffers)]
                 start = time.perf_counter()
                 self._fill(bucket, buffer, weights, checksums)
                 export_s += time.perf_counter() - start
-                loads.start(SharedBucket(bucket, buffer.handle))
+                loads.start(SharedBucket(bucket, buffer.handle), bucket.tensors)
             deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
             loads.wait()
-        self.metrics = {"export_s": export_s - self._verify_s, "verify_s": self._verify_s, "load_s": loads.seconds}
+            first_kernel_to_loaded_s = time.perf_counter() - began
+        self.metrics = {
+            "export_s": export_s - self._verify_s,
+            "verify_s": self._verify_s,
+            "load_s": loads.seconds,
+            "first_kernel_to_loaded_s": first_kernel_to_loaded_s,
+        }
         return checksums
 
     def _fill(

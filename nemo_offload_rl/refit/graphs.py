@@ -77,7 +77,13 @@ class GraphSender(RefitSender):
         self.metrics = {}
 
     def send(self, weights: Export) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
+        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+
+        Raises:
+            EngineLostError: If an engine's process has ended.
+            RuntimeError: If an engine has failed, as where it cannot open a buffer.
+            ValueError: If an engine has refused a weight.
+        """
         if not self._is_decided:
             self._is_decided = True
             return self._decide(weights)
@@ -146,12 +152,11 @@ class GraphSender(RefitSender):
         start = self._clock()
         checksums = {name: tensor_checksum(tensor) for name, tensor in weights} if self._verify else {}
         verified = self._clock()
-        export_s, load_s = recorded.send(self._receivers, self._clock)
+        times = recorded.send(self._receivers, self._clock)
         self.metrics = {
+            **times,
             "send_s": self._clock() - start,
             "verify_s": verified - start,
-            "export_s": export_s,
-            "load_s": load_s,
             "graphs": 1.0,
             "graph_pool_gib": recorded.pool_bytes / GIB,
         }
@@ -160,7 +165,7 @@ class GraphSender(RefitSender):
 
 def _reason(error: Exception) -> str:
     """The first line of an error; of one in an engine, that of its own."""
-    cause = getattr(error, "cause", error)
+    cause = getattr(error.__cause__, "cause", error)
     return f"{cause}".partition("\n")[0].rstrip(".") or type(cause).__name__
 
 
@@ -207,35 +212,40 @@ class _RecordedExport:
                 self._replays.append(self._recorder.record(functools.partial(_fill, slots, drawn)))
             deque(drawn, maxlen=0)  # to the end, where the export checks that there is no more
 
-    def send(self, receivers: Sequence[Receiver], clock: Callable[[], float]) -> tuple[float, float]:
+    def send(self, receivers: Sequence[Receiver], clock: Callable[[], float]) -> dict[str, float]:
         """Replay every bucket and have it loaded.
 
         Returns:
-            Seconds of the export, and of the receivers' loads.
+            `export_s`, `load_s` and `first_kernel_to_loaded_s` (see `RefitSender.metrics`).
         """
-        export_s = 0.0
+        times = {"export_s": 0.0}
         loads = Loads(receivers, self._buckets.num_buffers)
         with self._buckets.mapped() as handles, loads.settled():
+            began = clock()
             for number, replay in enumerate(self._replays):
                 loads.wait_for_room()
                 start = clock()
                 replay()
                 if self._device.type == "cuda":
                     torch.cuda.current_stream().synchronize()  # another process reads it now
-                export_s += clock() - start
-                loads.start(self._buckets.bucket(self._name, number, handles, is_known=self._is_known))
+                times["export_s"] += clock() - start
+                bucket = self._buckets.bucket(self._name, number, handles, is_known=self._is_known)
+                loads.start(bucket, self._buckets.layouts[number].tensors)
             loads.wait()
+            times["first_kernel_to_loaded_s"] = clock() - began
         self._is_known = True
-        return export_s, loads.seconds
+        return times | {"load_s": loads.seconds}
 
     def close(self, receivers: Sequence[Receiver]) -> None:
         """Give the graphs' memory and the addresses back, here and at the receivers."""
         loads = Loads(receivers, 1)
-        loads.start(LastBucket(self._name))
-        loads.wait()
-        self._replays.clear()
-        self._recorder.forget()
-        self._buckets.close()
+        try:
+            loads.start(LastBucket(self._name))
+            loads.wait()
+        finally:  # an engine that has died keeps nothing
+            self._replays.clear()
+            self._recorder.forget()
+            self._buckets.close()
 
 
 def _fill(slots: Sequence[torch.Tensor], drawn: Iterator[NamedTensor]) -> None:

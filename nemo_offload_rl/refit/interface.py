@@ -82,8 +82,9 @@ class RefitSender(Protocol):
     """Figures of the last `send`, each where it is known.
 
     `export_s`, until the tensors were in buckets; `load_s`, of the receivers' loads, which other buckets' exports
-    overlap; `verify_s`, of checksums; `graphs`, 1 where the export was replayed from CUDA graphs, and `graph_pool_gib`,
-    the memory that their temporaries keep.
+    overlap; `first_kernel_to_loaded_s`, from the first bucket's export until the last receiver has said that all is
+    loaded, so without the mapping and unmapping of buffers; `verify_s`, of checksums; `graphs`, 1 where the export was
+    replayed from CUDA graphs, and `graph_pool_gib`, the memory that their temporaries keep.
     """
 
     def send(self, weights: Export) -> dict[str, int]:

@@ -1,23 +1,46 @@
 """Weights through memory that both sides map; on a CPU, where it is the host's."""
 
 import itertools
+import re
+import sys
 import time
 
 import pytest
 import ray
 import torch
+from ray.exceptions import OutOfMemoryError, RayTaskError
 from support.mixed_weights import MIXED
 from support.shared_memory import num_open_buffers
 from support.weight_loader import WeightLoader, take
 
+from nemo_offload_rl.memory import shared_buffer
+from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
+# The actors cannot import this module; what is defined in it travels whole.
+ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 
-def start(rank, **arguments):
-    return Receiver(ray.remote(WeightLoader).options(num_cpus=0).remote(**arguments), (rank,))
+
+class OnAnotherNode(WeightLoader):
+    """Cannot open memory of this node."""
+
+    def load_weights(self, bucket):
+        shared_buffer._node = lambda: "another node"  # of this process
+        return super().load_weights(bucket)
+
+
+class EndedByRay(WeightLoader):
+    """Fails as Ray says it of a process that it has ended for its node's memory."""
+
+    def load_weights(self, bucket):
+        raise OutOfMemoryError("the node's memory ran short")
+
+
+def start(rank, kind=WeightLoader, **arguments):
+    return Receiver(ray.remote(kind).options(num_cpus=0).remote(**arguments), (rank,), f"engine {rank}")
 
 
 @pytest.fixture(scope="module")
@@ -77,16 +100,62 @@ def test_buckets_take_turns_in_the_buffers_and_none_is_written_while_it_is_read(
 
 def test_what_a_receiver_refuses_stops_the_refit(receivers):
     weights = [("a", torch.ones(1)), ("unwanted", torch.ones(1)), ("b", torch.ones(1))]
-    with pytest.raises(ValueError, match="no such weight here"):
-        connect(receivers, weights, bucket_bytes=8).send(weights)
-    take(receivers[0])
+    match = "The refit has failed at engine 1 with the weights a to unwanted: ValueError: there is no such weight here"
+    with pytest.raises(ValueError, match=re.escape(match)) as caught:
+        connect(receivers, weights, rank=1, bucket_bytes=16).send(weights)
+    assert isinstance(caught.value.__cause__, RayTaskError)  # with the engine's own traceback
+    assert num_open_buffers() == 0
+    take(receivers[1])
 
 
-def test_a_receiver_that_dies_stops_the_refit(ray_cluster):
+@pytest.mark.parametrize("deadly", [0, 1, 4])
+def test_a_receiver_that_dies_stops_the_refit_and_is_named(ray_cluster, deadly):
     receiver = start(0)
-    weights = [("deadly", torch.ones(1)), ("b", torch.ones(1)), ("c", torch.ones(1))]
-    with pytest.raises(ray.exceptions.ActorDiedError):
-        connect([receiver], weights, bucket_bytes=8).send(weights)
+    weights = [(f"w{index}", torch.ones(1)) for index in range(5)]
+    weights[deadly] = ("deadly", torch.ones(1))
+    sender = connect([receiver], weights, bucket_bytes=8)
+    with pytest.raises(EngineLostError, match="has lost engine 0 with the weight deadly: its process or its node"):
+        sender.send(weights)
+    assert num_open_buffers() == 0
+    with pytest.raises(EngineLostError, match=f"has lost engine 0 with the weight {weights[0][0]}"):
+        sender.send(weights)
+
+
+def test_a_receiver_that_ray_ends_for_memory_keeps_that_reason(ray_cluster):
+    receiver = start(0, EndedByRay)
+    with pytest.raises(
+        OutOfMemoryError, match=r"(?s)has lost engine 0 with the weights a to transposed: .*memory ran short"
+    ):
+        connect([receiver], MIXED).send(iter(MIXED))
+    ray.kill(receiver.actor)
+
+
+def test_a_buffer_that_cannot_be_opened_stops_the_refit_and_is_named(ray_cluster):
+    receiver = start(0, OnAnotherNode)
+    weights = [("a", torch.ones(1)), ("b", torch.ones(1))]
+    match = r"failed at engine 0 with the weights a to b: SharedBufferError: Host memory .* cannot be opened on another"
+    with pytest.raises(RuntimeError, match=match) as caught:
+        connect([receiver], weights).send(weights)
+    assert isinstance(caught.value.__cause__, RayTaskError)
+    assert num_open_buffers() == 0
+    ray.kill(receiver.actor)
+
+
+@pytest.mark.parametrize("bucket_bytes", [1000, 128])  # a bucket, three of them
+def test_the_time_from_the_first_export_to_the_last_load_is_measured(ray_cluster, bucket_bytes):
+    receiver = start(0, seconds=0.05)
+
+    def weights():
+        time.sleep(0.02)
+        yield from MIXED
+
+    take(receiver)
+    sender = connect([receiver], MIXED, bucket_bytes=bucket_bytes)
+    began = time.perf_counter()
+    sender.send(weights())
+    whole_s, metrics = time.perf_counter() - began, sender.metrics
+    assert 0.02 + 0.05 * take(receiver)["num_loads"] < metrics["first_kernel_to_loaded_s"] < whole_s
+    ray.kill(receiver.actor)
 
 
 def test_a_refit_leaves_no_buffer_behind(receivers):

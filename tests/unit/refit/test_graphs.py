@@ -1,5 +1,6 @@
 """Refits that are recorded and replayed: CUDA graphs on a GPU; on a CPU, recorded operations stand for them."""
 
+import gc
 import itertools
 import logging
 
@@ -16,6 +17,7 @@ from nemo_offload_rl.generation.recorded_loads import RecordedLoads
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
 from nemo_offload_rl.refit import fixed_buckets
+from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.graphs import GraphSender
@@ -52,8 +54,10 @@ def engine(engine_process, device):
 def make_sender(engine, device):
     made = []
 
-    def make(weights, *, bucket_bytes=1000, verify=False, recorder=None, min_gain_s=-100.0, **arguments):
-        receivers, recorder = [Receiver(engine, (0,))], recorder or Counting(device)
+    def make(
+        weights, *, receivers=None, bucket_bytes=1000, verify=False, recorder=None, min_gain_s=-100.0, **arguments
+    ):
+        receivers, recorder = receivers or [Receiver(engine, (0,))], recorder or Counting(device)
         layouts = ExportPlan.of(weights).buckets(bucket_bytes)
         made.append(
             GraphSender(
@@ -99,6 +103,8 @@ def test_later_refits_run_no_python_and_bring_the_weights_of_then(
     assert sender.metrics["graphs"] == 1
     assert sender.metrics["load_s"] == 0.25 * num_buckets
     assert sender.metrics["graph_pool_gib"] > 0
+    times = {name: sender.metrics[name] for name in ("export_s", "first_kernel_to_loaded_s", "send_s")}
+    assert 0 < times["export_s"] < times["first_kernel_to_loaded_s"] < times["send_s"]
 
 
 @on_cpu
@@ -202,13 +208,44 @@ def test_graphs_that_gain_too_little_are_given_back_on_both_sides(engine, make_s
     sender = make_sender(weights, min_gain_s=0.005, clock=itertools.count(0, 0.001).__next__)
     with caplog.at_level(logging.INFO):
         sender.send(weights)
-    assert "takes 3.0 ms instead of 1.0 ms, and would have to save 5 ms" in caplog.text
+    assert "takes 5.0 ms instead of 1.0 ms, and would have to save 5 ms" in caplog.text
     found = look(engine)
     assert found["sums"] == weights.sums()
     assert (found["num_senders"], found["num_open"], num_open_buffers()) == (0, 0, 0)
     weights.step()
     sender.send(weights)
     assert look(engine)["sums"] == weights.sums()
+
+
+@on_each_device
+@pytest.mark.parametrize(("bucket_bytes", "named"), [(1000, "s whole to scalar"), (300, " whole")])
+def test_a_load_that_fails_once_graphs_are_taken_names_the_engine_and_the_weights(
+    engine, make_sender, device, bucket_bytes, named
+):
+    weights = Weights(device)
+    sender = make_sender(weights, bucket_bytes=bucket_bytes)
+    sender.send(weights)
+    ray.get(engine.start.remote(device, opens_fixed=False))
+    match = f"failed at a generation engine with the weight{named}: SharedBufferError: this memory cannot be opened"
+    with pytest.raises(RuntimeError, match=match):
+        sender.send(weights)
+
+
+@on_each_device
+def test_an_engine_that_dies_once_graphs_are_taken_is_named_with_the_weights(ray_cluster, make_sender, device):
+    doomed = start_engine(ray_cluster)
+    ray.get(doomed.start.remote(device))
+    weights = Weights(device)
+    sender = make_sender(weights, receivers=[Receiver(doomed, (0,), "engine 3")])
+    sender.send(weights)
+    assert sender.metrics["graphs"] == 1
+    ray.kill(doomed)
+    with pytest.raises(EngineLostError, match="has lost engine 3 with the weights whole to scalar: its process or its"):
+        sender.send(weights)
+    with pytest.raises(EngineLostError, match="has lost engine 3: its process or its node has ended"):
+        sender.close()
+    gc.collect()  # the first error's frames hold the replay
+    assert num_open_buffers() == 0
 
 
 class ForgetfulRecorder(OpsRecorder):
