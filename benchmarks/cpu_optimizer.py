@@ -1,66 +1,132 @@
 """What does optimizer state off the GPU during training cost: streamed through a window, or stepped on the CPU?
 
-    python benchmarks/cpu_optimizer.py --out docs/results/cpu_optimizer.json [--cases 8B] [--ways streamed]
+    python benchmarks/cpu_optimizer.py --out docs/results/cpu_optimizer.json [--cases 8B] [--ways streamed] [--append]
 
 Every case is tried in every way, each in a process of its own, in turn. `share_of_link` are the bytes of a step both
 ways over the time from the first copy's start to the last one's end, as a share of what the link did with copies in
-both directions at once, measured in the same process. `bit_equal` compares every step's loss, gradient norm and
-parameters with those of the first way that steps the same fraction on the CPU: its kernel rounds otherwise. A way that
-does not fit on the GPU has a row that says so. At `--scale tiny` a tiny model is trained, also without a GPU.
+both directions at once, measured in the same process. `times_streamed` are the optimizer's seconds over those of the
+streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that steps
+the same fraction on the CPU: its kernel rounds otherwise. `host_mib` is page-locked, `peak_host_mib` the most that the
+whole process had. `plan_says` is what `nemo-offload-rl plan` says of this GPU and host. A way that does not fit on the
+GPU has a row that says so. At `--scale tiny` a tiny model is trained, also without a GPU.
 """
 
 import argparse
 import dataclasses
+import gc
 import json
 import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from model_shapes import TINY_SIZES
-from optimizer_ways.ways import CASES, WAYS, Case
+from optimizer_ways.ways import CASES, STREAMED, WAYS, Case, Way
 from result_file import TableValue, print_rows, write_result
 from turns import in_turn, my_turn
 
-
-def scaled(case: Case, scale: str) -> Case:
-    """The case itself, or the same with a tiny model and batch."""
-    if scale == "full":
-        return case
-    tiny = {**case.hf_config, **TINY_SIZES}
-    return dataclasses.replace(case, hf_config=tiny, rows=4, mbs=2, seq_length=16, steps=2)
+Row = dict[str, TableValue]
 
 
-def compared(rows: Sequence[tuple[dict[str, TableValue], list[Any]]]) -> list[dict[str, TableValue]]:
-    """The rows of one case with `bit_equal`: whether what was made equals what the first way of its fraction made."""
+def scaled(case: Case, scale: str, steps: int | None = None) -> Case:
+    """The case itself, or the same with a tiny model and batch; with another number of measured steps if given."""
+    if scale == "tiny":
+        tiny = {**case.hf_config, **TINY_SIZES}
+        case = dataclasses.replace(case, hf_config=tiny, rows=4, mbs=2, seq_length=16, steps=2)
+        case = dataclasses.replace(case, larger_mbs=tuple(mbs for mbs in case.larger_mbs if mbs > case.mbs))
+    return case if steps is None else dataclasses.replace(case, steps=steps)
+
+
+def compared(rows: Sequence[tuple[Row, list[Any]]]) -> list[Row]:
+    """Compares the rows of one case.
+
+    Returns:
+        The rows with `bit_equal`, whether what was made equals what the first way of the fraction made, and with
+        `times_streamed`, the optimizer's seconds over those of the streamed way.
+    """
     first: dict[TableValue, list[Any]] = {}
+    streamed_ms = next((row["optimizer_ms"] for row, made in rows if made and row["way"] == STREAMED), None)
+    found = []
     for row, made in rows:
+        equal = times = None
         if made:
+            equal = made == first[row["fraction"]] if row["fraction"] in first else None
             first.setdefault(row["fraction"], made)
-    return [row | {"bit_equal": made == first[row["fraction"]] if made else None} for row, made in rows]
+            times = _ratio(row["optimizer_ms"], streamed_ms)
+        found.append(row | {"bit_equal": equal, "times_streamed": times})
+    return found
 
 
-def child(case: str, way: str, scale: str, out: Path) -> None:
+def _ratio(one: TableValue, other: TableValue) -> float | None:
+    if not isinstance(one, float) or not isinstance(other, float) or not other:
+        return None
+    return round(one / other, 3)
+
+
+def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
+    """Yields what the CPU optimizer takes of all parameters beside streamed state: neither leaves state on the GPU."""
+    streamed = {row["case"]: row for row in rows if row["way"] == STREAMED}
+    for row in rows:
+        if row.get("fraction") == 1 and row.get("times_streamed") is not None:
+            beside = streamed[row["case"]]
+            yield (
+                f"{row['case']}: the optimizer's step of {row['way']} takes {row['times_streamed']} times that of "
+                f"streamed state ({row['optimizer_ms']} and {beside['optimizer_ms']} ms); peaks of GPU memory: "
+                f"{row['peak_gpu_mib']} and {beside['peak_gpu_mib']} MiB"
+            )
+
+
+def child(case: Case, way: Way, out: Path) -> None:
+    """Measures in this process, when it is its turn."""
+    with my_turn():
+        import torch
+        from optimizer_ways.measure import measure
+
+        says = plan_here(case)
+
+        def save(measured: tuple[Row, list[Any]]) -> None:
+            row, made = measured
+            out.write_text(json.dumps((row | says, made)))
+
+        try:
+            measure(case, way, save)
+        except torch.OutOfMemoryError as error:
+            reason = str(error).splitlines()[0]
+            save(({"case": case.name, "way": way.name, "fraction": way.fraction, "refused": reason}, []))
+        # What the error's traceback holds of the GPU is given back before the next process has its turn.
+        gc.collect()
+        torch.cuda.empty_cache()
+
+
+def plan_here(case: Case) -> Row:
+    """Returns what the plan says of the case for this machine, if it is asked; there is no answer without a GPU."""
+    if not case.asks_plan:
+        return {}
     import torch
-    from optimizer_ways.measure import measure
+    from optimizer_ways.recipe import plan_says
 
-    try:
-        with my_turn():
-            found = measure(scaled(CASES[case], scale), WAYS[way])
-    except torch.OutOfMemoryError as error:
-        reason = str(error).splitlines()[0]
-        found = {"case": case, "way": way, "fraction": WAYS[way].fraction, "refused": reason}, []
-    out.write_text(json.dumps(found))
+    from nemo_offload_rl.placement.machine import host_facts
+
+    if not torch.cuda.is_available():
+        return {"plan_says": None}
+    return {"plan_says": plan_says(case, torch.cuda.get_device_properties(0).total_memory, host_facts())}
 
 
-def in_own_process(case: Case, way: str, scale: str) -> tuple[dict[str, TableValue], list[Any]]:
+def in_own_process(case: Case, way: str, arguments: Sequence[str]) -> tuple[Row, list[Any]]:
+    """Returns what a process measured.
+
+    Args:
+        case: the case.
+        way: the name of the way.
+        arguments: of the command line, that the process gets, too.
+    """
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
-        command = [sys.executable, __file__, "--child", case.name, way, "--scale", scale, "--out", str(out)]
+        command = [sys.executable, __file__, "--child", case.name, way, *arguments, "--out", str(out)]
         done = subprocess.run(command, env={**os.environ, **case.environ}, check=False)
         if not out.exists():
             return {"case": case.name, "way": way, "refused": f"its process ended with status {done.returncode}"}, []
@@ -68,26 +134,46 @@ def in_own_process(case: Case, way: str, scale: str) -> tuple[dict[str, TableVal
     return row, made
 
 
-def main() -> None:
+def parsed_arguments() -> argparse.Namespace:
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="some of the cases")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
+    parser.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of those of each case")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/cpu_optimizer.json"), help="the result file")
+    parser.add_argument(
+        "--append", action="store_true", help="keep the file's rows of cases and ways that are not measured now"
+    )
     arguments = parser.parse_args()
+    if arguments.steps is not None and arguments.steps < 1:
+        parser.error(f"--steps is a number of steps, 1 or more; found {arguments.steps}")
+    return arguments
+
+
+def main() -> None:
+    """Measures every case in every way and writes the result after each."""
+    arguments = parsed_arguments()
     if arguments.child:
-        child(*arguments.child, arguments.scale, arguments.out)
+        case, way = arguments.child
+        child(scaled(CASES[case], arguments.scale, arguments.steps), WAYS[way], arguments.out)
         return
-    rows: list[dict[str, TableValue]] = []
+    passed_on = ["--scale", arguments.scale, *([] if arguments.steps is None else ["--steps", str(arguments.steps)])]
+    rows: list[Row] = []
     for case in (CASES[name] for name in arguments.cases):
-        found: list[tuple[dict[str, TableValue], list[Any]]] = []
-        run = partial(in_own_process, case, scale=arguments.scale)
+        found: list[tuple[Row, list[Any]]] = []
+        run = partial(in_own_process, case, arguments=passed_on)
         for measured in in_turn(run, [way for way in case.ways if way in arguments.ways]):
             found.append(measured)
-            write_result(arguments.out, rows + compared(found))
+            by = ("case", "way") if arguments.append else ()
+            write_result(arguments.out, rows + compared(found), append_by=by)
         rows += compared(found)
-        print_rows(rows)
+        print_rows([{name: value for name, value in row.items() if name != "plan_says"} for row in rows])
+        for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
+            print(f"plan: {line}")
+        for line in ratio_lines(rows):
+            print(line)
 
 
 if __name__ == "__main__":

@@ -9,26 +9,47 @@ import sys
 from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 TableValue = float | int | str | bool | None
 
+_ORIGIN = ("machine", "commit", "command", "date")
 
-def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]]) -> None:
+
+def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]], *, append_by: Sequence[str] = ()) -> None:
     """Writes rows as `{"machine", "commit", "command", "date", "rows"}`.
 
     Args:
         path: The JSON file; its folder is made where it is missing.
         rows: One a measured case: plain numbers, with the unit in the field's name.
+        append_by: Fields that tell one case from another. Given, rows that the file has of other cases stay in it, with
+            the machine, commit, command and date of their own run; empty, the file is written anew.
     """
-    result = {
+    result: dict[str, Any] = {
         "machine": machine(),
         "commit": commit(),
         "command": shlex.join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": datetime.now(UTC).date().isoformat(),
-        "rows": list(rows),
     }
+    if append_by and path.exists():
+        rows = _appended(json.loads(path.read_text()), rows, append_by)
+    result["rows"] = list(rows)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
+
+
+def _appended(
+    before: Mapping[str, Any], rows: Sequence[Mapping[str, TableValue]], fields: Sequence[str]
+) -> list[Mapping[str, TableValue]]:
+    """Returns the rows of an earlier result, those that were measured again as they are now, and then all others."""
+
+    def case_of(row: Mapping[str, TableValue]) -> tuple[TableValue, ...]:
+        return tuple(row.get(name) for name in fields)
+
+    now = {case_of(row): row for row in rows}
+    origin = {name: before[name] for name in _ORIGIN}
+    kept = [now.pop(case_of(row), origin | row) for row in before["rows"]]
+    return [*kept, *now.values()]
 
 
 def print_rows(rows: Sequence[Mapping[str, TableValue]]) -> None:

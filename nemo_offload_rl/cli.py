@@ -2,6 +2,8 @@
 
 import argparse
 import contextlib
+import dataclasses
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -10,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.config.schema import MasterConfig
+    from nemo_offload_rl.metrics.logger import MetricRow
+    from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host
     from nemo_offload_rl.plan.planner import PlannedRun
 
 EXIT_OK, EXIT_ERROR = 0, 2
@@ -86,8 +90,19 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("overrides", nargs="*", metavar="OVERRIDE", help="as for validate")
     plan.add_argument("--gpus", type=int, metavar="N", help="GPUs of each node, instead of cluster.gpus_per_node")
     plan.add_argument("--link", type=float, metavar="GB/S", help="speed of the link, instead of an assumed 55 GB/s")
-    plan.add_argument("--link-of", type=Path, metavar="RUN", help="a run's folder, for the speed that its link had")
+    plan.add_argument(
+        "--link-of",
+        type=Path,
+        metavar="RUN",
+        help="a run's folder, for the speeds that its link and its CPU optimizer had",
+    )
     plan.add_argument("--gpu-memory", type=float, metavar="GIB", help="size of a GPU: which way optimizer state takes")
+    plan.add_argument(
+        "--host-memory",
+        type=float,
+        metavar="GIB",
+        help="memory of the machine that the plan is for, with 16 CPU threads a rank; without, it is for this machine",
+    )
     plan.add_argument("--json", action="store_true", help="print the plan as JSON; sizes in bytes")
     plan.set_defaults(run=_plan)
 
@@ -186,7 +201,6 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.config.model.model_folder import check_model_folder
     from nemo_offload_rl.hf_config import hf_config
     from nemo_offload_rl.memory.units import GIB
-    from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.activations import limit_where_unknown
     from nemo_offload_rl.plan.architecture import UnknownArchitectureError
     from nemo_offload_rl.plan.optimizer_ways import plan_ways
@@ -194,7 +208,8 @@ def _plan(options: argparse.Namespace) -> None:
     from nemo_offload_rl.plan.report import print_plan, print_residency
     from nemo_offload_rl.plan.resident_state import DECIDED_CELLS, with_resident_state
 
-    link = _link_bytes_per_s(options)
+    earlier = _earlier_steps(options)
+    link = _link_bytes_per_s(options, earlier)
     gpu_bytes = None if options.gpu_memory is None else int(options.gpu_memory * GIB)
     check_model_folder(validated.config, needs_weights=False)
     model = hf_config(validated.config["policy"]).to_dict()
@@ -223,15 +238,17 @@ def _plan(options: argparse.Namespace) -> None:
         other = load(options.recipe, [*overrides, *more]).config
         return planned(with_resident_state(other, planned, gpu_bytes)[0])
 
+    cpu_speed = _cpu_speed(options, earlier, run)
     print_plan(
         run,
-        ways=plan_ways(config["policy"], plan_with),
+        ways=plan_ways(config["policy"], plan_with, cpu_params_per_s=cpu_speed.params_per_s),
         gpu_bytes=gpu_bytes,
         packing=config["policy"]["sequence_packing"],
         row_lines=[*notes, *rows],
-        link_source=_link_source(options),
+        link_source=_link_source(options, link),
+        cpu_speed=cpu_speed,
         written_at=written_at,
-        here=host_facts(),
+        host=_planned_host(options),
         as_json=options.json,
     )
 
@@ -285,33 +302,72 @@ def _check_plan_options(options: argparse.Namespace) -> None:
         raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
     if options.gpus is not None and options.gpus < 1:
         raise ValueError(f"--gpus is a number of GPUs of each node, 1 or more; found {options.gpus}")
-    if options.gpu_memory is not None and not 0 < options.gpu_memory < float("inf"):
-        raise ValueError(f"--gpu-memory is a size in GiB above 0; found {options.gpu_memory:g}")
-
-
-def _link_bytes_per_s(options: argparse.Namespace) -> float | None:
-    """Return the speed that the command line names; None for the plan's assumption."""
-    if options.link_of is None:
-        return None if options.link is None else float(options.link * 1e9)
-    if options.link is not None:
+    for option, gib in (("--gpu-memory", options.gpu_memory), ("--host-memory", options.host_memory)):
+        if gib is not None and not 0 < gib < float("inf"):
+            raise ValueError(f"{option} is a size in GiB above 0; found {gib:g}")
+    if options.link is not None and options.link_of is not None:
         raise ValueError("--link and --link-of both name the link's speed; give one of them")
+
+
+def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
+    """Read the metrics of the run that speeds are taken from; empty where no run is named."""
+    if options.link_of is None:
+        return []
     from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
     from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
+    from nemo_offload_rl.plan.optimizer_ways import measured_cpu_params_per_s
 
     path = options.link_of / METRICS_FILE
-    speed = measured_link_bytes_per_s(read_metrics(path))
-    if speed is None:
+    steps = read_metrics(path)
+    if measured_link_bytes_per_s(steps) is None and measured_cpu_params_per_s(steps) is None:
         raise ValueError(
-            f"{path} has no share_of_link of a move in one direction, from which the link's speed follows; give the "
-            "folder of a run on GPUs with page-locked offload, or the speed with --link"
+            f"{path} has no share_of_link of a move in one direction, from which the link's speed follows, and no step "
+            "of the CPU optimizer; give the folder of a run on GPUs with page-locked offload, or the speed with --link"
         )
-    return speed
+    return steps
 
 
-def _link_source(options: argparse.Namespace) -> str:
-    if options.link_of is not None:
-        return f"measured by the run in {options.link_of}"
-    return "assumed" if options.link is None else "given by --link"
+def _link_bytes_per_s(options: argparse.Namespace, earlier: Sequence["MetricRow"]) -> float | None:
+    """Return the speed that the command line names; None for the plan's assumption."""
+    from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
+
+    return measured_link_bytes_per_s(earlier) if options.link is None else float(options.link * 1e9)
+
+
+def _link_source(options: argparse.Namespace, link_bytes_per_s: float | None) -> str:
+    if link_bytes_per_s is None:
+        return "assumed"
+    return "given by --link" if options.link is not None else _run_source(options)
+
+
+def _run_source(options: argparse.Namespace) -> str:
+    return f"measured by the run in {options.link_of}"
+
+
+def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run: "PlannedRun") -> "CpuSpeed":
+    """Return the CPU optimizer's speed: a run's, or an assumption for this machine or that of --host-memory."""
+    from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s, num_ranks_of_a_host
+
+    measured = measured_cpu_params_per_s(earlier)
+    if measured is not None:
+        return CpuSpeed(measured, _run_source(options))
+    if options.host_memory is not None:
+        return cpu_speed()
+    return cpu_speed(max(1, len(os.sched_getaffinity(0)) // num_ranks_of_a_host(run.needs)))
+
+
+def _planned_host(options: argparse.Namespace) -> "Host":
+    """Return the machine that a plan is for: this one, or that of --host-memory."""
+    from nemo_offload_rl.memory.units import GIB
+    from nemo_offload_rl.placement.machine import host_facts
+    from nemo_offload_rl.plan.optimizer_ways import Host
+
+    here = host_facts()
+    if options.host_memory is None:
+        return Host("this machine", here, "of MemAvailable and the cgroup's limit the smaller")
+    nbytes = int(options.host_memory * GIB)
+    memory = dataclasses.replace(here, total_bytes=nbytes, available_bytes=nbytes, cgroup_free_bytes=None)
+    return Host(f"a machine of {options.host_memory:g} GiB", memory, "all of its memory")
 
 
 def _doctor(options: argparse.Namespace) -> None:

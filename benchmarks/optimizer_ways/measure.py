@@ -1,10 +1,11 @@
 """Trains one model in one way, and measures its steps."""
 
+import resource
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,29 +16,40 @@ from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.memory.link import copy_bytes_per_s
 from nemo_offload_rl.memory.pinned import PinnedArena
-from nemo_offload_rl.memory.units import MIB
+from nemo_offload_rl.memory.units import KIB, MIB
 from nemo_offload_rl.residency.table import Target
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
-from optimizer_ways.ways import Case, Way
+from optimizer_ways.recipe import policy_of
+from optimizer_ways.ways import STREAMED, Case, Way
 
-RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
 WARM_UP = 2  # kernels are compiled, the optimizer's memory is taken
 _LINK_BYTES = 256 * MIB
 
 
-def measure(case: Case, way: Way) -> tuple[dict[str, TableValue], list[dict[str, Any]]]:
+Row = dict[str, TableValue]
+Measured = tuple[Row, list[dict[str, Any]]]
+"""A row, and what each step has made: loss, gradient norm and a checksum of the parameters, to be compared."""
+
+
+def measure(case: Case, way: Way, save: Callable[[Measured], None]) -> None:
     """Train in this process.
 
-    Returns:
-        The row, and what each step has made: loss, gradient norm and checksums of the parameters, to be compared.
+    Args:
+        case: what is trained.
+        way: to step the optimizer.
+        save: gets what was measured, and once more with the largest micro-batch where larger ones were tried: what goes
+            wrong in them does not cost the row.
 
     Raises:
         torch.OutOfMemoryError: the way does not fit on this GPU.
     """
     two_way = two_way_bytes_per_s()
-    worker = _worker(case, way)
+    worker = one_rank_worker(policy_of(case, way, has_gpus=torch.cuda.is_available()))
     try:
-        return _measured(worker, case, way, two_way)
+        row, made = _measured(worker, case, way, two_way)
+        save((row, made))
+        if case.larger_mbs and way.name == STREAMED:
+            save((row | {"largest_mbs": _largest_mbs(worker, case)}, made))
     finally:
         worker.shutdown()
 
@@ -57,30 +69,7 @@ def two_way_bytes_per_s() -> float | None:
     return speed
 
 
-def policy_of(case: Case, way: Way, *, has_gpus: bool) -> dict[str, Any]:
-    """Returns the policy section of the recipe, for a machine with GPUs or without."""
-    from nemo_offload_rl.config import load
-    from nemo_offload_rl.config.cpu import for_machine
-
-    overrides = [
-        f"policy.max_total_sequence_length={case.seq_length}",
-        "policy.sequence_packing.enabled=false",
-        "policy.megatron_cfg.empty_unused_memory_level=0",
-        *case.overrides,
-        *way.overrides,
-    ]
-    config, _ = for_machine(load(RECIPE, overrides).config, has_gpus=has_gpus)
-    policy = {key: value for key, value in config["policy"].items() if key != "generation"}  # no refit: nothing leaves
-    return policy | {"hf_config": dict(case.hf_config)}
-
-
-def _worker(case: Case, way: Way) -> MegatronPolicyWorker:
-    return one_rank_worker(policy_of(case, way, has_gpus=torch.cuda.is_available()))
-
-
-def _measured(
-    worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float | None
-) -> tuple[dict[str, TableValue], list[dict[str, Any]]]:
+def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float | None) -> Measured:
     steps, exposed, copies, made = [], [], [], []
     for number in range(WARM_UP + case.steps):
         worker.prepare_for_training()
@@ -95,7 +84,7 @@ def _measured(
             steps.append(seconds)
             exposed.append(optimizer[0])
             copies.append((moved.get("train/optimizer_state/copy_s"), moved.get("train/optimizer_state/gb")))
-    row: dict[str, TableValue] = {"case": case.name, "way": way.name, "fraction": way.fraction, "overlap": way.overlap}
+    row: Row = {"case": case.name, "way": way.name, "fraction": way.fraction, "overlap": way.overlap}
     copy_s = [seconds for seconds, _ in copies if seconds is not None]
     step_s, exposed_s = statistics.median(steps), statistics.median(exposed)
     streamed = bool(copy_s)
@@ -103,7 +92,7 @@ def _measured(
         "step_ms": round(step_s * 1e3, 1),
         "optimizer_ms": round((statistics.median(copy_s) if streamed else exposed_s) * 1e3, 1),
         "exposed_ms": round(exposed_s * 1e3, 1),
-        "peak_gpu_mib": _peak_mib(worker),
+        "peak_gpu_mib": _peak_mib(worker, "train"),
         "window_mib": worker.engine.nbytes()[Target.OPTIMIZER_STATE] // MIB if streamed else 0,
         "host_mib": worker.engine.context.arena.allocated_bytes // MIB,
         "share_of_link": None,
@@ -112,7 +101,33 @@ def _measured(
     if streamed and two_way is not None:
         speeds = [gb * 1e9 / seconds for seconds, gb in copies]
         row["share_of_link"] = round(statistics.median(speeds) / two_way, 4)
+    row["logprob_ms"] = round(_logprob_s(worker, case) * 1e3, 1)
+    row["logprob_peak_gpu_mib"] = _peak_mib(worker, "logprobs")
+    row["peak_host_mib"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * KIB // MIB
+    row["largest_mbs"] = None
     return row, made
+
+
+def _logprob_s(worker: MegatronPolicyWorker, case: Case) -> float:
+    """Returns the seconds of the second of two passes over a batch: the first brings the phase about."""
+    batch = _batch(case, 0)
+    worker.get_logprobs(batch, case.mbs)
+    start = _now()
+    worker.get_logprobs(batch, case.mbs)
+    return _now() - start
+
+
+def _largest_mbs(worker: MegatronPolicyWorker, case: Case) -> int:
+    """Returns the most rows that a micro-batch may have; each size is tried in one step, of as many rows at least."""
+    largest = case.mbs
+    for mbs in case.larger_mbs:
+        larger = replace(case, rows=max(case.rows, mbs))
+        try:
+            worker.train(_batch(larger, 0), NLLLoss(), larger.rows, mbs)
+        except torch.OutOfMemoryError:
+            break
+        largest = mbs
+    return largest
 
 
 @contextmanager
@@ -165,11 +180,11 @@ def _batch(case: Case, seed: int) -> BatchedData:
 
 def _checksum(worker: MegatronPolicyWorker) -> int:
     """Of the bits of every parameter; int64 sums are exact, modulo 2**64."""
-    sums = [p.detach().view(torch.int16).to(torch.int64).sum() for _, p in worker.state.parameters()]
+    sums = [p.detach().view(torch.int16).sum(dtype=torch.int64) for _, p in worker.state.parameters()]
     return int(torch.stack([total * (index + 1) for index, total in enumerate(sums)]).sum())
 
 
-def _peak_mib(worker: MegatronPolicyWorker) -> int | None:
-    """The highest of all verbs, ranges of the engine included."""
-    peaks = [value for name, value in worker.memory_stats().items() if name == "gpu_peak_train_gib"]
-    return round(peaks[0] * 1024) if peaks else None
+def _peak_mib(worker: MegatronPolicyWorker, verb: str) -> int | None:
+    """Returns the most that the last call of a verb has taken, ranges of the engine included; None without a GPU."""
+    peak_gib = worker.memory_stats().get(f"gpu_peak_{verb}_gib")
+    return None if peak_gib is None else round(peak_gib * 1024)

@@ -1,5 +1,6 @@
 """Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, on the CPU optimizer."""
 
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -7,9 +8,10 @@ from typing import Any
 from nemo_offload_rl.config import RecipeError
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.config.rules.residency import FOR_REFIT
-from nemo_offload_rl.memory.units import show_gib
+from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan import cpu_optimizer
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory
+from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, usable_bytes
 from nemo_offload_rl.plan.plan import RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Target
@@ -18,9 +20,45 @@ CPU_ADAM_PARAMS_PER_S = 3.9e9
 """An assumption: 16 threads of the H200's host stepped 772 M parameters in 0.31 s without overlap, 0.11 s of which are
 their copies at the link's speed (docs/results/cpu_optimizer.md)."""
 
+_MEASURED_THREADS = 16
+
 _OPTIMIZER = "policy.megatron_cfg.optimizer"
 _CELLS = "policy.residency.table"
+_CPU_METRICS, _CPU_QUANTITIES = "residency/cpu_optimizer", ("step_s", "waited_s", "copied_gib")
 _STATE = Target.OPTIMIZER_STATE
+
+
+@dataclass(frozen=True)
+class CpuSpeed:
+    """Says how fast the CPU optimizer's kernels are on a rank's threads.
+
+    Attributes:
+        params_per_s: parameters that they step in a second.
+        source: where the number is from.
+    """
+
+    params_per_s: float
+    source: str
+
+
+@dataclass(frozen=True)
+class Host:
+    """Describes the machine that a plan is for.
+
+    Attributes:
+        name: how messages call it.
+        memory: its memory.
+        source: where the size of its memory is from.
+    """
+
+    name: str
+    memory: HostMemory
+    source: str
+
+    @property
+    def usable_bytes(self) -> int:
+        """Returns the bytes that all its ranks may take together."""
+        return usable_bytes(self.memory)
 
 
 @dataclass(frozen=True)
@@ -49,6 +87,7 @@ class PlannedWay:
         generation_bytes: GPU memory that the policy keeps beside generation; 0 for an algorithm without generation.
         engine: the memory that vLLM takes beside that; None without vLLM.
         host_bytes: host memory of the rank that takes most.
+        all_ranks_host_bytes: host memory of all ranks of a host together, of the host where they take most.
         transfer_s: seconds on the link in a step, for all targets, if nothing overlaps.
         wait_s: seconds of the optimizer's step alone, for the copies and the CPU's kernels that it waits for.
     """
@@ -61,6 +100,7 @@ class PlannedWay:
     generation_bytes: int = 0
     engine: EngineMemory | None = None
     host_bytes: int = 0
+    all_ranks_host_bytes: int = 0
     transfer_s: float = 0.0
     wait_s: float = 0.0
 
@@ -73,6 +113,61 @@ class PlannedWay:
         training = max(self.training_bytes, self.state_bytes + self.activation_bytes)
         graphs = 0 if self.engine is None else self.engine.refit_graph_bytes
         return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES + graphs - gpu_bytes
+
+    def missing_host_bytes(self, host: Host) -> int:
+        """Returns what a host lacks for its ranks; 0 or less where they fit."""
+        return self.all_ranks_host_bytes - host.usable_bytes
+
+    def fits(self, gpu_bytes: int, host: Host) -> bool:
+        """Returns whether there is room for it, on the GPU and in host memory."""
+        return self.missing_bytes(gpu_bytes) <= 0 and self.missing_host_bytes(host) <= 0
+
+
+def cpu_speed(num_threads: int | None = None) -> CpuSpeed:
+    """Returns an assumption of the speed of the CPU optimizer's kernels.
+
+    Args:
+        num_threads: those that a rank has; None where its machine is not known.
+    """
+    measured = f"{_MEASURED_THREADS} threads"
+    if num_threads is None:
+        return CpuSpeed(CPU_ADAM_PARAMS_PER_S, f"assumed for {measured} a rank")
+    share = min(1.0, num_threads / _MEASURED_THREADS)
+    threads = "the thread" if num_threads == 1 else f"the {num_threads} threads"
+    source = f"assumed for {threads} that a rank has here, from a measurement with {measured}"
+    return CpuSpeed(CPU_ADAM_PARAMS_PER_S * share, source)
+
+
+def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> float | None:
+    """Returns the speed of a run's CPU optimizer without its copies; None where it had none.
+
+    Args:
+        steps: the run's metrics, as `read_metrics` gives them.
+    """
+    speeds = []
+    for metrics in steps:
+        step_s, waited_s, copied_gib = (metrics.get(f"{_CPU_METRICS}/{name}") for name in _CPU_QUANTITIES)
+        if step_s is not None and waited_s is not None and copied_gib is not None and step_s > waited_s:
+            speeds.append(copied_gib * GIB / cpu_optimizer.COPIED_SIZE / (step_s - waited_s))
+    return statistics.median(speeds) if speeds else None
+
+
+def per_host_bytes(needs: Sequence[RankNeed]) -> dict[str, int]:
+    """Returns the host memory of each host's ranks together."""
+    totals: dict[str, int] = {}
+    for need in needs:
+        totals[need.host] = totals.get(need.host, 0) + need.total_bytes
+    return totals
+
+
+def most_host_bytes(needs: Sequence[RankNeed]) -> int:
+    """Returns the host memory of all ranks of a host together, of the host where they take most."""
+    return max(per_host_bytes(needs).values())
+
+
+def num_ranks_of_a_host(needs: Sequence[RankNeed]) -> int:
+    """Returns the number of ranks of the first host."""
+    return len([need for need in needs if need.host == needs[0].host])
 
 
 def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
@@ -110,52 +205,80 @@ def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
     )
 
 
-def plan_ways(policy: Mapping[str, Any], plan_with: Callable[[Sequence[str]], PlannedRun]) -> tuple[PlannedWay, ...]:
+def plan_ways(
+    policy: Mapping[str, Any],
+    plan_with: Callable[[Sequence[str]], PlannedRun],
+    *,
+    cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
+) -> tuple[PlannedWay, ...]:
     """Plan every way of a recipe.
 
     Args:
         policy: its section, validated.
         plan_with: plans the recipe with further overrides; raises a ValueError where they do not go with it.
+        cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
-    planned = (_planned(way, plan_with) for way in ways(policy))
+    planned = (_planned(way, plan_with, cpu_params_per_s) for way in ways(policy))
     # An engine on GPUs of its own leaves the policy's to it.
     return tuple(one if is_colocated(policy) else replace(one, engine=None) for one in planned)
 
 
-def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int) -> PlannedWay | None:
-    """Returns the way with the least waiting that a GPU has room for; None where there is none."""
-    fitting = [one for one in planned if not one.refusal and one.missing_bytes(gpu_bytes) <= 0]
+def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
+    """Returns the way with the least waiting that GPU and host have room for; None where there is none."""
+    fitting = [one for one in planned if not one.refusal and one.fits(gpu_bytes, host)]
     # Of equal waits the first: its copies beside other phases are fewer.
     return min(fitting, key=lambda one: one.wait_s, default=None)
 
 
-def reason(planned: Sequence[PlannedWay], gpu_bytes: int) -> str:
-    """Returns one sentence: which way a GPU of this size takes, and why."""
-    chosen, size = fastest_that_fits(planned, gpu_bytes), show_gib(gpu_bytes)
-    others = [one for one in planned if one is not chosen and not one.refusal]
+def reason(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
+    """Returns one sentence: which way a GPU of this size takes on this host, and why."""
+    chosen, possible = fastest_that_fits(planned, gpu_bytes, host), [one for one in planned if not one.refusal]
     if chosen is None:
-        least = min((one.missing_bytes(gpu_bytes) for one in others), default=0)
-        return (
-            f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them with "
-            "the least for activations and logits; smaller micro-batches, "
-            "policy.megatron_cfg.activation_checkpointing, more GPUs, model parallelism or a smaller share for "
-            "generation on the same GPUs would help."
-        )
+        return _why_none(possible, gpu_bytes, host)
     left = show_gib(gpu_bytes - POLICY_OVERHEAD_BYTES - chosen.state_bytes)
-    faster = [one for one in others if one.wait_s <= chosen.wait_s and one.missing_bytes(gpu_bytes) > 0]
+    by_wait = sorted(possible, key=lambda one: one.wait_s)
+    faster = by_wait[: by_wait.index(chosen)]
     why = "a step waits for no copies of it"
     if faster:
-        lacks = ", ".join(f"{one.way.name} lacks {show_gib(one.missing_bytes(gpu_bytes))}" for one in faster)
-        why = f"it is the fastest that fits ({lacks} GiB)"
+        why = f"it is the fastest that fits ({_obstacles(faster, gpu_bytes, host)})"
     elif chosen.wait_s:
         why = "it is the fastest that the recipe can have"
     return (
-        f"For a GPU of {size} GiB take {chosen.way.name}, since {why}; it leaves {left} GiB in training for "
-        f"activations and logits, which need at least {show_gib(chosen.activation_bytes)}."
+        f"For a GPU of {show_gib(gpu_bytes)} GiB take {chosen.way.name}, since {why}; it leaves {left} GiB in training "
+        f"for activations and logits, which need at least {show_gib(chosen.activation_bytes)}."
     )
 
 
-def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> PlannedWay:
+def _why_none(possible: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
+    size, least = show_gib(gpu_bytes), min((one.missing_bytes(gpu_bytes) for one in possible), default=0)
+    if possible and least <= 0:
+        return (
+            f"No way fits a GPU of {size} GiB and its host ({_obstacles(possible, gpu_bytes, host)}); more host "
+            "memory, a larger GPU, or more nodes with policy.megatron_cfg.optimizer.use_distributed_optimizer would "
+            "help."
+        )
+    return (
+        f"No way fits a GPU of {size} GiB, which lacks {show_gib(least)} GiB for the smallest of them with "
+        "the least for activations and logits; smaller micro-batches, "
+        "policy.megatron_cfg.activation_checkpointing, more GPUs, model parallelism or a smaller share for "
+        "generation on the same GPUs would help."
+    )
+
+
+def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
+    """Says what each way lacks, the GPU's memory first."""
+    on_gpu = [one for one in unfit if one.missing_bytes(gpu_bytes) > 0]
+    lacks = ", ".join(f"{one.way.name} lacks {show_gib(one.missing_bytes(gpu_bytes))}" for one in on_gpu)
+    needs = (
+        f"{one.way.name} needs {show_gib(one.all_ranks_host_bytes)} GiB of host memory, {host.name} gives "
+        f"{show_gib(host.usable_bytes)}"
+        for one in unfit
+        if one not in on_gpu
+    )
+    return "; ".join([*([f"{lacks} GiB"] if lacks else []), *needs])
+
+
+def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun], cpu_params_per_s: float) -> PlannedWay:
     try:
         run = plan_with(way.overrides)
     except RecipeError as error:
@@ -175,8 +298,9 @@ def _planned(way: Way, plan_with: Callable[[Sequence[str]], PlannedRun]) -> Plan
         else 0,
         engine=run.engine,
         host_bytes=max(rank.total_host_bytes for rank in ranks),
+        all_ranks_host_bytes=most_host_bytes(run.needs),
         transfer_s=max(_transfer_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
-        wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s) for rank in ranks),
+        wait_s=max(_wait_s(rank, run.plan.link_bytes_per_s, cpu_params_per_s) for rank in ranks),
     )
 
 
@@ -189,9 +313,9 @@ def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
     return sum(move.seconds for move in moves) + _cpu_copies_s(rank, link_bytes_per_s)
 
 
-def _wait_s(rank: RankPlan, link_bytes_per_s: float) -> float:
+def _wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
     # What overlap gains has not been measured: the CPU's kernels and their copies are waited for one behind the other.
-    on_cpu = rank.facts.num_cpu_optimizer_params / CPU_ADAM_PARAMS_PER_S + _cpu_copies_s(rank, link_bytes_per_s)
+    on_cpu = rank.facts.num_cpu_optimizer_params / cpu_params_per_s + _cpu_copies_s(rank, link_bytes_per_s)
     return sum(move.seconds for move in rank.step_traffic) + on_cpu
 
 

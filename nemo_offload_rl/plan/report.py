@@ -16,8 +16,15 @@ from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
 from nemo_offload_rl.plan.cpu_optimizer import COPIED_SIZE
 from nemo_offload_rl.plan.engine_targets import EngineTarget
 from nemo_offload_rl.plan.generation import EngineMemory
-from nemo_offload_rl.plan.host_budget import HostMemory, RankNeed, margin_bytes, usable_bytes
-from nemo_offload_rl.plan.optimizer_ways import PlannedWay
+from nemo_offload_rl.plan.host_budget import RankNeed, margin_bytes
+from nemo_offload_rl.plan.optimizer_ways import (
+    CpuSpeed,
+    Host,
+    PlannedWay,
+    most_host_bytes,
+    num_ranks_of_a_host,
+    per_host_bytes,
+)
 from nemo_offload_rl.plan.plan import OffloadPlan, RankActivations, RankPlan
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.plan.ways_report import new_table, ways_json, ways_tables
@@ -34,8 +41,9 @@ def print_plan(
     ways: Sequence[PlannedWay],
     gpu_bytes: int | None,
     link_source: str,
+    cpu_speed: CpuSpeed,
     written_at: Callable[[str], str],
-    here: HostMemory,
+    host: Host,
     packing: Mapping[str, Any],
     row_lines: Sequence[str],
     as_json: bool,
@@ -48,8 +56,9 @@ def print_plan(
         ways: the ways that optimizer state may take in this recipe.
         gpu_bytes: memory of a GPU that one of them is named for; None for none.
         link_source: where the speed of the link is from.
+        cpu_speed: that of the CPU optimizer's kernels.
         written_at: where a key of the recipe was written.
-        here: memory of the machine that prints this.
+        host: the machine that the plan is for.
         packing: the recipe's policy.sequence_packing, with numbers where they are known.
         row_lines: what is said of the numbers that the recipe left open.
         as_json: print JSON instead of tables.
@@ -59,13 +68,14 @@ def print_plan(
         in_json = {
             "link_source": link_source,
             "sequence_packing": packing,
-            "optimizer_state_ways": ways_json(ways, gpu_bytes),
+            "optimizer_state_ways": ways_json(ways, gpu_bytes, host, cpu_speed=cpu_speed),
         }
-        _print_json(plan_json(run, here) | in_json, console)
+        _print_json(plan_json(run, host) | in_json, console)
     else:
-        of_ways = ways_tables(ways, gpu_bytes, f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}")
+        link = f"{run.plan.link_bytes_per_s / GB:g} GB/s, {link_source}"
+        of_ways = ways_tables(ways, gpu_bytes, host, link=link, cpu_speed=cpu_speed)
         rows = (Text(f"  {line}", style="dim") for line in row_lines)
-        _print_tables(itertools.chain(plan_tables(run, written_at, here, gpu_bytes), rows, of_ways), console)
+        _print_tables(itertools.chain(plan_tables(run, written_at, host, gpu_bytes), rows, of_ways), console)
 
 
 def print_residency(
@@ -103,7 +113,7 @@ def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> 
 
 
 def plan_tables(
-    run: PlannedRun, written_at: Callable[[str], str], here: HostMemory, gpu_bytes: int | None
+    run: PlannedRun, written_at: Callable[[str], str], host: Host, gpu_bytes: int | None
 ) -> Iterator[RenderableType]:
     """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
     plan, rank = run.plan, run.plan.largest_rank
@@ -128,17 +138,21 @@ def plan_tables(
     if rank.activations is not None:
         yield from _activations(rank.activations, plan)
         yield ""
-    yield from _hosts(run.needs, here)
+    yield from _hosts(run.needs, host)
 
 
-def plan_json(run: PlannedRun, here: HostMemory) -> dict[str, Any]:
+def plan_json(run: PlannedRun, host: Host) -> dict[str, Any]:
     """Return the same as plain values; sizes in bytes, speeds in bytes a second."""
     needs = run.needs
     return _settings_json(run.plan) | {
         "stages": [_stage_json(rank) for rank in run.plan.ranks],
-        "host_bytes_per_host": _per_host(needs),
+        "host_bytes_per_host": per_host_bytes(needs),
         "vllm_engine": None if run.engine is None else dataclasses.asdict(run.engine),
-        "this_machine": {"usable_bytes": usable_bytes(here), "fits": _most_needed(needs) <= usable_bytes(here)},
+        "host": {
+            "name": host.name,
+            "usable_bytes": host.usable_bytes,
+            "fits": most_host_bytes(needs) <= host.usable_bytes,
+        },
     }
 
 
@@ -347,27 +361,15 @@ def _moves_optimizer_state(rank: RankPlan) -> bool:
     return any(traffic.target is Target.OPTIMIZER_STATE for traffic in traffics)
 
 
-def _hosts(needs: Sequence[RankNeed], here: HostMemory) -> Iterator[Text]:
-    most, usable = _most_needed(needs), usable_bytes(here)
-    num_ranks = len([need for need in needs if need.host == needs[0].host])
+def _hosts(needs: Sequence[RankNeed], host: Host) -> Iterator[Text]:
+    most, num_ranks = most_host_bytes(needs), num_ranks_of_a_host(needs)
     ranks = "rank" if num_ranks == 1 else f"{num_ranks} ranks"
     yield Text(f"Host memory: {show_gib(most)} GiB for the {ranks} of a host.")
-    verdict = "it would fit" if most <= usable else "it would not fit"
+    verdict = "it would fit" if most <= host.usable_bytes else "it would not fit"
     yield Text(
-        f"This machine can give {show_gib(usable)} GiB (of MemAvailable and the cgroup's limit the smaller, less a "
-        f"margin of {show_gib(margin_bytes(here))} GiB): {verdict} here."
+        f"{host.name[0].upper()}{host.name[1:]} can give {show_gib(host.usable_bytes)} GiB ({host.source}, less "
+        f"a margin of {show_gib(margin_bytes(host.memory))} GiB): {verdict} there."
     )
-
-
-def _per_host(needs: Sequence[RankNeed]) -> dict[str, int]:
-    totals: dict[str, int] = {}
-    for need in needs:
-        totals[need.host] = totals.get(need.host, 0) + need.total_bytes
-    return totals
-
-
-def _most_needed(needs: Sequence[RankNeed]) -> int:
-    return max(_per_host(needs).values())
 
 
 def _seconds(seconds: float) -> str:

@@ -9,7 +9,7 @@ from rich.table import Table as RichTable
 from rich.text import Text
 
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, PlannedWay, fastest_that_fits, reason
+from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host, PlannedWay, fastest_that_fits, reason
 
 
 def new_table(title: str, first: str, *columns: str) -> RichTable:
@@ -21,13 +21,17 @@ def new_table(title: str, first: str, *columns: str) -> RichTable:
     return table
 
 
-def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str) -> Iterator[RenderableType]:
+def ways_tables(
+    planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, link: str, cpu_speed: CpuSpeed
+) -> Iterator[RenderableType]:
     """The ways in a table, and with a GPU's size the one to take and the overrides that turn it on.
 
     Args:
         planned: what each takes.
         gpu_bytes: memory of the GPU; None to choose none.
+        host: the machine that it is in.
         link: the link's speed, and where it is from.
+        cpu_speed: that of the CPU optimizer's kernels.
     """
     yield ""
     title = f"Ways to keep optimizer state, a rank; GiB, and seconds at {link}"
@@ -38,7 +42,7 @@ def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str)
             continue
         sizes = map(show_gib, (one.training_bytes, one.generation_bytes, one.host_bytes))
         seconds = f"{one.transfer_s:.3f}", f"{one.wait_s:.3f}"
-        table.add_row(one.way.name, *sizes, *seconds, *([] if gpu_bytes is None else [_verdict(one, gpu_bytes)]))
+        table.add_row(one.way.name, *sizes, *seconds, *([] if gpu_bytes is None else [_verdict(one, gpu_bytes, host)]))
     yield table
     for one in planned:
         if one.refusal:
@@ -46,29 +50,34 @@ def ways_tables(planned: Sequence[PlannedWay], gpu_bytes: int | None, link: str)
     yield Text(
         "  GPU memory without activations and logits, which are counted where a way has to fit, at least\n"
         "  with what layers save and the logits; transfers if nothing overlaps; the CPU optimizer without a gain of\n"
-        f"  overlap, its kernels at an assumed {CPU_ADAM_PARAMS_PER_S / 1e9:g} G parameters a s (16 threads)",
+        f"  overlap, its kernels at {cpu_speed.params_per_s / 1e9:.3g} G parameters a s, {cpu_speed.source}",
         style="dim",
     )
     if gpu_bytes is None:
         yield Text("  --gpu-memory GIB names the way for a GPU of that size", style="dim")
         return
-    yield Text(reason(planned, gpu_bytes))
-    chosen = fastest_that_fits(planned, gpu_bytes)
+    yield Text(reason(planned, gpu_bytes, host))
+    chosen = fastest_that_fits(planned, gpu_bytes, host)
     if chosen is not None:
         yield Text("\n".join(f"    {line}" for line in chosen.way.overrides) or "    the recipe has it so already")
 
 
-def ways_json(planned: Sequence[PlannedWay], gpu_bytes: int | None) -> dict[str, Any]:
+def ways_json(
+    planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, cpu_speed: CpuSpeed
+) -> dict[str, Any]:
     """Returns the same as plain values; sizes in bytes."""
-    chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes)
+    chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes, host)
     return {
         "ways": [dataclasses.asdict(one) for one in planned],
         "gpu_bytes": gpu_bytes,
+        "cpu_optimizer_speed": dataclasses.asdict(cpu_speed),
         "chosen": None if chosen is None else chosen.way.name,
-        "reason": None if gpu_bytes is None else reason(planned, gpu_bytes),
+        "reason": None if gpu_bytes is None else reason(planned, gpu_bytes, host),
     }
 
 
-def _verdict(one: PlannedWay, gpu_bytes: int) -> str:
+def _verdict(one: PlannedWay, gpu_bytes: int, host: Host) -> str:
+    if one.fits(gpu_bytes, host):
+        return "yes"
     missing = one.missing_bytes(gpu_bytes)
-    return "yes" if missing <= 0 else f"lacks {show_gib(missing)}"
+    return f"lacks {show_gib(missing)}" if missing > 0 else f"host lacks {show_gib(one.missing_host_bytes(host))}"

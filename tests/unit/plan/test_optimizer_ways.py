@@ -5,27 +5,43 @@ from dataclasses import replace
 
 import pytest
 
-from benchmarks.model_shapes import QWEN2_1_5B
+from benchmarks.model_shapes import QWEN2_1_5B, QWEN3_8B
 from nemo_offload_rl.cli import main
 from nemo_offload_rl.config import load
 from nemo_offload_rl.memory.units import GIB, MIB
-from nemo_offload_rl.plan.optimizer_ways import CPU_ADAM_PARAMS_PER_S, fastest_that_fits, plan_ways, reason
+from nemo_offload_rl.placement.machine import HostFacts
+from nemo_offload_rl.plan.optimizer_ways import (
+    CPU_ADAM_PARAMS_PER_S,
+    Host,
+    cpu_speed,
+    fastest_that_fits,
+    measured_cpu_params_per_s,
+    plan_ways,
+    reason,
+)
 from nemo_offload_rl.plan.planner import plan_run
 from tests.unit.plan.test_report import BENCHMARK, printed, row
 
 N = 1_543_714_304
 OPTIMIZER = "policy.megatron_cfg.optimizer"
 STREAMED = "++policy.residency.table.train.optimizer_state=streamed"
+ELSEWHERE = ("--host-memory", "128")
 CPU = [f"{OPTIMIZER}.optimizer_cpu_offload=true", f"{OPTIMIZER}.overlap_cpu_optimizer_d2h_h2d=true"]
 
 
-def planned(*overrides, link=50e9):
+def planned(*overrides, link=50e9, model=QWEN2_1_5B, **speeds):
     def plan_with(more):
         config = load(BENCHMARK, [*overrides, *more]).config
-        return plan_run(config, QWEN2_1_5B, algorithm="grpo", link_bytes_per_s=link)
+        return plan_run(config, model, algorithm="grpo", link_bytes_per_s=link)
 
-    ways = plan_ways(load(BENCHMARK, list(overrides)).config["policy"], plan_with)
+    ways = plan_ways(load(BENCHMARK, list(overrides)).config["policy"], plan_with, **speeds)
     return {one.way.name: one for one in ways}
+
+
+def host(gib):
+    """A machine of which 95% can be had."""
+    nbytes = int(gib * GIB)
+    return Host("this machine", HostFacts("a", "", nbytes, nbytes, None, None), "measured")
 
 
 def test_every_ways_bytes_and_seconds():
@@ -107,9 +123,66 @@ def test_the_overrides_of_a_way_turn_it_on_from_any_other(start):
 )
 def test_the_fastest_that_fits(gib, name):
     ways = list(planned().values())
-    chosen = fastest_that_fits(ways, gib * GIB)
+    chosen = fastest_that_fits(ways, gib * GIB, host(500))
     assert (chosen and chosen.way.name) == name
-    assert reason(ways, gib * GIB).startswith(f"For a GPU of {gib}.00 GiB take {name}" if name else "No way fits a GPU")
+    assert reason(ways, gib * GIB, host(500)).startswith(
+        f"For a GPU of {gib}.00 GiB take {name}" if name else "No way fits a GPU"
+    )
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "name", "why"),
+    [
+        (
+            79.1,
+            126,
+            "streamed",
+            "(resident lacks 31.42, page-locked around refit lacks 31.42, CPU optimizer, 0.5 lacks",
+        ),
+        (34.5, 150, "CPU optimizer, 1", "streamed lacks 0.235 GiB)"),
+        (
+            34.5,
+            126,
+            None,
+            "CPU optimizer, 1 needs 122.05 GiB of host memory, this machine gives 119.70)",
+        ),
+        (39.5, 60, None, "streamed needs 76.28 GiB of host memory, this machine gives 57.00; CPU optimizer, 1 needs"),
+        (8, 60, None, "for the smallest of them"),
+    ],
+)
+def test_the_memory_of_the_host_is_looked_at_too(gpu, memory, name, why):
+    """8,190,735,360 parameters: 10 bytes of each are 76.28 GiB, 16 are 122.05."""
+    again = "policy.megatron_cfg.activation_checkpointing=true"
+    recipe = again, "loss_fn.reference_policy_kl_penalty=0", "++policy.residency.table.generate.params=gpu"
+    ways = list(planned(*recipe, model=QWEN3_8B).values())
+    chosen = fastest_that_fits(ways, int(gpu * GIB), host(memory))
+    assert (chosen and chosen.way.name) == name
+    assert why in reason(ways, int(gpu * GIB), host(memory))
+
+
+def test_all_ranks_of_a_host_share_its_memory():
+    two = planned("cluster.gpus_per_node=2")
+    for way in two.values():
+        assert way.all_ranks_host_bytes == 2 * way.host_bytes
+    streamed = two["streamed"]
+    enough_gib = streamed.all_ranks_host_bytes / 0.95 / GIB
+    assert streamed.fits(24 * GIB, host(enough_gib + 1e-6))
+    assert not streamed.fits(24 * GIB, host(enough_gib - 1e-6))
+
+
+def test_the_cpus_speed_is_that_of_a_ranks_threads_or_of_an_earlier_run():
+    assert cpu_speed().params_per_s == cpu_speed(16).params_per_s == cpu_speed(48).params_per_s == 3.9e9
+    assert cpu_speed(4).params_per_s == 3.9e9 / 4
+    assert cpu_speed(4).source == "assumed for the 4 threads that a rank has here, from a measurement with 16 threads"
+    slow, copies = planned(cpu_params_per_s=1e9)["CPU optimizer, 1"].wait_s, 8 * N / 50e9
+    assert slow == pytest.approx(N / 1e9 + copies)
+    names = ("step_s", "waited_s", "copied_gib")
+    steps = [
+        {f"residency/cpu_optimizer/{name}": value for name, value in zip(names, values, strict=True)}
+        for values in ((0.6, 0.1, 4.0), (0.4, 0.15, 4.0), (0.0, 0.0, 0.0), (9.0, 1.0, 4.0))
+    ]
+    assert measured_cpu_params_per_s([*steps, {"step": 5.0}]) == pytest.approx(GIB / 0.5)
+    assert measured_cpu_params_per_s([{"step": 5.0}]) is None
 
 
 def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
@@ -117,7 +190,7 @@ def test_a_way_that_the_recipe_cannot_have_says_why(capsys):
     ways = planned(*scaled)
     assert [name for name, one in ways.items() if one.refusal] == ["streamed", "CPU optimizer, 0.5", "CPU optimizer, 1"]
     assert ways["streamed"].refusal.startswith(f"{OPTIMIZER}.exp_avg_dtype: must be float32 with policy.residency")
-    text = printed(capsys, BENCHMARK, *scaled, "--gpu-memory", "16")
+    text = printed(capsys, BENCHMARK, *scaled, "--gpu-memory", "16", *ELSEWHERE)
     assert f"not with this recipe: streamed: {OPTIMIZER}.exp_avg_dtype: must be float32" in " ".join(text.split())
     assert "No way fits a GPU of 16.00 GiB, which lacks " in text
 
@@ -127,16 +200,39 @@ def test_a_recipe_without_the_section_of_residency_has_every_way():
 
 
 def test_the_report_names_the_way_its_reason_and_its_overrides(capsys):
-    text = printed(capsys, BENCHMARK, "--gpu-memory", "16")
+    text = printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE)
     assert row(text, "streamed")[-1] == "yes"
     assert row(text, "resident")[-1] == "lacks 11.20"
     assert "For a GPU of 16.00 GiB take streamed, since it is the fastest that fits" in text
     assert text.rstrip().endswith(STREAMED)
-    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--json"))["optimizer_state_ways"]
+    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", *ELSEWHERE, "--json"))["optimizer_state_ways"]
     assert values["chosen"] == "streamed"
     assert values["ways"][2]["way"]["overrides"] == [STREAMED]
-    assert main(["plan", BENCHMARK, "--gpu-memory", "0"]) == 2
-    assert "--gpu-memory is a size in GiB above 0" in capsys.readouterr().err
+    for option in ("--gpu-memory", "--host-memory"):
+        assert main(["plan", BENCHMARK, option, "0"]) == 2
+        assert f"{option} is a size in GiB above 0" in capsys.readouterr().err
+
+
+def test_the_report_names_ways_for_which_the_host_is_too_small(capsys):
+    text = printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16")
+    assert row(text, "resident")[-1] == "lacks 11.20"
+    assert row(text, "streamed")[-1] == "host lacks 5.13"
+    assert "streamed needs 20.13 GiB of host memory, a machine of 16 GiB gives 15.00" in " ".join(text.split())
+    values = json.loads(printed(capsys, BENCHMARK, "--gpu-memory", "16", "--host-memory", "16", "--json"))
+    assert values["optimizer_state_ways"]["chosen"] is None
+
+
+def test_the_report_says_where_the_cpus_speed_is_from(capsys, tmp_path):
+    assert "its kernels at 3.9 G parameters a s, assumed for 16 threads a rank" in printed(
+        capsys, BENCHMARK, *ELSEWHERE
+    )
+    assert "that a rank has here, from a measurement with 16 threads" in printed(capsys, BENCHMARK)
+    metrics = {"step_s": 0.6, "waited_s": 0.1, "copied_gib": 4.0}
+    steps = {"step": 1} | {f"residency/cpu_optimizer/{name}": value for name, value in metrics.items()}
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(steps) + "\n")
+    text = " ".join(printed(capsys, BENCHMARK, "--link-of", str(tmp_path)).split())
+    assert "seconds at 55 GB/s, assumed" in text
+    assert f"its kernels at 2.15 G parameters a s, measured by the run in {tmp_path}" in text
 
 
 def test_the_link_of_an_earlier_run(capsys, tmp_path):

@@ -41,6 +41,12 @@ def test_the_tables_say_where_everything_is_and_what_it_costs(capsys):
     assert "at 55 GB/s (page-locked)" in text
     assert "Host memory: 20.13 GiB for the rank of a host." in text
     assert "This machine can give " in text
+    elsewhere = " ".join(printed(capsys, BENCHMARK, "--host-memory", "20").split())
+    assert (
+        "A machine of 20 GiB can give 19.00 GiB (all of its memory, less a margin of 1.00 GiB): it would not fit there."
+    ) in elsewhere
+    values = json.loads(printed(capsys, BENCHMARK, "--host-memory", "22", "--json"))["host"]
+    assert values == {"name": "a machine of 22 GiB", "usable_bytes": 22 * 2**30 - int(1.1 * 2**30), "fits": True}
 
 
 def test_the_engines_weights_and_kv_cache_are_shown_beside_the_policys_targets(capsys):
@@ -87,7 +93,7 @@ def test_the_tokens_of_packed_rows_that_a_gpu_has_room_for(capsys):
 
 
 def test_a_gpu_without_room_for_a_row_is_shown_with_the_ways(capsys):
-    text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23").split())
+    text = " ".join(printed(capsys, BENCHMARK, "--gpu-memory", "23", "--host-memory", "64").split())
     assert "train_mb_tokens is auto, but a GPU of 23.00 GiB lacks an estimated 2.27 GiB for rows of 512 tokens" in text
     assert "For a GPU of 23.00 GiB take streamed" in text
 
