@@ -13,6 +13,7 @@ import torch
 
 from nemo_offload_rl.memory.streams import Event, record_current_stream
 from nemo_offload_rl.residency.streamed.birth import state_or_sample
+from nemo_offload_rl.residency.streamed.chain import ChainStep
 from nemo_offload_rl.residency.streamed.layout import MASTER, Chunk
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays, PieceStepper, placed_pieces
 from nemo_offload_rl.residency.streamed.placeholder import placeholder
@@ -20,10 +21,6 @@ from nemo_offload_rl.residency.streamed.report import StepTransfer
 from nemo_offload_rl.residency.streamed.verify import ChunkSums
 from nemo_offload_rl.residency.streamed.window import NUM_SLOTS, Slot, Window
 from nemo_offload_rl.residency.target import ResidencyError
-
-
-class HalfUpdatedError(ResidencyError):
-    """Says that a step ended in the middle: some of the model and its state has been updated, and some has not."""
 
 
 class StreamedStep:
@@ -37,6 +34,7 @@ class StreamedStep:
         arrays: its state in host memory.
         window: shared by the optimizers of a chain.
         device: of the optimizer.
+        chain: shared, too.
         sums: compares checksums of chunks that leave and come back; None does not.
         on_step: told of what each step has moved.
     """
@@ -47,6 +45,7 @@ class StreamedStep:
         arrays: Sequence[ParameterArrays],
         window: Window,
         device: torch.device,
+        chain: ChainStep,
         *,
         sums: ChunkSums | None,
         on_step: Callable[[StepTransfer], None],
@@ -56,12 +55,13 @@ class StreamedStep:
         self._chunks = [(one, chunk) for one in arrays for chunk in one.layout.chunks]
         self._window = window
         self._device = device
+        self._chain = chain
         self._sums = sums
         self._on_step = on_step
         self._fetched: deque[Slot] = deque()
         self._begin: Event | None = None
         self._stored: Event | None = None
-        self._failure: str | None = None
+        self._num_done = 0  # chunks, in this step
         self._state: dict[int, _State] = {}  # by the placeholder's address
         self._put_placeholders()
         self._install()
@@ -89,32 +89,22 @@ class StreamedStep:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters and their state.
-
-        Raises:
-            HalfUpdatedError: it failed in the middle; no later step, forward pass or checkpoint is possible.
-        """
-        self.check()
+        """Update all parameters and their state; `ChainStep.run` is around it."""
         asked = record_current_stream(self._device)
-        stepper, done = PieceStepper(self._optimizer), 0
+        stepper = PieceStepper(self._optimizer)
         try:
             self.prefetch()
             filled = self._fetched[-1].arrived if self._fetched else None
             for one, chunk in self._chunks:
                 self._update(stepper, one, chunk)
-                done += 1
-                if done + NUM_SLOTS <= len(self._chunks):
-                    self._fetched.append(self._window.fetch(*self._chunks[done + NUM_SLOTS - 1]))
+                self._num_done += 1
+                if self._num_done + NUM_SLOTS <= len(self._chunks):
+                    self._fetched.append(self._window.fetch(*self._chunks[self._num_done + NUM_SLOTS - 1]))
             stepper.finish()
-        except Exception as error:
+        except BaseException:
             self._window.discard()
-            if self._failure is None:  # nothing has been updated
-                raise
-            self._failure = _half_updated(
-                f"in chunk {done + 1} of {len(self._chunks)} ({type(error).__name__}: {error})"
-            )
-            raise HalfUpdatedError(self._failure) from error
-        self._failure = None
+            raise
+        self._chain.end_update(self)
         updated = record_current_stream(self._device)
         if self._chunks:
             begin, end = self._begin, self._window.last_out
@@ -128,16 +118,15 @@ class StreamedStep:
         slot.arrived.wait_on_current_stream()
         if self._sums is not None:
             self._sums.compare(one, chunk, slot)
-        self._failure = self._failure or _half_updated("by an interrupt")
+        self._chain.begin_update()
         stepper.step(list(placed_pieces(one, chunk, slot)))
         if self._sums is not None:
             self._sums.remember(one, chunk, slot)
         self._window.store(one, chunk, slot)
 
     def check(self) -> None:
-        """Raises if a step has failed in the middle."""
-        if self._failure is not None:
-            raise HalfUpdatedError(self._failure)
+        """Raises if a step has ended in the middle, of this optimizer or of another of the chain."""
+        self._chain.check()
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
         """Returns the host's memory of a tensor of the state; None for another's."""
@@ -167,7 +156,10 @@ class StreamedStep:
                 state.tensor.data = state.placeholder
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take hyperparameters, counters and state over, as the optimizer's own method does; state into host memory."""
+        """Take hyperparameters, counters and state over, as the optimizer's own method does; state into host memory.
+
+        Groups of another optimizer may lack hyperparameters, such as `amsgrad`; those stay as they are.
+        """
         self._host_changes()
         groups, saved_groups = self._optimizer.param_groups, copy.deepcopy(state_dict["param_groups"])
         hosts = {id(state.tensor): state.host for state in self._state.values()}
@@ -184,15 +176,17 @@ class StreamedStep:
                 else:
                     own[key] = copy.deepcopy(value)
         for group, saved in zip(groups, saved_groups, strict=True):
-            kept = group["params"]
-            group.clear()
-            group.update(saved, params=kept)
+            group.pop("step", None)  # a checkpoint from before the first step has none
+            group.update({key: value for key, value in saved.items() if key != "params"})
 
     def close(self) -> None:
         """Give the optimizer its own methods back; it has no state any more."""
         self._state.clear()
         for name in ("step", "load_state_dict"):
             vars(self._optimizer).pop(name, None)
+
+    def _where(self) -> str:
+        return f"in chunk {min(self._num_done + 1, len(self._chunks))} of {len(self._chunks)}"
 
     def _host_changes(self) -> None:
         self._window.wait()
@@ -230,7 +224,12 @@ class StreamedStep:
 
         # Functions bound to the optimizer, as learning-rate schedulers of torch expect; its hooks run once a step.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
-        vars(self._optimizer)["step"] = types.MethodType(hooked, self._optimizer)
+
+        def step_in_chain(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
+            self._num_done = 0
+            return self._chain.run(self, lambda: hooked(optimizer, *args, **kwargs), self._where)
+
+        vars(self._optimizer)["step"] = types.MethodType(step_in_chain, self._optimizer)
         vars(self._optimizer)["load_state_dict"] = types.MethodType(load_state_dict, self._optimizer)
 
 
@@ -241,10 +240,3 @@ class _State:
     tensor: torch.Tensor
     host: torch.Tensor
     placeholder: torch.Tensor
-
-
-def _half_updated(where: str) -> str:
-    return (
-        f"The optimizer's streamed step was ended {where}: the model and its optimizer state are half updated. This "
-        "process cannot go on; restart from the newest checkpoint."
-    )

@@ -13,6 +13,7 @@ from nemo_offload_rl.residency.context import TargetContext
 from nemo_offload_rl.residency.metrics import Started
 from nemo_offload_rl.residency.optimizer_state import model_storages, optimizer_parts
 from nemo_offload_rl.residency.streamed.birth import bear, layouts, parameters_to_stream
+from nemo_offload_rl.residency.streamed.chain import ChainStep
 from nemo_offload_rl.residency.streamed.host_copies import HostCopies
 from nemo_offload_rl.residency.streamed.masters import leave_copies_to_the_step
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays
@@ -43,7 +44,7 @@ def make(context: TargetContext) -> "StreamedState | None":
     if context.optimizer is None:
         return None
     planned = list(_planned(context))
-    options, device = context.options, context.device
+    options, device, chain = context.options, context.device, ChainStep(len(planned))
     with contextlib.ExitStack() as undo:
         window = _window(context)
         undo.callback(window.close)
@@ -60,7 +61,7 @@ def make(context: TargetContext) -> "StreamedState | None":
                 undo.callback(context.arena.release, one.segment)
                 arrays.append(one)
             sums = ChunkSums() if options.verify else None
-            steps.append(StreamedStep(inner, arrays, window, device, sums=sums, on_step=record))
+            steps.append(StreamedStep(inner, arrays, window, device, chain, sums=sums, on_step=record))
             ways_back += [steps[-1].close, leave_copies_to_the_step(part)]
             born += arrays
         undo.pop_all()

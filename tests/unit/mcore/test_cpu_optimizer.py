@@ -5,6 +5,7 @@ import os
 import pytest
 import torch
 from megatron.core.optimizer import OptimizerConfig
+from safetensors.torch import load_file
 from support.metrics_page import undocumented
 from support.phases import run_steps
 from support.ranks import run_ranks, worker_of_rank
@@ -16,6 +17,7 @@ from nemo_offload_rl.mcore.patches.cpu_optimizer import build_optimizer, reload_
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.plan.host_budget import HostBudgetError
 from nemo_offload_rl.residency.table import Target
+from tests.unit.mcore.test_weight_names import folder_without
 
 
 def policy_of(fraction, kind="bfloat16", *, aware=True, **optimizer):
@@ -67,6 +69,23 @@ def test_every_master_equals_the_model_from_the_start_and_after_each_step(make_w
         steps(worker, 1)
     on_cpu = sum(optimizer.num_on_cpu for optimizer in cpu_optimizers(worker.state.optimizer))
     assert 0.8 * fraction <= on_cpu / sum(p.numel() for _, p in worker.state.parameters()) <= fraction
+
+
+@pytest.mark.parametrize(("fraction", "aware"), [(0.3, True), (0.5, True), (1.0, True), (0.5, False), (1.0, False)])
+def test_every_fp32_copy_equals_a_model_that_was_loaded_from_a_folder(make_worker, tmp_path, fraction, aware):
+    loaded = folder_without(None, TINY_QWEN3, tmp_path)
+    policy = policy_of(fraction, aware=aware) | {key: loaded[key] for key in ("hf_config", "model_name")}
+    worker, saved = make_worker(policy), load_file(tmp_path / "model.safetensors")
+    for name, weight in worker.hf_weights():
+        assert torch.equal(weight, saved[name].bfloat16()), name
+    pairs = list(masters(worker))
+    assert len(pairs) == len(list(worker.state.parameters()))
+    assert all(torch.equal(param.float(), master) for param, master in pairs)
+    (part,) = worker.state.optimizer.chained_optimizers
+    groups = zip(part.model_float16_groups, part.shard_fp32_from_float16_groups, strict=True)
+    of_core = [pair for params, found in groups for pair in zip(params, found, strict=True) if pair[1] is not None]
+    assert len(of_core) == (0 if aware else len(pairs))  # megatron-core's own, which stand in for the model in `pairs`
+    assert all(torch.equal(param.view(-1).float(), master) for param, master in of_core)
 
 
 @pytest.mark.parametrize("aware", [True, False])

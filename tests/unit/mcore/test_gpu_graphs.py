@@ -12,7 +12,7 @@ from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, ran
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.residency.table import Phase, Target
 
 pytestmark = [
     pytest.mark.gpu,
@@ -159,6 +159,18 @@ def test_overlapped_reduction_and_gather_change_no_number(make_worker):
     plain = run_steps(make_worker(policy_of("dense", None)), visit_phases=False)
     worker = make_worker(policy_of("dense", ["attn", "mlp"], distributed_data_parallel_config=OVERLAP))
     assert run_steps(worker, visit_phases=True) == plain
+
+
+def test_streamed_optimizer_state_changes_no_number(make_worker, monkeypatch):
+    """Updates that are late, or a window whose address a graph holds, would show."""
+    plain = run_steps(make_worker(policy_of("dense", None)), visit_phases=False)
+    policy = policy_of("dense", ["attn", "mlp"]) | {"offload_optimizer_for_refit": True}
+    policy["residency"] |= {"table": {"train": {"optimizer_state": "streamed"}}, "stream_window_mib": 8}
+    worker = make_worker(policy)
+    assert sum(step.num_chunks for step in worker.engine.targets[Target.OPTIMIZER_STATE].steps) > 8
+    delay_moves(monkeypatch, seconds=0.001)
+    assert run_steps(worker, visit_phases=True) == plain
+    assert worker.graphs.num_captures == 1
 
 
 def test_another_size_of_micro_batches_is_captured_again(make_worker):

@@ -13,8 +13,8 @@ from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.gpu_range import OutOfGpuMemoryError
 from nemo_offload_rl.memory.host_pages import CudaPageLocker, PageLockError
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
-from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.window import Window
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
@@ -63,7 +63,15 @@ def delay(stream, monkeypatch, *, seconds):
     monkeypatch.setattr(stream, "copy_all", late)
 
 
-KINDS = ["fused_adam", "torch_adamw", "precision_aware", "undistributed", "moe", "moe precision_aware"]
+KINDS = [
+    "fused_adam",
+    "torch_adamw",
+    "precision_aware",
+    "undistributed",
+    "moe",
+    "moe precision_aware",
+    "moe torch_adamw",
+]
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,6 +154,25 @@ def test_checkpoints_are_those_of_resident_state_and_load_either_way(make_worker
     worker = make_worker(policy_of(kind, monkeypatch, streamed=False))
     worker.load_checkpoint(str(tmp_path / "streamed"))
     assert run_steps(worker, 2, visit_phases=True) == wanted
+
+
+@pytest.mark.parametrize("fraction", [0.5, 1.0])
+@pytest.mark.parametrize("kind", ["fused_adam", "torch_adamw", "precision_aware"])
+def test_a_checkpoint_of_the_cpu_optimizer_is_trained_on(make_worker, monkeypatch, tmp_path, kind, fraction):
+    policy = policy_of("precision_aware", monkeypatch, streamed=False)
+    policy["megatron_cfg"]["optimizer"] |= {
+        "optimizer_cpu_offload": True,
+        "optimizer_offload_fraction": fraction,
+        "overlap_cpu_optimizer_d2h_h2d": True,
+    }
+    worker = make_worker(policy)
+    run_steps(worker, 2, visit_phases=True)
+    worker.save_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    want = run_steps(worker, 2, visit_phases=True)
+    worker = make_worker(policy_of(kind, monkeypatch), seed=99)
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    for one, other in zip(run_steps(worker, 2, visit_phases=True), want, strict=True):
+        assert one["loss"] == pytest.approx(other["loss"], abs=0.05)
 
 
 def test_staging_carries_what_cannot_be_page_locked(make_worker, monkeypatch):

@@ -1,10 +1,14 @@
 """Streamed optimizer state under a worker: numbers, checkpoints and failures, without a GPU, with late copies."""
 
+import os
+import re
+
 import pytest
 import torch
 from support.late_copies import LateCopies
 from support.late_streams import LateStream
 from support.phases import checkpoint_entries, checksums, differing, run_steps
+from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, TINY_QWEN3_MOE, offloading_activations, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
@@ -12,8 +16,8 @@ from nemo_offload_rl.mcore.patches import activation_offload
 from nemo_offload_rl.mcore.patches.optimizer_masters import masters_without_memory
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
-from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 STREAMED = {"train": {"optimizer_state": "streamed"}}
@@ -168,6 +172,44 @@ def test_after_a_step_that_failed_in_the_middle_every_verb_is_refused(make_worke
     worker.residency_metrics()
     worker.shutdown()
     assert PinnedArena.live_bytes() == 0
+
+
+def errors_of_a_chain(rank, world_size, ports):
+    """What a step says whose copies fail at the beginning of the experts' optimizer, and what later verbs say."""
+    policy = policy_of("bf16 moe")
+    policy["megatron_cfg"]["expert_model_parallel_size"] = 2
+    worker, data = worker_of_rank(policy, rank, world_size, ports[0]), random_batch(8)
+    worker.train(data, NLLLoss(), gbs=16, mbs=2)
+    state, said = worker.engine.targets[Target.OPTIMIZER_STATE], []
+    assert len(state.steps) == 2
+    of_experts, to_gpu = [one.segment for one in state.steps[1]._arrays], state.window.copies.to_gpu
+
+    def fail(segment, parts):
+        if segment in of_experts:
+            raise RuntimeError("the link is down")
+        to_gpu(segment, parts)
+
+    state.window.copies.to_gpu = fail
+    for verb in (
+        lambda: worker.train(data, NLLLoss(), gbs=16, mbs=2),
+        lambda: worker.get_logprobs(data, mbs=2),
+        lambda: worker.save_checkpoint(os.environ["SAVE_BELOW"], save_optimizer=True),
+    ):
+        try:
+            verb()
+        except HalfUpdatedError as error:
+            said.append(str(error))
+    worker.shutdown()
+    return said
+
+
+def test_no_verb_goes_on_where_experts_fail_behind_the_others_update(tmp_path, monkeypatch):
+    monkeypatch.setenv("SAVE_BELOW", str(tmp_path))
+    for said in run_ranks(errors_of_a_chain, 2, num_ports=1):
+        assert len(said) == 3
+        assert all(
+            re.search(r"in chunk 1 of \d+ of optimizer 2 of 2 .*the link is down.*half updated", s) for s in said
+        )
 
 
 def test_the_window_alone_comes_and_goes(make_worker):

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from support.jobs import adamw, amsgrad, assert_equal, make_job, run_steps, sgd
+from support.jobs import WIDTH, adamw, amsgrad, assert_equal, make_job, run_steps, sgd
 from support.late_streams import LateEvent, LateStream
 from support.ranges import Trouble
 
@@ -15,8 +15,8 @@ from nemo_offload_rl.residency.context import Options
 from nemo_offload_rl.residency.flat_buffer import CorruptedTransferError
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.streamed import host_copies
+from nemo_offload_rl.residency.streamed.chain import HalfUpdatedError
 from nemo_offload_rl.residency.streamed.placeholder import has_no_memory
-from nemo_offload_rl.residency.streamed.step import HalfUpdatedError
 from nemo_offload_rl.residency.table import STREAMED_TABLE, Phase, Placement, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
@@ -161,14 +161,28 @@ def test_copies_through_staging_buffers_give_the_same_numbers(streaming, monkeyp
 class FailingStream(LateStream):
     """Fails in one of the copies to come."""
 
-    left = None
+    left, error = None, RuntimeError
 
     def copy_all(self, pairs):
         if FailingStream.left is not None:
             FailingStream.left -= 1
             if FailingStream.left < 0:
-                raise RuntimeError("the link is down")
+                raise self.error("the link is down")
         super().copy_all(pairs)
+
+
+def assert_refused(job, engine, why="half updated"):
+    """Nothing that would use model or state is possible any more."""
+    for use in (
+        lambda: job.optimizer.step(),
+        lambda: job.model(torch.zeros(2, WIDTH)),
+        lambda: engine.residency.enter(Phase.TRAIN),
+        lambda: engine.checkpoint_reader(),
+        lambda: engine.residency.enter(Phase.GENERATE),
+        lambda: engine.streamed_state_on_host().__enter__(),
+    ):
+        with pytest.raises(HalfUpdatedError, match=why):
+            use()
 
 
 @pytest.fixture
@@ -186,15 +200,7 @@ def test_a_step_that_fails_in_the_middle_ends_everything(streaming, failing):
     with pytest.raises(HalfUpdatedError, match=r"in chunk \d+ of \d+ \(RuntimeError: the link is down\).*newest"):
         job.step(1)
     failing.left = None
-    for use in (
-        lambda: job.optimizer.step(),
-        lambda: engine.residency.enter(Phase.TRAIN),
-        lambda: engine.checkpoint_reader(),
-        lambda: engine.residency.enter(Phase.GENERATE),
-        lambda: engine.streamed_state_on_host().__enter__(),
-    ):
-        with pytest.raises(HalfUpdatedError, match="half updated"):
-            use()
+    assert_refused(job, engine)
 
 
 def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(streaming, failing):
@@ -210,6 +216,92 @@ def test_a_step_that_fails_before_it_has_updated_anything_can_be_made_again(stre
     job.model.load_state_dict(make_job().model.state_dict())  # the statistics of batches
     run_steps(job, 1)
     assert_same(engine, job, plain)
+
+
+class Chain:
+    """Two optimizers of a model that are stepped one behind the other, as megatron-core's ChainedOptimizer has them."""
+
+    between = staticmethod(lambda: None)
+
+    def __init__(self, parameters):
+        first, *others = parameters
+        self.chained_optimizers = [adamw([first]), adamw(others)]
+
+    def step(self):
+        first, second = self.chained_optimizers
+        first.step()
+        self.between()
+        second.step()
+
+
+def link_fails_in_the_second(job, engine, failing):
+    failing.left = 2 * engine.targets[Target.OPTIMIZER_STATE].steps[0].num_chunks  # there and back, of the first
+
+
+def hook_of_the_second_fails(job, engine, failing):
+    def hook(*_):
+        raise RuntimeError("no step")
+
+    job.optimizer.chained_optimizers[1].register_step_pre_hook(hook)
+
+
+@pytest.mark.parametrize(
+    ("fail", "error"),
+    [(link_fails_in_the_second, "RuntimeError: the link is down"), (hook_of_the_second_fails, "RuntimeError: no step")],
+)
+def test_an_error_before_the_second_optimizers_first_update_ends_everything(streaming, failing, fail, error):
+    job = make_job(Chain)
+    engine = streaming(job)
+    job.step(0)
+    fail(job, engine, failing)
+    with pytest.raises(HalfUpdatedError, match=rf"in chunk 1 of \d+ of optimizer 2 of 2 \({error}\)"):
+        job.step(1)
+    failing.left = None
+    assert_refused(job, engine)
+
+
+@pytest.mark.parametrize("kind", [RuntimeError, KeyboardInterrupt])
+def test_an_error_between_optimizers_ends_everything(streaming, late_copies, kind):
+    def fail():
+        raise kind
+
+    job = make_job(Chain)
+    engine = streaming(job)
+    job.step(0)
+    job.optimizer.between = fail
+    with pytest.raises(kind):
+        job.step(1)
+    job.optimizer.between = Chain.between
+    assert_refused(job, engine, "behind 1 of 2 optimizers: .*half updated")
+
+
+def test_a_chain_whose_first_optimizer_fails_before_any_update_can_be_stepped_again(streaming, failing):
+    plain, job = make_job(Chain), make_job(Chain)
+    engine = streaming(job)
+    wanted = run_steps(plain, 3)
+    assert job.step(0) == wanted[0]
+    statistics = copy.deepcopy(job.model.state_dict())
+    failing.left = 0
+    with pytest.raises(RuntimeError, match="the link is down"):
+        job.step(1)
+    failing.left = None
+    job.model.load_state_dict(statistics)
+    for parameter in job.model.parameters():
+        parameter.grad = None
+    assert [job.step(1), job.step(2)] == wanted[1:]
+    assert_same(engine, job, plain)
+
+
+def test_an_interrupt_in_the_middle_ends_everything(streaming, failing, monkeypatch):
+    job = make_job()
+    engine = streaming(job)
+    job.step(0)
+    monkeypatch.setattr(failing, "error", KeyboardInterrupt)
+    failing.left = 7
+    with pytest.raises(KeyboardInterrupt):
+        job.step(1)
+    failing.left = None
+    assert_refused(job, engine, "KeyboardInterrupt.*half updated")
 
 
 def test_a_window_that_was_filled_for_a_step_that_is_skipped_changes_nothing(streaming, late_copies):
@@ -248,6 +340,26 @@ def test_state_dicts_go_in_and_out(streaming, late_copies):
         for key, value in state.items():
             found = job.optimizer.state_dict()["state"][index][key]
             assert torch.equal(engine.checkpoint_reader()(found), value), (index, key)
+
+
+def test_groups_of_another_optimizer_leave_hyperparameters_as_they_are(streaming, late_copies):
+    """As those of the CPU optimizer, which have no `amsgrad`."""
+    plain, job = make_job(), make_job()
+    streaming(job)
+    run_steps(plain, 1)
+    run_steps(job, 1)
+    saved = copy.deepcopy(job.optimizer.state_dict())
+    saved["state"] = {}
+    for group in saved["param_groups"]:
+        for name in group.keys() - {"params", "lr"}:
+            del group[name]
+        group["lr"] = 0.1
+    job.optimizer.param_groups[0]["step"] = 7  # where some optimizers count
+    job.optimizer.load_state_dict(saved)
+    plain.optimizer.param_groups[0]["lr"] = 0.1
+    assert [job.step(1), job.step(2)] == [plain.step(1), plain.step(2)]
+    (found,), (wanted,) = job.optimizer.param_groups, plain.optimizer.param_groups
+    assert found | {"params": None} == wanted | {"params": None}
 
 
 def test_what_cannot_be_streamed_is_refused_in_words(streaming):

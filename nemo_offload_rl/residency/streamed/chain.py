@@ -1,0 +1,89 @@
+"""Knows of a step that goes from one optimizer of a chain to the next whether it has ended in the middle."""
+
+from collections.abc import Callable
+from typing import Any
+
+from nemo_offload_rl.residency.target import ResidencyError
+
+
+class HalfUpdatedError(ResidencyError):
+    """Says that a step ended in the middle: some of the model and its state has been updated, and some has not."""
+
+
+class ChainStep:
+    """Follows a step through the optimizers of a chain, which share a model.
+
+    From the first update to the last optimizer's end the model is half updated. An error is final then, also of an
+    optimizer that has not updated anything itself.
+
+    Args:
+        num_optimizers: how many take part in each step.
+    """
+
+    def __init__(self, num_optimizers: int) -> None:
+        self._num_optimizers = num_optimizers
+        self._finished: set[object] = set()
+        self._is_running = False
+        self._has_updated = False
+        self._ended: str | None = None
+
+    def run(self, optimizer: object, step: Callable[[], Any], where: Callable[[], str]) -> Any:
+        """Have an optimizer take its part in the step.
+
+        Args:
+            optimizer: any object that stands for it.
+            step: makes its updates; hooks belong to it.
+            where: says how far it has come, for an error's message.
+
+        Returns:
+            What `step` does.
+
+        Raises:
+            HalfUpdatedError: the step has ended in the middle; or one before it has.
+        """
+        if self._ended is not None or optimizer in self._finished:
+            self.check()
+        self._is_running = True
+        try:  # no context manager of a generator: its frame would keep the error, and that the host's memory
+            return step()
+        except BaseException as error:
+            if not self._has_updated:
+                raise
+            self._ended = f"{where()}{self._of_chain()} ({type(error).__name__}: {error})"
+            if not isinstance(error, Exception):
+                raise
+            raise HalfUpdatedError(self._message()) from error
+        finally:
+            self._is_running = False
+
+    def begin_update(self) -> None:
+        """Note that the optimizer that runs is about to update something."""
+        self._has_updated = True
+
+    def end_update(self, optimizer: object) -> None:
+        """Note that an optimizer has updated all that it has; the last one of the chain ends the step."""
+        self._finished.add(optimizer)
+        if len(self._finished) == self._num_optimizers:
+            self._finished.clear()
+            self._has_updated = False
+
+    def check(self) -> None:
+        """Raises if a step has ended in the middle.
+
+        Raises:
+            HalfUpdatedError: it has.
+        """
+        if self._has_updated and not self._is_running:
+            raise HalfUpdatedError(self._message())
+
+    def _of_chain(self) -> str:
+        if self._num_optimizers == 1:
+            return ""
+        return f" of optimizer {len(self._finished) + 1} of {self._num_optimizers}"
+
+    def _message(self) -> str:
+        ended = self._ended or f"behind {len(self._finished)} of {self._num_optimizers} optimizers"
+        return (
+            f"The optimizer's streamed step was ended {ended}: the model and its optimizer state are half updated. "
+            "This process cannot go on; restart from the newest checkpoint."
+        )
