@@ -1,6 +1,7 @@
 """How long do other trainers take to move their training state to the host and back, and how long with the engine?
 
-    python benchmarks/adapters.py --out docs/results/adapters.json [--cases "1.5B, 12 bytes a parameter"] [--ways verl]
+    python benchmarks/adapters.py --out docs/results/adapters.json [--cases "experts, 10,000 tensors"] [--ways verl]
+        [--append]
 
 Each trainer's way is called as the trainer calls it, and beside it the engine by the trainer's adapter; every case in
 every way is a process of its own, in turn. All of it: parameters, masters and moments (`gb`), and gradients, which are
@@ -8,7 +9,8 @@ dropped. `out_s` ends when the driver has the memory, `back_s` when the optimize
 when the call has returned. Shares of the link are of `gb` although some ways leave a part of it, which `left_gb` says.
 `next_step_bit_equal` compares a step after all cycles with that of the way `resident`; in the row `resident, again` it
 tells whether the step of a process in which nothing moves is reproducible at all. A way whose package is missing
-has a row that says so. At `--scale tiny` a tiny model is moved, also without a GPU.
+has a row that says so. With `--append` the rows of other cases and ways stay in the file, each with the commit, the
+command and the date of its own run. At `--scale tiny` a tiny model is moved, also without a GPU.
 """
 
 import argparse
@@ -76,6 +78,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
     parser.add_argument("--cycles", type=int, default=3, help="at most, that are measured behind the first")
     parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows of cases and ways not measured now")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/adapters.json"), help="the result file")
     arguments = parser.parse_args()
@@ -83,12 +86,13 @@ def main() -> None:
         child(*arguments.child, arguments.scale, arguments.cycles, arguments.out)
         return
     rows: list[Row] = []
+    by = ("case", "way") if arguments.append else ()
     for case in arguments.cases:
         found: dict[str, tuple[Row, Made]] = {}
         run = partial(in_own_process, case, scale=arguments.scale, cycles=arguments.cycles)
         for way, measured in zip(arguments.ways, in_turn(run, arguments.ways), strict=True):
             found[way] = measured
-            write_result(arguments.out, rows + compared(found))
+            write_result(arguments.out, rows + compared(found), append_by=by)
         rows += compared(found)
         print_rows([row for row in rows if row["case"] == case])
     print(f"written to {arguments.out}")

@@ -4,7 +4,7 @@ import contextlib
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import psutil
@@ -15,7 +15,7 @@ from offload_ways.trips import checksum, driver_free, release_unused, settle
 from result_file import TableValue
 
 from adapter_ways.cases import Case
-from adapter_ways.ways import WAYS, Resident
+from adapter_ways.ways import WAYS, Way
 from nemo_offload_rl.memory.link import LinkSpeed, measure_link
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.optimizer_state import state_tensors
@@ -70,7 +70,7 @@ def _region(way: str) -> contextlib.AbstractContextManager[None]:
 
 
 def _measured(
-    case: Case, name: str, way: Resident, device: torch.device, link: LinkSpeed | None, cycles: int
+    case: Case, name: str, way: Way, device: torch.device, link: LinkSpeed | None, cycles: int
 ) -> tuple[dict[str, TableValue], Made]:
     _step(way, device, seed=0)
     moved, grads = _tensors(way, device), sum(buffer.grad_data.nbytes for buffer in ddp_buffers(way.model))
@@ -85,13 +85,9 @@ def _measured(
     for field in ("out_s", "out_waited_s", "back_s", "back_waited_s"):
         row[field] = statistics.median(getattr(trip, field) for trip in trips[1:])
     row["cycles"] = len(trips) - 1
-    row |= {"share_of_link_out": None, "share_of_link_back": None, "left_gb": None, "pinned_over_moved": None}
-    if link is not None:
-        row["share_of_link_out"] = nbytes / float(row["out_s"] or 1) / link.d2h_bytes_per_s
-        row["share_of_link_back"] = nbytes / float(row["back_s"] or 1) / link.h2d_bytes_per_s
-        row["left_gb"] = max(0, nbytes + grads - trips[-1].released_bytes) / 1e9
-        pinned = way.pinned_bytes
-        row["pinned_over_moved"] = None if pinned is None else pinned / nbytes
+    row |= link_fields(trips[1:], nbytes, nbytes + grads, link if way.moves else None)
+    pinned = None if link is None else way.pinned_bytes
+    row["pinned_over_moved"] = None if pinned is None else pinned / nbytes
     row["host_over_moved"] = max(0, trips[-1].host_bytes - host_before) / nbytes
     row["addresses_kept"] = places == [tensor.data_ptr() for tensor in moved]
     row["state_bit_equal"] = torch.equal(before, checksum(moved))
@@ -101,7 +97,27 @@ def _measured(
     return rounded, made
 
 
-def _tensors(way: Resident, device: torch.device) -> list[torch.Tensor]:
+def link_fields(trips: Sequence[Cycle], nbytes: int, freed_bytes: int, link: LinkSpeed | None) -> dict[str, TableValue]:
+    """Returns the medians' shares of the link and what stays on the GPU.
+
+    Args:
+        trips: the cycles behind the first.
+        nbytes: the bytes that are there to move.
+        freed_bytes: these and what is there to drop.
+        link: the link's speed; None, as all these fields are then, without a GPU and where nothing moves.
+    """
+    if link is None:
+        return {"share_of_link_out": None, "share_of_link_back": None, "left_gb": None}
+    out_s = statistics.median(trip.out_s for trip in trips)
+    back_s = statistics.median(trip.back_s for trip in trips)
+    return {
+        "share_of_link_out": nbytes / out_s / link.d2h_bytes_per_s,
+        "share_of_link_back": nbytes / back_s / link.h2d_bytes_per_s,
+        "left_gb": max(0, freed_bytes - trips[-1].released_bytes) / 1e9,
+    }
+
+
+def _tensors(way: Way, device: torch.device) -> list[torch.Tensor]:
     """Parameters' buffers, masters and moments: all that a trainer may move, the same for every way."""
     state = [tensor for _, tensor in state_tensors(way.optimizer, device)]
     params = [buffer.param_data for buffer in ddp_buffers(way.model) if buffer.param_data is not None]
@@ -109,7 +125,7 @@ def _tensors(way: Resident, device: torch.device) -> list[torch.Tensor]:
     return [*params, *(tensor for tensor in state if tensor.untyped_storage().data_ptr() not in known)]
 
 
-def _cycles(way: Resident, device: torch.device, at_most: int) -> list[Cycle]:
+def _cycles(way: Way, device: torch.device, at_most: int) -> list[Cycle]:
     """The first, and then so many that they have taken `_ENOUGH_S`: some ways take ten seconds."""
     trips = [_cycle(way, device), _cycle(way, device)]
     while len(trips) <= at_most and sum(trip.out_s + trip.back_s for trip in trips[1:]) < _ENOUGH_S:
@@ -117,7 +133,7 @@ def _cycles(way: Resident, device: torch.device, at_most: int) -> list[Cycle]:
     return trips
 
 
-def _cycle(way: Resident, device: torch.device) -> Cycle:
+def _cycle(way: Way, device: torch.device) -> Cycle:
     def timed(call: Callable[[], None], finish: Callable[[], None]) -> tuple[float, float]:
         settle(device)
         start = time.perf_counter()
@@ -134,7 +150,7 @@ def _cycle(way: Resident, device: torch.device) -> Cycle:
     return Cycle(out_s, out_waited_s, back_s, back_waited_s, released, host)
 
 
-def _step(way: Resident, device: torch.device, *, seed: int) -> Made:
+def _step(way: Way, device: torch.device, *, seed: int) -> Made:
     """Train on random tokens; returns loss, gradient norm, and a checksum of parameters and optimizer state."""
     from megatron.core.distributed import finalize_model_grads
 

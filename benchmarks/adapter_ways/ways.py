@@ -12,15 +12,15 @@ from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
 from nemo_offload_rl.residency.table import Target
 
 
-class Resident:
-    """Nothing moves; what the other ways are compared with.
+class Way:
+    """Leaves everything where it is; a trainer's way overrides what the trainer does.
 
     Attributes:
-        moves_params: whether parameters leave, too.
+        moves: whether anything leaves the GPU.
         imports: modules that take long to import and that this way alone needs.
     """
 
-    moves_params = True
+    moves: ClassVar[bool] = True
     imports: ClassVar[Sequence[str]] = ()
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
@@ -45,7 +45,13 @@ class Resident:
         return _torch_pinned_bytes()
 
 
-class Verl(Resident):
+class Resident(Way):
+    """Moves nothing; what the other ways are compared with."""
+
+    moves = False
+
+
+class Verl(Way):
     """verl's engine: what its training context does at its end and at its beginning."""
 
     adapter: ClassVar[bool] = False
@@ -58,37 +64,35 @@ class Verl(Resident):
         self.engine = engine(model, optimizer, adapter=self.adapter)
 
     def leave(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.engine.to("cpu", model=True, optimizer=True, grad=True)
 
     def come_back(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.engine.to("cuda", model=True, optimizer=True, grad=True)
 
 
-class MegatronCore(Resident):
+class MegatronCore(Way):
     """megatron-core's methods; parameters stay."""
 
-    moves_params = False
-
     def leave(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.optimizer.offload_to_cpu()
         for chunk in self.model:
             chunk.offload_grad_buffers()
 
     def come_back(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         for chunk in self.model:
             chunk.restore_grad_buffers()
         self.optimizer.restore_from_cpu()
 
 
-class NemoRl(Resident):
+class NemoRl(Way):
     """NeMo-RL's calls around a refit, written anew: buffers by megatron-core's methods, moments one by one."""
 
     def leave(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         move_model(self.model, "cpu", move_params=False, move_grads=True)
         move_optimizer(self.optimizer, "cpu")
         release()
@@ -96,27 +100,27 @@ class NemoRl(Resident):
         release()
 
     def come_back(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         move_model(self.model, "cuda", move_params=True, move_grads=True)
         move_optimizer(self.optimizer, "cuda")
 
 
-class Engine(Resident):
+class Engine(Way):
     """The engine, however it was put there."""
 
     state: AdoptedState
 
     def arrive(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.state.engine.residency.require(Target.OPTIMIZER_STATE)
 
     def close(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.state.close()
 
     @property
     def pinned_bytes(self) -> int | None:
-        """See `Resident`."""
+        """See `Way`."""
         return self.state.engine.context.arena.pinned_bytes + (_torch_pinned_bytes() or 0)
 
 
@@ -147,7 +151,7 @@ class OursInNemoRl(Engine):
         self.state = adopt(model, optimizer)
 
     def leave(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.state.move_grads("cpu")
         self.state.move_optimizer("cpu")
         release()
@@ -155,29 +159,29 @@ class OursInNemoRl(Engine):
         release()
 
     def come_back(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         self.state.move("cuda", [Target.PARAMS, Target.GRADS])
         self.state.move_optimizer("cuda")
 
 
-class MemorySaver(Resident):
+class MemorySaver(Way):
     """torch_memory_saver: everything that was allocated while the model was built, gradients among it."""
 
     def leave(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         from torch_memory_saver import torch_memory_saver
 
         torch_memory_saver.pause()
 
     def come_back(self) -> None:
-        """See `Resident`."""
+        """See `Way`."""
         from torch_memory_saver import torch_memory_saver
 
         torch_memory_saver.resume()
 
     @property
     def pinned_bytes(self) -> None:
-        """See `Resident`; its library does not say."""
+        """See `Way`; its library does not say."""
         return
 
 
@@ -187,7 +191,7 @@ def _torch_pinned_bytes() -> int | None:
     return int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
 
 
-WAYS: Mapping[str, type[Resident]] = {
+WAYS: Mapping[str, type[Way]] = {
     "resident": Resident,
     "resident, again": Resident,
     "verl": Verl,

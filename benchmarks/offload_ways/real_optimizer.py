@@ -68,6 +68,7 @@ def model_and_optimizer(
         seed=0,
         te_rng_tracker=False,
     )
+    torch.manual_seed(0)  # megatron-core makes routers on the CPU, by this generator; other weights by that of ranks
     try:
         yield _build(policy)
     finally:

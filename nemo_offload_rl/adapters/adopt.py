@@ -2,17 +2,17 @@
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor
 
+from nemo_offload_rl.adapters.state_access import guard_optimizer
 from nemo_offload_rl.memory.numa import gpu_numa_node
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.placement.gpus import torch_pci_bus_id
 from nemo_offload_rl.residency.attach import Engine, attach
-from nemo_offload_rl.residency.optimizer_state import torch_optimizers
 from nemo_offload_rl.residency.params_and_grads import Params
 from nemo_offload_rl.residency.table import DEFAULT_TABLE, Placement, Table, Target
 
@@ -24,8 +24,9 @@ class AdoptedState:
 
     To the host ("cpu") parameters and optimizer state are copied, and gradients dropped; a call returns when the GPU
     memory is the driver's again, so that another process may take it. On the way back ("cuda") parameters, and
-    gradients of zeros, are in place for the current stream when the call returns. The optimizer's `step` and its
-    `state_dict` wait for its state, and refuse while it is away. A kind of state that is there already, or that this
+    gradients of zeros, are in place for the current stream when the call returns. The optimizer's `step`,
+    `state_dict` and `load_state_dict` wait for its state, and refuse while it is away; so do the methods of
+    megatron-core's optimizers that save and load parameter state. A kind of state that is there already, or that this
     model does not have, is left alone.
 
     Attributes:
@@ -133,20 +134,8 @@ def adopt(
     if arena is None:
         arena = PinnedArena(numa_node=_numa_node(next(chunks[0].parameters()).device), huge_pages=True)
     engine = attach(chunks, optimizer, arena, table=_table(offloaded))
-    return AdoptedState(dataclasses.replace(engine, hooks=[*engine.hooks, *_guard_state_dict(engine, optimizer)]))
-
-
-def _guard_state_dict(engine: Engine, optimizer: Any | None) -> list[Callable[[], None]]:
-    """Have a checkpoint of optimizer state wait for it; returns how to stop that.
-
-    Trainers save after their call that brings it back, which does not wait.
-    """
-
-    def require(_: torch.optim.Optimizer) -> None:
-        engine.residency.require(Target.OPTIMIZER_STATE)
-
-    inner = [] if optimizer is None else torch_optimizers(optimizer)
-    return [one.register_state_dict_pre_hook(require).remove for one in inner]
+    guards = guard_optimizer(engine.residency, optimizer)
+    return AdoptedState(dataclasses.replace(engine, hooks=[*engine.hooks, *guards]))
 
 
 def _table(offloaded: Collection[Target]) -> Table:

@@ -5,7 +5,7 @@ an engine; its registry then prefers the classes of this module on NVIDIA GPUs.
 """
 
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from typing import Any
 
 import torch
@@ -53,13 +53,18 @@ class RangeOffload(MegatronEngine):
         self.to("cpu", model=params, optimizer=optimizer, grad=params)
 
     def to(self, device: str, model: bool = True, optimizer: bool = True, grad: bool = True) -> None:
-        """Move state to "cpu" or "cuda"; gradients leave with the model, as they do in verl."""
+        """Move state to "cpu" or "cuda"; gradients leave with the model, as they do in verl.
+
+        Raises:
+            ValueError: state is to leave that the recipe does not offload, for which there is no host memory.
+        """
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
         grad = model and (grad or device == "cpu")
         targets = [Target.PARAMS] * model + [Target.GRADS] * grad + [Target.OPTIMIZER_STATE] * optimizer
         if not targets or self._state is None:  # `initialize` of verl ends with a move, of nothing here
             return
         if device == "cpu":
+            self._require_offloaded(targets)
             self._release_scratch()
         self._state.move(device, targets)
 
@@ -88,6 +93,18 @@ class RangeOffload(MegatronEngine):
     def _adopted(self) -> AdoptedState:
         assert self._state is not None, "verl calls `initialize` first"
         return self._state
+
+    def _require_offloaded(self, targets: Collection[Target]) -> None:
+        switches = {
+            Target.PARAMS: ("param_offload", self.is_param_offload_enabled),
+            Target.OPTIMIZER_STATE: ("optimizer_offload", self.is_optimizer_offload_enabled),
+        }
+        for target, (key, is_offloaded) in switches.items():
+            if target in targets and target in self._adopted().engine.targets and not is_offloaded:
+                raise ValueError(
+                    f"verl moves {target} to the CPU, and {key} of the engine is false, so the adapter has no host "
+                    f"memory for it; set {key}: true, call `to` without it, or {_WITHOUT}."
+                )
 
     def _release_scratch(self) -> None:
         """Free what verl frees beside its moves, and makes anew when it is needed."""

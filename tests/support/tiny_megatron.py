@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import nemo_offload_rl.mcore  # noqa: F401  # isort: skip  (lets megatron run without CUDA, so it comes before)
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
@@ -20,6 +21,12 @@ from nemo_offload_rl.mcore.model.local_spec import local_block_spec
 from nemo_offload_rl.residency.optimizer_state import state_tensors
 
 VOCAB_SIZE, LENGTH = 64, 16
+
+
+def each_device() -> list[Any]:
+    """Parameters of a fixture: models are built on the GPU wherever there is one, and on the CPU elsewhere."""
+    on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+    return [pytest.param("cpu", marks=on_cpu), pytest.param("cuda", marks=pytest.mark.gpu)]
 
 
 @contextmanager
@@ -73,10 +80,13 @@ class TinyMegatron:
 
     def everything(self) -> dict[str, torch.Tensor]:
         """Copies of parameters, masters and moments, by name."""
-        parameters = dict(self.model.named_parameters())
-        device = next(iter(parameters.values())).device
-        tensors = dict(state_tensors(self.optimizer, device)) | parameters
-        return {name: tensor.detach().clone() for name, tensor in tensors.items()}
+        parameters = {name: tensor.detach().clone() for name, tensor in self.model.named_parameters()}
+        return self.optimizer_state() | parameters
+
+    def optimizer_state(self) -> dict[str, torch.Tensor]:
+        """Copies of masters and moments, by name."""
+        device = next(self.model.parameters()).device
+        return {name: tensor.detach().clone() for name, tensor in state_tensors(self.optimizer, device)}
 
 
 def tiny_megatron(*, forward_only: bool = False, use_distributed_optimizer: bool = True) -> TinyMegatron:

@@ -89,7 +89,10 @@ class TinyParts:
         self.param_dtype = torch.bfloat16
 
     def _build_megatron_module(self) -> list[torch.nn.Module]:
-        self.job: TinyMegatron = tiny_megatron(forward_only=self.engine_config.forward_only)
+        config = self.engine_config
+        self.job: TinyMegatron = tiny_megatron(
+            forward_only=config.forward_only, use_distributed_optimizer=config.use_distributed_optimizer
+        )
         return [self.job.model]
 
     def _build_optimizer(self) -> Any:
@@ -97,6 +100,17 @@ class TinyParts:
 
     def _build_lr_scheduler(self) -> None:
         return None
+
+    def _mcore_export_index(self) -> list[Any]:
+        """Records of whole parameters, which verl otherwise makes from Megatron-Bridge's mappings."""
+        from verl.workers.engine.megatron.delta_export import McoreParamExport
+        from verl.workers.engine.spec import ShardSpec
+
+        parameters = unwrap_model(self.module)[0].named_parameters()
+        return [
+            McoreParamExport(name, parameter, ShardSpec(tuple(parameter.shape)), probe=None, module=None)
+            for name, parameter in parameters
+        ]
 
 
 def arguments(*, lora: dict[str, Any] | None = None, async_save: bool = False, **engine: Any) -> dict[str, Any]:
@@ -162,14 +176,18 @@ def sums(weights: Iterator[tuple[str, torch.Tensor]]) -> dict[str, int]:
 
 
 def step(engine: Any, seed: int) -> dict[str, Any]:
-    """A step as verl's workers make it: training, the weights' export, log-probs."""
+    """A step as verl's workers make it: training, the weights' export, log-probs.
+
+    verl exports no weights without the distributed optimizer: it asks for the storage of a buffer that is None then.
+    """
     with engine.train_mode():
         engine.optimizer_zero_grad()
         loss = engine.job.forward_backward(seed)
         norm = float(engine.optimizer_step())
     left = bytes_left(engine)
-    weights, _ = engine.get_per_tensor_param()
-    report = {"loss": loss, "norm": norm, "weights": sums(weights)}
+    report: dict[str, Any] = {"loss": loss, "norm": norm}
+    if engine.engine_config.use_distributed_optimizer:
+        report["weights"] = sums(engine.get_per_tensor_param()[0])
     if engine.is_param_offload_enabled:
         engine.to("cpu", model=True, optimizer=False, grad=False)
     with engine.eval_mode():
@@ -184,7 +202,8 @@ def bytes_left(engine: Any) -> int:
     if state is not None:
         return state.engine.mapped_bytes
     buffers = engine.module[0].buffers
-    return sum(data.untyped_storage().nbytes() for one in buffers for data in (one.param_data, one.grad_data))
+    held = (data for one in buffers for data in (one.param_data, one.grad_data) if data is not None)
+    return sum(data.untyped_storage().nbytes() for data in held)
 
 
 def steps(way: str, num_steps: int = 10, **changes: Any) -> dict[str, Any]:
@@ -210,6 +229,33 @@ def training() -> dict[str, dict[str, Any]]:
         delay_moves(patch, seconds=0.002)
         found["ours"] = steps("ours")
         found["ours, optimizer alone"] = steps("ours", param_offload=False)
+    return found
+
+
+@scenario
+def without_distributed_optimizer() -> dict[str, dict[str, Any]]:
+    """verl's own moves raise AttributeError there, so these are compared with none."""
+    found = {"resident": steps("resident", use_distributed_optimizer=False)}
+    with pytest.MonkeyPatch.context() as patch:
+        delay_moves(patch, seconds=0.002)
+        found["ours"] = steps("ours", use_distributed_optimizer=False)
+    return found
+
+
+@scenario
+def exported_shards() -> dict[str, Any]:
+    """The shards that a step leaves, exported while everything is away."""
+    found: dict[str, Any] = {}
+    for way in ("resident", "ours"):
+        engine = engine_of(way)
+        engine.lefts = []
+        step(engine, 0)
+        with pytest.MonkeyPatch.context() as patch:
+            delay_moves(patch, seconds=0.02)
+            shards, _ = engine.get_per_tensor_param_shard()
+            found[way] = sums((name, shard) for name, shard, _ in shards)
+    found["left before"] = engine.lefts
+    engine._state.close()
     return found
 
 
@@ -289,6 +335,22 @@ def reset() -> dict[str, Any]:
     found = {"equal": first == again, "bytes": (before, PinnedArena.live_bytes())}
     engine._state.close()
     return found | {"bytes at the end": PinnedArena.live_bytes()}
+
+
+@scenario
+def kept_state() -> dict[str, Any]:
+    """What verl's `to("cpu")` is told where a recipe offloads only one kind of state, and where the state is then."""
+    found: dict[str, Any] = {}
+    for key in ("param_offload", "optimizer_offload"):
+        engine = engine_of("ours", **{key: False})
+        engine.to("cuda")
+        with pytest.raises(ValueError) as caught:  # noqa: PT011  (the test reads the message)
+            engine.to("cpu")
+        found[key] = str(caught.value)
+        residency = engine._state.engine.residency
+        found[f"{key}: where"] = sorted({str(residency.where(target)) for target in engine._state.engine.targets})
+        engine._state.close()
+    return found
 
 
 @scenario

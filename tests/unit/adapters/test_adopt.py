@@ -3,19 +3,23 @@
 import copy
 import subprocess
 import sys
+from multiprocessing.connection import Connection
 
 import pytest
 import torch
-from support.jobs import Job, assert_equal, make_job
+from support.jobs import WIDTH, Job, assert_equal, make_job
 from support.phases import delay_moves
 from support.ranges import Trouble
+from support.shared_memory import process_that_answers
 from support.tiny_megatron import one_rank
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import distribute_tensor
+from torch.multiprocessing.reductions import reduce_tensor
 
 from nemo_offload_rl.adapters.adopt import AdoptedState, adopt
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.attach import attach
+from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.residency.target import NoRoomError, ResidencyError
 
@@ -41,6 +45,11 @@ def adopted():
 
 def placements(state: AdoptedState) -> dict[Target, Placement]:
     return {target: state.engine.residency.where(target) for target in state.engine.targets}
+
+
+def moments(job: Job) -> dict[str, torch.Tensor]:
+    tensors = state_tensors(job.optimizer, torch.device("cpu"))
+    return {name: tensor.detach().clone() for name, tensor in tensors if not name.startswith("master")}
 
 
 def test_steps_between_moves_of_single_targets_are_bit_equal_to_none(adopted, monkeypatch):
@@ -107,6 +116,55 @@ def test_what_leaves_for_another_process_is_not_in_a_range(adopted):
     assert state.outside_ranges(other) is other
 
 
+def sum_of_opened(pipe: Connection) -> None:
+    """The second process: opens a tensor by CUDA IPC and tells its sum."""
+    while (question := pipe.recv()) is not None:
+        rebuild, arguments = question
+        tensor = rebuild(*arguments)
+        pipe.send(float(tensor.sum()))
+        del tensor
+
+
+@pytest.mark.gpu
+def test_another_process_opens_what_is_outside_of_ranges_and_torch_refuses_to_send_a_view_of_one():
+    model = torch.nn.Linear(WIDTH, WIDTH, device="cuda")
+    state = adopt(model, None)
+    with pytest.raises(RuntimeError):
+        reduce_tensor(model.weight.detach()[1:])
+    sent = state.outside_ranges(model.weight.detach()[1:])
+    with process_that_answers(sum_of_opened) as ask:
+        found = ask(reduce_tensor(sent))
+    assert torch.equal(sent, model.weight[1:])
+    assert found == float(sent.sum())
+    state.close()
+
+
+@pytest.mark.gpu
+def test_plain_torch_steps_on_a_gpu_between_moves_are_bit_equal_to_none(monkeypatch):
+    def losses(*, moves: bool) -> list[float]:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH, device="cuda") for _ in range(3)))
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        state, found = adopt(model, optimizer) if moves else None, []
+        for step in range(10):
+            loss = model(torch.full((8, WIDTH), 0.1 * step, device="cuda")).pow(2).mean()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            found.append(loss.item())
+            for device in ("cpu", "cuda") if state is not None else ():
+                state.move_params(device)
+                state.move_optimizer(device)
+        if state is not None:
+            state.close()
+        return found
+
+    wanted = losses(moves=False)
+    delay_moves(monkeypatch, seconds=0.005)
+    assert losses(moves=True) == wanted
+    assert len(set(wanted)) == 10
+
+
 def test_forward_passes_without_parameters_and_steps_without_state_are_refused(adopted):
     job = make_job()
     state = adopted(job)
@@ -131,6 +189,25 @@ def test_what_saves_optimizer_state_waits_for_it_and_refuses_while_it_is_away(ad
     state.move_optimizer("cuda")
     found = job.optimizer.state_dict()["state"]
     assert all(torch.equal(found[number][key], tensor) for number in wanted for key, tensor in wanted[number].items())
+
+
+def test_what_loads_optimizer_state_waits_for_it_and_refuses_while_it_is_away(adopted, monkeypatch):
+    job = make_job()
+    state = adopted(job)
+    job.step(0)
+    saved, wanted = copy.deepcopy(job.optimizer.state_dict()), moments(job)
+    job.step(1)
+    delay_moves(monkeypatch, seconds=0.05)
+    state.move_optimizer("cpu")
+    with pytest.raises(ResidencyError, match="optimizer_state is needed on the GPU"):
+        job.optimizer.load_state_dict(saved)
+    state.move_optimizer("cuda")
+    job.optimizer.load_state_dict(saved)
+    for _ in range(2):
+        assert_equal(moments(job), wanted)
+        state.move_optimizer("cpu")
+        state.move_optimizer("cuda")
+        state.engine.residency.require(Target.OPTIMIZER_STATE)
 
 
 def test_what_is_not_to_be_offloaded_takes_no_host_memory_and_stays(adopted):

@@ -1,17 +1,24 @@
-"""megatron-core's own offloading methods, done by the engine; real models and optimizers on a CPU."""
+"""megatron-core's own offloading methods, done by the engine; real models and optimizers."""
 
+import copy
 import gc
 
 import pytest
+import torch
+from support.jobs import assert_equal
 from support.phases import delay_moves
-from support.tiny_megatron import one_rank, tiny_megatron
+from support.tiny_megatron import each_device, one_rank, tiny_megatron
 
 from nemo_offload_rl.adapters.megatron_core import adopt_own_methods
 from nemo_offload_rl.memory.pinned import PinnedArena
+from nemo_offload_rl.residency.optimizer_state import state_tensors
 from nemo_offload_rl.residency.table import Placement, Target
+from nemo_offload_rl.residency.target import ResidencyError
+
+AWAY = "optimizer_state is needed on the GPU, but it is host"
 
 
-@pytest.fixture
+@pytest.fixture(params=each_device())
 def rank():
     with one_rank():
         yield
@@ -61,6 +68,112 @@ def test_steps_with_offloading_between_are_bit_equal_to_none(rank, monkeypatch, 
         next(moves, None)
     assert found == wanted
     state.close()
+
+
+def test_what_is_loaded_right_behind_the_start_of_the_return_stays(rank, monkeypatch):
+    job = tiny_megatron(use_distributed_optimizer=False)
+    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    job.step(0)
+    saved, wanted = copy.deepcopy(job.optimizer.state_dict()), job.optimizer_state()
+    job.step(1)
+    before = job.optimizer_state()
+    delay_moves(monkeypatch, seconds=0.05)
+    job.optimizer.offload_to_cpu()
+    with pytest.raises(ResidencyError, match=AWAY):
+        job.optimizer.load_state_dict(copy.deepcopy(saved))
+    job.optimizer.restore_from_cpu()
+    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.optimizer_state(), before)
+    job.optimizer.offload_to_cpu()
+    job.optimizer.restore_from_cpu()
+    job.optimizer.load_state_dict(saved)
+    assert_equal(job.optimizer_state(), wanted)
+    job.optimizer.offload_to_cpu()
+    job.optimizer.restore_from_cpu()
+    state.engine.residency.require(Target.OPTIMIZER_STATE)
+    assert_equal(job.optimizer_state(), wanted)
+    state.close()
+
+
+def job_with_legacy_format():
+    """A job behind a step, whose parameter state megatron-core can save and load in its legacy format."""
+    job = tiny_megatron()
+    job.step(0)
+    for part in getattr(job.optimizer, "chained_optimizers", [job.optimizer]):
+        part.data_parallel_group_gloo = part.data_parallel_group
+        for state in part.optimizer.state.values():
+            if "step" in state:  # torch's Adam has tensors there, which megatron-core does not save, but asks for
+                state["step"] = float(state["step"])
+    return job
+
+
+def parameter_state(path):
+    """Masters and moments of a file of the legacy format, by bucket, dtype and name."""
+    return {
+        f"{bucket} {dtype} {name}": tensor
+        for bucket, of_dtypes in torch.load(path, weights_only=False).items()
+        if isinstance(bucket, int)
+        for dtype, tensors in of_dtypes.items()
+        for name, tensor in tensors.items()
+        if torch.is_tensor(tensor)
+    }
+
+
+def test_legacy_parameter_state_is_saved_and_loaded_whole_right_behind_the_start_of_the_return(
+    rank, monkeypatch, tmp_path
+):
+    job, first, again = job_with_legacy_format(), str(tmp_path / "first.pt"), str(tmp_path / "again.pt")
+    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    job.optimizer.save_parameter_state(first)
+    assert len(parameter_state(first)) == 3
+    delay_moves(monkeypatch, seconds=0.05)
+    job.optimizer.offload_to_cpu()
+    for call in (job.optimizer.save_parameter_state, job.optimizer.load_parameter_state):
+        with pytest.raises(ResidencyError, match=AWAY):
+            call(first)
+    job.optimizer.restore_from_cpu()
+    job.optimizer.save_parameter_state(again)
+    assert_equal(parameter_state(again), parameter_state(first))
+    with torch.no_grad():
+        for _, tensor in state_tensors(job.optimizer, next(job.model.parameters()).device):
+            tensor.zero_()
+    job.optimizer.offload_to_cpu()
+    job.optimizer.restore_from_cpu()
+    job.optimizer.load_parameter_state(first)
+    job.optimizer.save_parameter_state(again)
+    assert_equal(parameter_state(again), parameter_state(first))
+    state.close()
+
+
+def test_masters_are_made_of_parameters_only_when_they_have_come(rank, monkeypatch):
+    def with_new_parameters():
+        job = tiny_megatron()
+        job.step(0)
+        with torch.no_grad():
+            next(job.model.parameters()).add_(1)
+        return job
+
+    plain = with_new_parameters()
+    plain.optimizer.reload_model_params()
+    job = with_new_parameters()
+    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    delay_moves(monkeypatch, seconds=0.05)
+    job.optimizer.offload_to_cpu()
+    with pytest.raises(ResidencyError, match=AWAY):
+        job.optimizer.reload_model_params()
+    job.optimizer.restore_from_cpu()
+    job.optimizer.reload_model_params()
+    assert_equal(job.optimizer_state(), plain.optimizer_state())
+    state.close()
+
+
+def test_what_is_closed_guards_nothing_any_more(rank):
+    job = tiny_megatron()
+    state = adopt_own_methods([job.model], job.optimizer, PinnedArena())
+    parts = [job.optimizer, *getattr(job.optimizer, "chained_optimizers", [])]
+    assert all("reload_model_params" in vars(part) for part in parts)
+    state.close()
+    assert not any("reload_model_params" in vars(part) for part in parts)
 
 
 def test_gradients_alone_come_back_zeroed(rank):

@@ -1,12 +1,14 @@
 """The adapter in a double of NeMo-RL's Megatron worker, whose phases call what those of the named commit do."""
 
+import copy
 import gc
 import importlib
 import json
 import runpy
 import sys
 import types
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +16,7 @@ import pytest
 import torch
 from support.jobs import assert_equal
 from support.phases import delay_moves
-from support.tiny_megatron import TinyMegatron, one_rank, tiny_megatron
+from support.tiny_megatron import TinyMegatron, each_device, one_rank, tiny_megatron
 
 from nemo_offload_rl.memory.pinned import PinnedArena
 from nemo_offload_rl.residency.table import Placement, Target
@@ -34,8 +36,10 @@ class WorkerDouble:
         checkpoint = types.SimpleNamespace(async_save=async_save)
         self.mcore_state = types.SimpleNamespace(cfg=types.SimpleNamespace(checkpoint=checkpoint))
         self.shares_grad_buffer = shares_grad_buffer
+        self.keep_params_for_generation = settings.get("keep_params_for_generation", False)
         self.job: TinyMegatron = tiny_megatron()
         self.model, self.optimizer = self.job.model, self.job.optimizer
+        self.reference_state_dict = copy.deepcopy(self.model.state_dict())
         self.own_moves: list[str] = []
         self.model = self.move_model(self.model, "cpu")  # makes room for the reference weights' first load
         self.model = self.move_model(self.model, "cuda")
@@ -59,12 +63,32 @@ class WorkerDouble:
         if self._moves_optimizer():
             self.move_optimizer("cuda")
 
-    def prepare_for_lp_inference(self) -> None:
+    def prepare_for_lp_inference(self, keep_train_buffers: bool = False) -> None:
         self.model = self.move_model(self.model, "cuda", move_grads=False)
         self.model.eval()
-        self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
-        if self._moves_optimizer() and self.offload_optimizer_for_logprob:
+        if not keep_train_buffers:
+            self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
+        if not keep_train_buffers and self._moves_optimizer() and self.offload_optimizer_for_logprob:
             self.move_optimizer("cpu")
+
+    def finish_inference(self) -> None:
+        self.model.eval()
+        self.model = self.move_model(self.model, "cpu", move_params=True, move_grads=False)
+
+    @contextmanager
+    def use_reference_model(self) -> Iterator[None]:
+        with torch.no_grad():
+            own = {name: tensor.detach().to("cpu", copy=True) for name, tensor in self._weights().items()}
+            self._fill(self.reference_state_dict)
+            yield
+            self._fill(own)
+
+    def _weights(self) -> dict[str, torch.Tensor]:
+        return {name: value for name, value in self.model.state_dict().items() if torch.is_tensor(value)}
+
+    def _fill(self, source: Mapping[str, torch.Tensor]) -> None:
+        for name, tensor in self._weights().items():
+            tensor.copy_(source[name])
 
     def offload_before_refit(self) -> None:
         self.model = self.move_model(self.model, "cpu", move_params=False, move_grads=True)
@@ -72,7 +96,9 @@ class WorkerDouble:
             self.move_optimizer("cpu")
 
     def offload_after_refit(self) -> None:
-        self.model = self.move_model(self.model, "cpu", move_params=True, move_grads=True)
+        self.model.eval()
+        moves_params = not self.keep_params_for_generation
+        self.model = self.move_model(self.model, "cpu", move_params=moves_params, move_grads=True)
         self.offload_before_refit()
 
     def save_checkpoint(self) -> dict[str, torch.Tensor]:
@@ -106,7 +132,7 @@ def adapter(monkeypatch):
     sys.modules.pop("nemo_offload_rl.adapters.nemo_rl", None)
 
 
-@pytest.fixture
+@pytest.fixture(params=each_device())
 def rank():
     with one_rank():
         yield
@@ -142,6 +168,76 @@ def test_ten_steps_equal_those_without_any_moves(adapter, rank, monkeypatch, for
     assert where(worker) == {"params": "host", "grads": "dropped", "optimizer_state": "host"}
     assert worker._adopted.engine.mapped_bytes == 0
     assert worker.own_moves == ["model cpu", "model cuda"]  # those while it was built
+    worker._adopted.close()
+
+
+def streamed_steps(worker: Any, num_steps: int = 5) -> list[Any]:
+    """What steps report whose gradients are of two chunks, with log-probs between these."""
+    reports: list[Any] = []
+    for step in range(num_steps):
+        worker.prepare_for_training()
+        worker.model.zero_grad_buffer()
+        worker.optimizer.zero_grad()
+        reports.append(worker.job.forward_backward(2 * step))
+        worker.prepare_for_lp_inference(keep_train_buffers=True)
+        reports.append(worker.job.logits(step).tolist())
+        worker.prepare_for_training()
+        reports.append(worker.job.forward_backward(2 * step + 1))
+        reports.append(float(worker.optimizer.step()[1]))
+        worker.offload_before_refit()
+        worker.offload_after_refit()
+    return reports
+
+
+def test_gradients_that_are_kept_through_log_probs_survive_the_preparation_for_training(adapter, rank, monkeypatch):
+    plain = streamed_steps(WorkerDouble())
+    delay_moves(monkeypatch, seconds=0.002)
+    worker = adapter.RangeOffload(offload_optimizer_for_logprob=True)
+    assert streamed_steps(worker) == plain
+    worker.prepare_for_training()
+    worker.job.forward_backward(0)
+    grads = worker.model.buffers[0].grad_data.clone()
+    worker.prepare_for_lp_inference(keep_train_buffers=True)
+    assert where(worker) == {"params": "gpu", "grads": "gpu", "optimizer_state": "gpu"}
+    worker.prepare_for_training()
+    assert grads.any()
+    assert torch.equal(worker.model.buffers[0].grad_data, grads)
+    worker._adopted.close()
+
+
+def steps_with_reference(worker: Any, num_steps: int = 5) -> list[Any]:
+    """What PPO's steps report: log-probs of the policy and of its reference, training."""
+    reports: list[Any] = []
+    for seed in range(num_steps):
+        worker.prepare_for_lp_inference()
+        reports.append(worker.job.logits(seed).tolist())
+        with worker.use_reference_model():
+            reports.append(worker.job.logits(seed).tolist())
+        worker.finish_inference()
+        worker.prepare_for_training()
+        reports.append(worker.job.step(seed))
+    return reports
+
+
+def test_steps_with_a_reference_model_and_an_end_of_inference_equal_those_without_any_moves(adapter, rank, monkeypatch):
+    plain = steps_with_reference(WorkerDouble())
+    assert plain[0] == plain[1]
+    assert plain[-3] != plain[-2]
+    delay_moves(monkeypatch, seconds=0.002)
+    worker = adapter.RangeOffload()
+    assert steps_with_reference(worker) == plain
+    worker.finish_inference()
+    assert where(worker) == {"params": "host", "grads": "gpu", "optimizer_state": "gpu"}
+    worker._adopted.close()
+
+
+def test_parameters_that_generation_reads_stay(adapter, rank, monkeypatch):
+    plain = steps(WorkerDouble(), 3)
+    delay_moves(monkeypatch, seconds=0.002)
+    worker = adapter.RangeOffload(keep_params_for_generation=True)
+    assert steps(worker, 3) == plain
+    assert where(worker) == {"params": "gpu", "grads": "dropped", "optimizer_state": "host"}
+    worker.job.logits(0)
     worker._adopted.close()
 
 

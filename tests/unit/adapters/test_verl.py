@@ -5,10 +5,21 @@ import importlib.util
 from typing import Any
 
 import pytest
+import torch
 from support.ranks import run_ranks
 
 pytestmark = pytest.mark.slow
 WAYS = ["verl", "ours", "ours, optimizer alone"]
+ON_CPU = pytest.mark.skipif(torch.cuda.is_available(), reason="is for machines without a GPU")
+WITH_VERL = pytest.mark.skipif(importlib.util.find_spec("verl") is None, reason="tools/setup.sh --group adapters")
+
+
+@pytest.fixture(
+    params=[pytest.param("cpu", marks=ON_CPU), pytest.param("cuda", marks=[pytest.mark.gpu, WITH_VERL])], autouse=True
+)
+def device(request: pytest.FixtureRequest) -> str:
+    """Where the scenarios ran: on the GPU wherever there is one."""
+    return str(request.param)
 
 
 @functools.cache
@@ -61,6 +72,20 @@ def test_after_a_step_the_gpu_is_empty():
     assert min(left["ours, optimizer alone"]) > 0  # parameters and gradients
 
 
+def test_ten_steps_without_the_distributed_optimizer_equal_those_without_any_moves():
+    found = result("without_distributed_optimizer")
+    assert found["ours"]["reports"] == found["resident"]["reports"]
+    assert found["ours"]["state"] == found["resident"]["state"]
+    assert set(found["ours"]["left"]) == {0}
+
+
+def test_shards_are_exported_while_away():
+    found = result("exported_shards")
+    assert found["ours"] == found["resident"]
+    assert len(found["ours"]) > 20
+    assert found["left before"] == [0]
+
+
 def test_exported_weights_are_in_memory_that_another_process_can_open():
     assert result("exported_memory") == []
 
@@ -90,6 +115,14 @@ def test_a_second_initialization_gives_the_memory_of_the_first_back():
     assert found["equal"]
     assert len(set(found["bytes"])) == 1
     assert found["bytes at the end"] == 0
+
+
+@pytest.mark.parametrize(("key", "kind"), [("param_offload", "params"), ("optimizer_offload", "optimizer_state")])
+def test_state_without_host_memory_does_not_leave_and_its_key_is_named(key, kind):
+    found = result("kept_state")
+    assert f"verl moves {kind} to the CPU, and {key} of the engine is false" in found[key]
+    assert f"set {key}: true" in found[key]
+    assert found[f"{key}: where"] == ["gpu"]
 
 
 @pytest.mark.parametrize(
