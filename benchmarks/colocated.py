@@ -1,13 +1,14 @@
 """How long is the switch between trainer and vLLM on one GPU, ours and as NeMo-RL does it?
 
-Both settings run the same GRPO recipe, each in processes of its own, one after the other:
+All settings run the same GRPO recipe, each in processes of its own, one after the other:
 
-- `ours`: the run as it is;
+- `ours`: the run as it is; vLLM stays awake where the plan has room for both;
+- `ours_asleep`: the same with an engine that sleeps while the policy computes;
 - `upstream_way`: NeMo-RL's calls, replayed in our code (`colocated_ways/upstream_*.py` and `engines.py` name each with
   its file): vLLM sleeps at level 1, parameters, gradients and moments all move, one after the other, and the refit
   goes through buckets that are made anew.
 
-After the GRPO steps both switch to and fro without log-probs, training a step each time, and then generate greedily.
+After the GRPO steps all switch to and fro without log-probs, training a step each time, and then generate greedily.
 Losses of all those steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the same.
 On a GPU they are equal bit for bit only with `--deterministic`, which takes kernels and micro-batches for that.
 Of the switch whose total is the median, a timeline says what driver, policy and engine did when.
@@ -16,25 +17,30 @@ Of the switch whose total is the median, a timeline says what driver, policy and
     python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
 
 `--cycles` measures something else: that memory, threads, file descriptors and mappings do not grow over cycles of
-varying lengths; where they do, it names them and ends with 1. `--scale tiny` runs without a GPU, too.
+varying lengths; where they do, it names them and ends with 1. The engine sleeps in it whatever the setting, so that
+`ours` and `ours_asleep` are the same there. `--scale tiny` runs without a GPU, too.
+
+A setting that is refused, or runs out of memory, has a row that says why. The others are run; it ends with 1 then, too.
 """
 
 import argparse
-import dataclasses
-import json
 import os
 import subprocess
 import sys
 import tempfile
 import time
+import traceback
 from collections.abc import Mapping
 from pathlib import Path
 
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # before Ray is imported; else it builds a second venv
 
+from colocated_ways.comparisons import comparisons
 from colocated_ways.marks import FOLDER_VARIABLE
-from colocated_ways.run import RECIPES, START_VARIABLE, Measured, run_setting
-from colocated_ways.settings import OURS, SETTINGS, UPSTREAM
+from colocated_ways.measured import Measured
+from colocated_ways.refusals import REFUSALS, RefusedError, read_measured, reason, write_measured, write_refusal
+from colocated_ways.run import RECIPES, START_VARIABLE, run_setting
+from colocated_ways.settings import SETTINGS
 from colocated_ways.timeline import ORIGINS, table
 from result_file import TableValue, print_rows, write_result
 
@@ -43,13 +49,16 @@ def main() -> int:
     """Measures every setting and writes the result after each."""
     arguments = parse_arguments()
     if arguments.child is not None:
-        measured = run_setting(arguments.settings[0], arguments)
-        arguments.child.write_text(json.dumps(dataclasses.asdict(measured)))
-        return 0
+        setting, result = arguments.child
+        return measure_here(setting, Path(result), arguments)
     found: dict[str, Measured] = {}
+    refused: dict[str, str] = {}
     for setting in arguments.settings:
-        found[setting] = in_own_process(setting, deterministic=arguments.deterministic)
-        rows = rows_of(found, arguments)
+        try:
+            found[setting] = in_own_process(setting, deterministic=arguments.deterministic)
+        except RefusedError as error:
+            refused[setting] = str(error)
+        rows = rows_of(found, refused, arguments)
         write_result(arguments.out, [*rows, *timeline_rows(found, arguments)])
     for setting, measured in found.items():
         for direction, spans in measured.spans().items():
@@ -58,7 +67,7 @@ def main() -> int:
     grown = [f"{row['setting']}: {row['metric']}" for row in rows if row["value"] is False and _is_flatness(row)]
     for name in grown:
         print(f"grows over {arguments.cycles} cycles: {name.removesuffix(', flat')}")
-    return 1 if grown else 0
+    return 1 if grown or refused else 0
 
 
 def _is_flatness(row: Mapping[str, TableValue]) -> bool:
@@ -79,7 +88,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--switches", type=int, default=5, help="switches to and fro that count, behind a first one")
     parser.add_argument("--cycles", type=int, default=0, help="measure so many cycles of varying lengths instead")
     parser.add_argument("--out", type=Path, default=Path("build/colocated.json"), help="the result file")
-    parser.add_argument("--child", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--child", nargs=2, metavar=("SETTING", "RESULT"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
     arguments = parser.parse_intermixed_args()
     if arguments.steps < 2:
@@ -87,20 +96,52 @@ def parse_arguments() -> argparse.Namespace:
     return arguments
 
 
+def measure_here(setting: str, result: Path, arguments: argparse.Namespace) -> int:
+    """Measures one setting in this process; returns the process's exit status.
+
+    Args:
+        setting: one of `SETTINGS`.
+        result: the file that gets what was measured, or why nothing was.
+        arguments: of the command line.
+    """
+    try:
+        measured = run_setting(setting, arguments)
+    except REFUSALS as error:
+        traceback.print_exc()
+        why = reason(error)
+        print(f"{setting} is refused: {why}", file=sys.stderr)
+        write_refusal(result, why)
+        return 1
+    write_measured(result, measured)
+    return 0
+
+
 def in_own_process(setting: str, *, deterministic: bool) -> Measured:
-    """Runs this command again for one setting alone, and reads what it measured."""
+    """Runs this command again for one setting alone, and reads what it measured.
+
+    Raises:
+        RefusedError: it could not be measured.
+    """
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder) / "result.json"
         environment = os.environ | {FOLDER_VARIABLE: folder, START_VARIABLE: str(time.monotonic())}
         if deterministic:
             environment["NVTE_ALLOW_NONDETERMINISTIC_ALGO"] = "0"  # of attention's kernels
-        command = [sys.executable, __file__, *sys.argv[1:], "--settings", setting, "--child", str(result)]
-        subprocess.run(command, env=environment, check=True)
-        return Measured(**json.loads(result.read_text()))
+        command = [sys.executable, __file__, *sys.argv[1:], "--child", setting, str(result)]
+        done = subprocess.run(command, env=environment, check=False)
+        return read_measured(result, done.returncode)
 
 
-def rows_of(found: Mapping[str, Measured], arguments: argparse.Namespace) -> list[dict[str, TableValue]]:
-    """The result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`."""
+def rows_of(
+    found: Mapping[str, Measured], refused: Mapping[str, str], arguments: argparse.Namespace
+) -> list[dict[str, TableValue]]:
+    """The result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`.
+
+    Args:
+        found: what each setting gave.
+        refused: why the others gave nothing.
+        arguments: of the command line.
+    """
     rows: list[dict[str, TableValue]] = []
 
     def add(setting: str, metric: str, value: TableValue, unit: str) -> None:
@@ -112,16 +153,11 @@ def rows_of(found: Mapping[str, Measured], arguments: argparse.Namespace) -> lis
         for number, (loss, norm) in enumerate(zip(measured.losses, measured.grad_norms, strict=True), start=1):
             add(setting, f"loss of step {number}", loss, "")
             add(setting, f"gradient norm of step {number}", norm, "")
-    if len(found) == len(SETTINGS) and not arguments.cycles:
-        ours, upstream = found[OURS], found[UPSTREAM]
-        both = "both"
-        add(both, "losses of all steps are equal", ours.losses == upstream.losses, "")
-        differences = [abs(one - other) for one, other in zip(ours.losses, upstream.losses, strict=True)]
-        add(both, "largest difference of losses", max(differences), "")
-        add(both, "greedy tokens are equal", ours.greedy_ids == upstream.greedy_ids, "")
-        for metric in ("refit, by itself", "switch to training", "switch to generation", "switch both ways"):
-            ratio = _value(upstream, metric) / _value(ours, metric)
-            add(both, f"{metric}: upstream_way over ours", round(ratio, 2), "times")
+    for setting, why in refused.items():
+        add(setting, "refused", why, "")
+    if not arguments.cycles:
+        for comparison in comparisons(found):
+            add(*comparison)
     return rows
 
 
@@ -147,12 +183,8 @@ def _row(
     unit: str,
 ) -> dict[str, TableValue]:
     model = arguments.model or ("1.5B" if arguments.scale == "full" else arguments.scale)
-    gpus = next(iter(found.values())).num_gpus
+    gpus = next((measured.num_gpus for measured in found.values()), None)  # None: no run came as far as to count them
     return {"setting": setting, "gpus": gpus, "model": model, "metric": metric, "value": value, "unit": unit}
-
-
-def _value(measured: Measured, metric: str) -> float:
-    return next(value for name, value, _ in measured.figures if name == metric)
 
 
 if __name__ == "__main__":

@@ -32,6 +32,10 @@ from turns import in_turn, my_turn
 Row = dict[str, TableValue]
 
 
+LONG = ("refused", "plan_says")
+"""Fields of sentences, which no table has."""
+
+
 def scaled(case: Case, scale: str, steps: int | None = None) -> Case:
     """The case itself, or the same with a tiny model and batch; with another number of measured steps if given."""
     if scale == "tiny":
@@ -116,14 +120,14 @@ def plan_here(case: Case) -> Row:
     return {"plan_says": plan_says(case, torch.cuda.get_device_properties(0).total_memory, host_facts())}
 
 
-def in_own_process(case: Case, way: str, arguments: Sequence[str]) -> tuple[Row, list[Any]]:
+def in_own_process(pair: tuple[Case, str], arguments: Sequence[str]) -> tuple[Row, list[Any]]:
     """Returns what a process measured.
 
     Args:
-        case: the case.
-        way: the name of the way.
+        pair: the case, and the name of the way.
         arguments: of the command line, that the process gets, too.
     """
+    case, way = pair
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--child", case.name, way, *arguments, "--out", str(out)]
@@ -160,20 +164,19 @@ def main() -> None:
         child(scaled(CASES[case], arguments.scale, arguments.steps), WAYS[way], arguments.out)
         return
     passed_on = ["--scale", arguments.scale, *([] if arguments.steps is None else ["--steps", str(arguments.steps)])]
+    cases = [CASES[name] for name in arguments.cases]
+    pairs = [(case, way) for case in cases for way in case.ways if way in arguments.ways]
+    found: dict[str, list[tuple[Row, list[Any]]]] = {case.name: [] for case in cases}
     rows: list[Row] = []
-    for case in (CASES[name] for name in arguments.cases):
-        found: list[tuple[Row, list[Any]]] = []
-        run = partial(in_own_process, case, arguments=passed_on)
-        for measured in in_turn(run, [way for way in case.ways if way in arguments.ways]):
-            found.append(measured)
-            by = ("case", "way") if arguments.append else ()
-            write_result(arguments.out, rows + compared(found), append_by=by)
-        rows += compared(found)
-        print_rows([{name: value for name, value in row.items() if name != "plan_says"} for row in rows])
-        for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
-            print(f"plan: {line}")
-        for line in ratio_lines(rows):
-            print(line)
+    for (case, _), measured in zip(pairs, in_turn(partial(in_own_process, arguments=passed_on), pairs), strict=True):
+        found[case.name].append(measured)
+        rows = [row for of_case in found.values() for row in compared(of_case)]
+        write_result(arguments.out, rows, append_by=("case", "way") if arguments.append else ())
+    print_rows([{name: value for name, value in row.items() if name not in LONG} for row in rows])
+    for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):
+        print(f"plan: {line}")
+    for line in ratio_lines(rows):
+        print(line)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def flatness(readings: Sequence[Mapping[str, float]]) -> list[tuple[str, float, 
     """Of each quantity the first, last and largest value, its growth, and whether that is within its tolerance.
 
     Args:
-        readings: one a counted cycle.
+        readings: of the cycles that count, the earliest first.
 
     Returns:
         (metric, value, unit); "NAME, flat" is True or False.

@@ -3,26 +3,26 @@
 import argparse
 import dataclasses
 import os
-import statistics
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from gpu_watch import GpuWatch, WatchedTimer
+from gpu_watch import GpuWatch
 
 from colocated_ways.cycles import WARM_UP, Cycles, Lengths
 from colocated_ways.driver import watch_driver
+from colocated_ways.figures import Driver, figures_of_marks, figures_of_policy
 from colocated_ways.holdings import Holdings, flatness
-from colocated_ways.marks import FOLDER_VARIABLE, Mark, Marks, read_marks
+from colocated_ways.marks import FOLDER_VARIABLE, Marks, read_marks
+from colocated_ways.measured import Figure, Measured
 from colocated_ways.planned import planned_gib
 from colocated_ways.settings import OURS, UPSTREAM, built_as
-from colocated_ways.switches import Switch, median_seconds, names_of_spans, switches
-from colocated_ways.timeline import Span, median_switch, timelines
+from colocated_ways.steps import run_steps
+from colocated_ways.switches import switches
+from colocated_ways.timeline import median_switch, timelines
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms import grpo
-from nemo_offload_rl.metrics.utilization import TFLOPS_PREFIX, UTILIZATION_PREFIX
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
@@ -60,55 +60,39 @@ _DETERMINISTIC_TOKENS = 2048
 square of their number, 768 GiB for the 98 of 16,384 tokens."""
 START_VARIABLE = "COLOCATED_START"
 """Environment variable with the moment of the command, by the machine's monotonic clock."""
-WHOLE_STEP = "whole step"
+_SLEEP_KEY = "policy.residency.generation_weights"
 _GREEDY = Lengths(num_prompts=32, prompt_tokens=8, new_tokens=64, row_tokens=0)
 
 
-@dataclass
-class Measured:
-    """What one setting gave.
-
-    Attributes:
-        figures: (metric, value, unit).
-        losses: of each GRPO step, then of the training of each switch.
-        grad_norms: of the same.
-        greedy_ids: tokens after the last of them, a list a prompt.
-        num_gpus: of the policy, or ranks without a GPU.
-        timelines: fields of the spans of one switch, by direction.
-    """
-
-    figures: list[tuple[str, float, str]] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
-    grad_norms: list[float] = field(default_factory=list)
-    greedy_ids: list[list[int]] = field(default_factory=list)
-    num_gpus: int = 1
-    timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
-
-    def add(self, metric: str, value: float | None, unit: str) -> None:
-        """Add a figure, if there is one."""
-        if value is not None:
-            self.figures.append((metric, value, unit))
-
-    def spans(self) -> dict[str, list[Span]]:
-        """Returns the timelines."""
-        return {direction: [Span(**fields) for fields in spans] for direction, spans in self.timelines.items()}
-
-
 def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
-    """Builds a run in a setting and measures it."""
-    recipe: Any = config.load(arguments.config or RECIPES[arguments.scale], overrides(setting, arguments)).config
+    """Builds a run in a setting and measures it.
+
+    Raises:
+        ValueError: the recipe is refused, or it keeps an engine awake that is to sleep here.
+        WorkerError, GenerationError: a rank or an engine has failed.
+    """
+    start_s, imported_s = float(os.environ[START_VARIABLE]), time.monotonic()
     marks = Marks("driver")
+    marks.note(Driver.IMPORTS, imported_s, imported_s - start_s)
+    with marks.span(Driver.READ_RECIPE):
+        file = arguments.config or RECIPES[arguments.scale]
+        recipe: Any = config.load(file, overrides(setting, arguments)).config
     measured = Measured()
-    preparation = grpo.prepare(recipe)
+    with marks.span(Driver.PREPARATION):
+        preparation = grpo.prepare(recipe)
     with GpuWatch() as watch:
-        with marks.span("ray"):
+        with marks.span(Driver.RAY):
             cluster = Cluster(num_nodes=1, gpus_per_node=recipe["cluster"]["gpus_per_node"])
         with cluster:
             measured.num_gpus = cluster.world_size
-            recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
-            gpu_bytes = smallest_gpu_bytes(cluster)
-            recipe, notes = fitted_to_gpus(recipe, "grpo", gpu_bytes)
+            with marks.span(Driver.SIZES):
+                recipe, _ = config.for_machine(recipe, has_gpus=cluster.has_gpus)
+                gpu_bytes = smallest_gpu_bytes(cluster)
+                recipe, notes = fitted_to_gpus(recipe, "grpo", gpu_bytes)
             print(*notes, sep="\n")
+            check_engine_sleeps(recipe["policy"], setting, arguments)
+            measured.figures += figures_of_policy(recipe["policy"])
+            marks.note(Driver.BUILD)
             with built_as(setting):
                 algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
             watch_driver(algorithm, marks)
@@ -121,7 +105,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
                     switch_start_s = time.monotonic()
                     switch_alone(cycles, recipe["policy"], arguments.switches, measured)
                     measured.greedy_ids = cycles.greedy(fitting(_GREEDY, recipe["policy"])).output_ids
-                    if setting == OURS and gpu_bytes is not None:
+                    if setting != UPSTREAM and gpu_bytes is not None:
                         for phase, gib in planned_gib(recipe, gpu_bytes).items():
                             measured.add(f"{phase}: planned GPU memory", gib, "GiB")
             finally:
@@ -130,7 +114,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
         found = read_marks(Path(os.environ[FOLDER_VARIABLE]))
         # The first compiles and allocates.
         counted = switches(found, switch_start_s)[1:]
-        measured.figures += list(figures_of_marks(found, float(os.environ[START_VARIABLE]), counted))
+        measured.figures += figures_of_marks(found, start_s, counted)
         if counted:
             for direction, spans in timelines(found, median_switch(counted)).items():
                 measured.timelines[direction] = [dataclasses.asdict(span) for span in spans]
@@ -144,9 +128,32 @@ def overrides(setting: str, arguments: argparse.Namespace) -> list[str]:
     if arguments.deterministic and arguments.scale == "full":
         of_scale = [*of_scale, f"policy.sequence_packing.train_mb_tokens={_DETERMINISTIC_TOKENS}"]
     fixed = [f"policy.generation.backend={arguments.backend}", f"policy.generation.vllm_cfg.enforce_eager={eager}"]
-    if setting == UPSTREAM:  # NeMo-RL moves it whether there is room or not, and has vLLM sleep
-        fixed += ["policy.offload_optimizer_for_refit=true", "++policy.residency.generation_weights=discard"]
+    if setting == UPSTREAM:  # NeMo-RL moves it whether there is room or not
+        fixed += ["policy.offload_optimizer_for_refit=true", "policy.megatron_cfg.empty_unused_memory_level=1"]
+    if arguments.backend == "vllm" and engine_has_to_sleep(setting, arguments):  # transformers has no choice
+        fixed.append(f"++{_SLEEP_KEY}=discard")
     return [*of_scale, *fixed, *arguments.overrides]
+
+
+def engine_has_to_sleep(setting: str, arguments: argparse.Namespace) -> bool:
+    """Whether sleep is a part of the setting, or of what is asked: cycles read what an engine holds while it sleeps."""
+    return setting != OURS or bool(arguments.cycles)
+
+
+def check_engine_sleeps(policy: Mapping[str, Any], setting: str, arguments: argparse.Namespace) -> None:
+    """Refuse an override that keeps vLLM awake where it has to sleep.
+
+    Args:
+        policy: the section of the resolved recipe.
+        setting: one of `SETTINGS`.
+        arguments: of the command line.
+
+    Raises:
+        ValueError: it stays awake.
+    """
+    if engine_has_to_sleep(setting, arguments) and policy["residency"]["generation_weights"] == "gpu":
+        asks = "--cycles asks for" if arguments.cycles else f"the setting {setting} is"
+        raise ValueError(f"{_SLEEP_KEY} is gpu, but {asks} a run whose engine sleeps; leave that override out.")
 
 
 def make_cycles(algorithm: Any, policy: Mapping[str, Any]) -> Cycles:
@@ -164,33 +171,6 @@ def fitting(lengths: Lengths, policy: Mapping[str, Any]) -> Lengths:
     return dataclasses.replace(lengths, prompt_tokens=prompt, new_tokens=new, row_tokens=row)
 
 
-def run_steps(algorithm: Any, num_steps: int, watch: GpuWatch, measured: Measured, setting: str) -> None:
-    """GRPO steps, of which the first is not counted in seconds and memory."""
-    seconds: list[Mapping[str, float]] = []
-    metrics: list[Mapping[str, float]] = []
-    peaks_gib: dict[str, float] = {}
-    for step in range(1, num_steps + 1):
-        timer = WatchedTimer(watch, peaks_gib if step > 1 else {})
-        with timer.phase(WHOLE_STEP):
-            of_step = algorithm.step(step, timer)
-        print(f"{setting}, step {step} of {num_steps}: {timer.seconds()[WHOLE_STEP]:.2f} s", flush=True)
-        measured.losses.append(of_step["train/loss"])
-        measured.grad_norms.append(of_step["train/grad_norm"])
-        if step > 1:
-            seconds.append(timer.seconds())
-            metrics.append(of_step)
-    for phase in dict.fromkeys(name for step in seconds for name in step):
-        measured.add(f"{phase}", statistics.median(step[phase] for step in seconds if phase in step), "s")
-    for phase, gib in peaks_gib.items():
-        measured.add(f"{phase}: peak GPU memory", gib, "GiB")
-    for name in metrics[-1]:
-        if name.startswith((TFLOPS_PREFIX, UTILIZATION_PREFIX)):
-            unit = "TFLOP/s" if name.startswith(TFLOPS_PREFIX) else "share of the peak"
-            measured.add(name.removeprefix("performance/"), statistics.median(step[name] for step in metrics), unit)
-    for name in ("train/num_tokens", "train/token_mult_prob_error"):
-        measured.add(name, statistics.median(step[name] for step in metrics), "tokens" if "num" in name else "")
-
-
 def switch_alone(cycles: Cycles, policy: Mapping[str, Any], num: int, measured: Measured) -> None:
     """Cycles of one length, which is short, as only what is between generation and training counts."""
     lengths = fitting(Lengths(num_prompts=64, prompt_tokens=8, new_tokens=16, row_tokens=64), policy)
@@ -204,52 +184,22 @@ def switch_alone(cycles: Cycles, policy: Mapping[str, Any], num: int, measured: 
         measured.add(f"{name} of the last switch", of_last_refit.get(name), "s" if name.endswith("_s") else "")
 
 
-def many_cycles(cycles: Cycles, num: int) -> list[tuple[str, float, str]]:
-    """Cycles of varying lengths; what the processes hold while the engine sleeps, of each that counts."""
+def many_cycles(cycles: Cycles, num: int) -> list[Figure]:
+    """Cycles of varying lengths; whether what the processes hold while the engine sleeps grows over those that count.
+
+    It is read in every other one, where nothing comes back meanwhile, as that would show in it; in the others the
+    policy's state comes back beside the release, as in a GRPO step.
+    """
     holdings = Holdings(cycles)
     readings: list[dict[str, float]] = []
+
+    def read() -> None:
+        readings.append(holdings.read())
+
     for number in range(num + WARM_UP):
         lengths = cycles.varying(number)
-
-        def read(counts: bool = number >= WARM_UP) -> None:
-            if counts:
-                readings.append(holdings.read())
-
-        cycles.run(*cycles.prepare_short(lengths), while_asleep=read)
+        cycles.run(*cycles.prepare_short(lengths), while_asleep=read if number % 2 == 0 else None)
         cycles.policy.residency_metrics()
         if number % 20 == 0:
             print(f"cycle {number}: {lengths}", flush=True)
-    return flatness(readings)
-
-
-def figures_of_marks(
-    marks: Sequence[Mark], start_s: float, counted: Sequence[Switch]
-) -> Iterator[tuple[str, float, str]]:
-    """Figures of refit, sleep, switch and start-up.
-
-    Args:
-        marks: of all processes, the earliest first.
-        start_s: when the command was given.
-        counted: the switches that count.
-    """
-    first_step_end_s = next(mark.at_s for mark in marks if mark.name == "last_optimizer_kernel")
-    spans = ("refit", "sleep", *names_of_spans(marks, "wake_up"))
-    medians = {name: median_seconds(marks, name, first_step_end_s) for name in spans}
-    known = {name: seconds for name, seconds in medians.items() if seconds is not None}
-    for name, seconds in known.items():
-        yield f"{name}, by itself", seconds, "s"
-    sleep_and_wake_s = sum(known.values()) - known.get("refit", 0.0)
-    yield "sleep and wake_up, by themselves", sleep_and_wake_s, "s"
-    if counted:
-        yield "switch to training", statistics.median(one.to_training_s for one in counted), "s"
-        yield "switch to generation", statistics.median(one.to_generation_s for one in counted), "s"
-        both_s = statistics.median(one.both_s for one in counted)
-        yield "switch both ways", both_s, "s"
-        yield "switch both ways, less sleep and wake_up", both_s - sleep_and_wake_s, "s"
-    for name in ("ray", "vllm_import", "vllm_build", *names_of_spans(marks, "policy_build")):
-        if (seconds := median_seconds(marks, name)) is not None:
-            yield f"start-up: {name} takes", seconds, "s"
-    for name in ("ray", "engine_built", "policy_build", "first_token"):
-        ends = [mark.at_s for mark in marks if mark.name == name]
-        if ends:
-            yield f"start-up: from the command to the end of {name}", min(ends) - start_s, "s"
+    return flatness(readings[-(-WARM_UP // 2) :])

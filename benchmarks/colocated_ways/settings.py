@@ -1,4 +1,7 @@
-"""The settings of a run: ours as it is, and `upstream_way`, which replaces the verbs around refit and generation."""
+"""The settings of a run: ours as it is, ours with an engine that sleeps, and `upstream_way`.
+
+The last one replaces the verbs around refit and generation.
+"""
 
 import contextlib
 from collections.abc import Iterator
@@ -11,8 +14,8 @@ from colocated_ways.upstream_refit import UpstreamTransport, UpstreamWeightSync
 from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
-OURS, UPSTREAM = "ours", "upstream_way"
-SETTINGS = (OURS, UPSTREAM)
+OURS, OURS_ASLEEP, UPSTREAM = "ours", "ours_asleep", "upstream_way"
+SETTINGS = (OURS, OURS_ASLEEP, UPSTREAM)
 
 
 @contextlib.contextmanager

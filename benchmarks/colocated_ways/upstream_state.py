@@ -135,6 +135,7 @@ class UpstreamEngine:
         node: the NUMA node of the GPU.
         with_reference: whether the weights of now are kept.
         fixed_bytes: host memory of what never moves, by name.
+        generator_bytes: of no use here, as torch's cache is given back with each move.
     """
 
     mapped_bytes = 0
@@ -147,6 +148,7 @@ class UpstreamEngine:
         node: int | None,
         with_reference: bool,
         fixed_bytes: Mapping[str, int],
+        generator_bytes: int | None,
     ) -> None:
         assert not any(fixed_bytes.values()), "activations stay on the GPU in this benchmark"
         on_host = (Placement.HOST, Placement.DROPPED)
@@ -154,8 +156,9 @@ class UpstreamEngine:
         self.residency = UpstreamResidency(
             state, offload_for_refit=leaves[Phase.REFIT], offload_for_logprob=leaves[Phase.LOGPROB]
         )
-        self.meter = Meter(next(state.model[0].parameters()).device)
-        self.context = SimpleNamespace(arena=PinnedArena(numa_node=node, huge_pages=False))
+        device = next(state.model[0].parameters()).device
+        self.meter = Meter(device)
+        self.context = SimpleNamespace(arena=PinnedArena(numa_node=node, huge_pages=False), device=device)
         self.reference = UpstreamReference(state.model) if with_reference else None
 
     def load_all_to_gpu(self) -> None:

@@ -1,36 +1,50 @@
 """The benchmark of the switch between trainer and generator: its parts, without Ray."""
 
 import dataclasses
+import json
+import sys
 import time
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import colocated
+import psutil
 import pytest
 import torch
 from colocated_ways import marks as marks_file
+from colocated_ways.cycles import WARM_UP, Cycles
 from colocated_ways.driver import watch_driver
 from colocated_ways.engines import MarkedVllmActor, marked_llm
+from colocated_ways.figures import figures_of_marks, figures_of_policy
 from colocated_ways.holdings import flatness
 from colocated_ways.marks import Mark, Marks, read_marks
+from colocated_ways.measured import Measured
 from colocated_ways.planned import planned_gib
-from colocated_ways.policy import MarkedWorker
-from colocated_ways.run import RECIPES, Measured, figures_of_marks, overrides
-from colocated_ways.settings import OURS, UPSTREAM, built_as
+from colocated_ways.policy import MarkedWorker, UpstreamWorker
+from colocated_ways.refusals import RefusedError, read_measured, reason, write_measured
+from colocated_ways.run import RECIPES, check_engine_sleeps, many_cycles, overrides
+from colocated_ways.settings import OURS, OURS_ASLEEP, SETTINGS, UPSTREAM, built_as
+from colocated_ways.steps import run_steps
 from colocated_ways.switches import Switch, switches
 from colocated_ways.timeline import TO_GENERATION, TO_TRAINING, Span, median_switch, spans_between, table, timelines
 from colocated_ways.upstream_state import UpstreamEngine
+from gpu_watch import GpuWatch
 from ports import free_port
+from ray.exceptions import ActorDiedError, RayTaskError
 from support.tiny_megatron import one_rank, tiny_megatron
 
 from nemo_offload_rl import config
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.sequences import response_batch
+from nemo_offload_rl.generation.interface import GenerationError, GenerationOutput
 from nemo_offload_rl.placement.local_ray import handlers_kept
 from nemo_offload_rl.plan.plan import settings
 from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.run.gpu_sizes import fitted_to_gpus
 from nemo_offload_rl.run.setup import with_run_length
+from nemo_offload_rl.worker.errors import WorkerError
 
+COLUMNS = ("setting", "gpus", "model", "metric", "value", "unit")
 ARGUMENTS = SimpleNamespace(
     scale="full",
     config=None,
@@ -75,6 +89,26 @@ def test_spans_before_the_first_training_are_not_counted():
         "wake_up weights, by itself": 1.0,
         "sleep and wake_up, by themselves": 3.0,
         "start-up: from the command to the end of first_token": 5.0,
+    }
+
+
+def test_the_start_says_where_the_drivers_time_goes_and_how_long_the_engines_process_takes_to_begin():
+    marks = [
+        Mark("imports", 9, 7.0), Mark("recipe", 10, 1.0), Mark("preparation", 12, 2.0), Mark("ray", 15, 3.0),
+        Mark("sizes", 15.5, 0.5), Mark("build", 16), Mark("vllm_import", 30, 6.0, "engine-0-8"),
+        Mark("vllm_import", 31, 6.0, "engine-1-9"), Mark("vllm_build", 60, 20.0), Mark("last_optimizer_kernel", 70),
+    ]  # fmt: skip
+    found = {name: value for name, value, _ in figures_of_marks(marks, start_s=2, counted=[]) if "start-up" in name}
+    assert found == {
+        "start-up: imports takes": 7.0,
+        "start-up: recipe takes": 1.0,
+        "start-up: preparation takes": 2.0,
+        "start-up: ray takes": 3.0,
+        "start-up: sizes takes": 0.5,
+        "start-up: vllm_import takes": 6.0,
+        "start-up: vllm_build takes": 20.0,
+        "start-up: from the engine's creation to vllm_import takes": 8.0,  # 16 to 30 - 6
+        "start-up: from the command to the end of ray": 13.0,
     }
 
 
@@ -127,7 +161,7 @@ def test_a_timeline_has_rows_of_beginnings_and_lengths():
         ("timeline to generation: driver: refresh, takes", 2.5),
         ("timeline to generation: engine: last_token, starts", 3.0),
     ]
-    assert {tuple(row) for row in rows} == {("setting", "gpus", "model", "metric", "value", "unit")}
+    assert {tuple(row) for row in rows} == {COLUMNS}
 
 
 def test_the_driver_notes_its_calls_and_passes_them_on(tmp_path, monkeypatch):
@@ -200,6 +234,35 @@ def test_a_worker_notes_the_end_of_the_update_before_state_leaves_and_when_its_c
     leaving, copied = of_name["start leaving for refit"], of_name["copy optimizer_state to host"]
     assert copied.at_s - copied.seconds >= leaving.at_s - leaving.seconds
     assert of_name["copy params to gpu"].at_s < of_name["first_training_kernel"].at_s
+
+
+def test_a_worker_that_moves_its_state_as_nemo_rl_does_trains_as_ours():
+    recipe, _ = config.for_machine(config.load(RECIPES["tiny"], []).config, has_gpus=False)
+    policy = with_run_length(recipe["policy"], 4)
+    rows = [list(range(8))] * 4
+    batch = response_batch([row[:4] for row in rows], [row[4:] for row in rows], 0)
+
+    def losses(worker_cls):
+        worker = worker_cls(
+            policy,
+            rank=0, world_size=1, local_rank=0, master_addr="localhost", master_port=free_port(), seed=0,
+            init_reference_model=False,
+        )  # fmt: skip
+        found = []
+        try:
+            for _ in range(2):
+                worker.offload_before_refit()
+                worker.offload_after_refit()
+                worker.start_return(logprobs=False)
+                found.append(worker.train(batch, NLLLoss(), gbs=4, mbs=2)["loss"])
+                assert worker.residency.phase is Phase.TRAIN
+        finally:
+            worker.shutdown()
+        return found
+
+    first, second = losses(UpstreamWorker)
+    assert first > second
+    assert losses(MarkedWorker) == [first, second]
 
 
 class ToyLLM:
@@ -279,7 +342,7 @@ def test_upstreams_moves_leave_training_as_it_is_and_reference_weights_are_swapp
         expected = [resident.step(seed) for seed in range(3)]
         tiny = tiny_megatron()
         state = SimpleNamespace(model=[tiny.model], optimizer=tiny.optimizer)
-        engine = UpstreamEngine(state, plan, node=None, with_reference=True, fixed_bytes={})
+        engine = UpstreamEngine(state, plan, node=None, with_reference=True, fixed_bytes={}, generator_bytes=None)
         at_start = weights(tiny)
         found = []
         for seed in range(3):
@@ -298,19 +361,251 @@ def test_upstreams_moves_leave_training_as_it_is_and_reference_weights_are_swapp
         engine.close()
 
 
+def switched(seconds, *, sleep_s=0.0, losses=(1.0,), greedy_ids=((1, 2),)):
+    names = ("refit, by itself", "switch to training", "switch to generation", "switch both ways")
+    figures = [(name, seconds, "s") for name in names] + [("sleep and wake_up, by themselves", sleep_s, "s")]
+    return Measured(figures, list(losses), [1.0] * len(losses), [list(ids) for ids in greedy_ids])
+
+
 def test_settings_that_compute_something_else_show():
-    figures = [
-        (name, 2.0, "s")
-        for name in ("refit, by itself", "switch to training", "switch to generation", "switch both ways")
-    ]
-    ours = Measured(figures, losses=[1.0], grad_norms=[1.0], greedy_ids=[[1, 2]])
-    upstream = Measured([(name, 3 * value, unit) for name, value, unit in figures], [1.5], [1.0], [[1, 3]])
-    rows = colocated.rows_of({OURS: ours, UPSTREAM: upstream}, ARGUMENTS)
+    upstream = switched(6.0, losses=[1.5], greedy_ids=[[1, 3]])
+    rows = colocated.rows_of({OURS: switched(2.0), UPSTREAM: upstream}, {}, ARGUMENTS)
     both = {row["metric"]: row["value"] for row in rows if row["setting"] == "both"}
     assert both["losses of all steps are equal"] is False and both["greedy tokens are equal"] is False
     assert both["largest difference of losses"] == 0.5
     assert both["switch both ways: upstream_way over ours"] == 3.0
-    assert {tuple(row) for row in rows} == {("setting", "gpus", "model", "metric", "value", "unit")}
+    assert {row["setting"] for row in rows} == {OURS, UPSTREAM, "both"}
+    assert {tuple(row) for row in rows} == {COLUMNS}
+
+
+def test_ours_asleep_is_compared_with_upstream_under_a_name_of_its_own_and_its_sleep_is_the_bar_of_ours():
+    found = {OURS: switched(0.25), OURS_ASLEEP: switched(0.5, sleep_s=0.2), UPSTREAM: switched(6.0, sleep_s=0.4)}
+    rows = {(row["setting"], row["metric"]): row["value"] for row in colocated.rows_of(found, {}, ARGUMENTS)}
+    assert rows["both", "switch both ways: upstream_way over ours"] == 24.0
+    assert rows["ours_asleep and upstream_way", "switch both ways: upstream_way over ours_asleep"] == 12.0
+    assert rows["ours_asleep and upstream_way", "losses of all steps are equal"] is True
+    assert rows[OURS, "switch both ways, less the sleep and wake_up of ours_asleep"] == 0.05
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_a_setting_by_itself_and_cycles_are_compared_with_nothing(setting):
+    assert {row["setting"] for row in colocated.rows_of({setting: switched(2.0)}, {}, ARGUMENTS)} == {setting}
+    of_cycles = {name: Measured([("x, flat", True, "")]) for name in SETTINGS}
+    rows = colocated.rows_of(of_cycles, {}, SimpleNamespace(**vars(ARGUMENTS) | {"cycles": 20}))
+    assert [(row["setting"], row["metric"]) for row in rows] == [(name, "x, flat") for name in SETTINGS]
+
+
+def test_runs_without_switches_are_compared_by_what_they_computed():
+    found = {name: Measured([("sleep and wake_up, by themselves", 0.1, "s")], [1.0], [1.0]) for name in SETTINGS}
+    rows = colocated.rows_of(found, {}, ARGUMENTS)
+    assert [row["metric"] for row in rows if row["setting"] == "both"] == [
+        "losses of all steps are equal", "largest difference of losses", "greedy tokens are equal",
+    ]  # fmt: skip
+
+
+def resolved_policy(setting, gpu_gib, *added, **changed):
+    arguments = SimpleNamespace(**vars(ARGUMENTS) | changed)
+    recipe = config.load(RECIPES["full"], [*overrides(setting, arguments), *added]).config
+    return fitted_to_gpus(recipe, "grpo", gpu_gib * 2**30)[0]["policy"]
+
+
+def test_the_engine_of_ours_stays_awake_where_there_is_room_and_sleeps_in_all_else():
+    def stays_awake(*arguments, **changed):
+        return dict(figure[:2] for figure in figures_of_policy(resolved_policy(*arguments, **changed)))[
+            "the engine stays awake"
+        ]
+
+    assert [stays_awake(setting, 140) for setting in SETTINGS] == [True, False, False]
+    assert [stays_awake(setting, 140, cycles=200) for setting in SETTINGS] == [False] * 3
+    assert stays_awake(OURS, 80) is False
+
+
+def test_what_is_left_to_the_gpus_size_is_in_the_result():
+    found = {name: (value, unit) for name, value, unit in figures_of_policy(resolved_policy(OURS, 140))}
+    assert found["train_mb_tokens"] == found["logprob_mb_tokens"] == (16384, "tokens")
+    nbytes, unit = found["kv_cache_memory_bytes"]
+    assert unit == "bytes" and 5 * 2**30 < nbytes < 10 * 2**30  # 512 sequences of 512 tokens, 28 KiB each
+    tiny = config.load(RECIPES["tiny"], []).config["policy"]  # rows are not packed, and there is no vLLM
+    assert list(figures_of_policy(tiny)) == [("the engine stays awake", False, "")]
+
+
+def test_an_override_that_keeps_the_engine_awake_is_refused_where_it_has_to_sleep():
+    awake = "++policy.residency.generation_weights=gpu"
+    policy = resolved_policy(OURS_ASLEEP, 140, awake)
+    check_engine_sleeps(policy, OURS, ARGUMENTS)
+    with pytest.raises(ValueError, match=r"generation_weights is gpu, but the setting ours_asleep is a run"):
+        check_engine_sleeps(policy, OURS_ASLEEP, ARGUMENTS)
+    with pytest.raises(ValueError, match=r"generation_weights is gpu, but --cycles asks for a run"):
+        check_engine_sleeps(policy, OURS, SimpleNamespace(**vars(ARGUMENTS) | {"cycles": 20}))
+
+
+@pytest.mark.parametrize("setting", SETTINGS)
+def test_every_setting_is_a_recipe_without_a_gpu_too(setting):
+    arguments = SimpleNamespace(**vars(ARGUMENTS) | {"scale": "tiny", "backend": "transformers", "cycles": 20})
+    assert config.load(RECIPES["tiny"], overrides(setting, arguments)).config["policy"]["generation"]["backend"] == (
+        "transformers"
+    )
+
+
+def test_steps_count_from_the_second_on_in_tokens_per_second_and_in_the_longest_response():
+    lengths = {1: ([9, 9], [1]), 2: ([3, 5], [4, 2])}  # of the generations of a step, one answer each
+
+    def generate(of_answers):
+        return GenerationOutput([[0] * length for length in of_answers], [], [])
+
+    generation = SimpleNamespace(generate=generate)
+
+    def step(number, timer):
+        with timer.phase("generation"):
+            for of_answers in lengths[number]:
+                generation.generate(of_answers)
+        return {
+            "train/loss": 1.0 / number, "train/grad_norm": 1.0, "train/num_tokens": 100.0 * number,
+            "train/token_mult_prob_error": 1.0, "performance/tflops_per_gpu/training": 5.0 * number,
+        }  # fmt: skip
+
+    measured = Measured()
+    with GpuWatch() as watch:
+        run_steps(SimpleNamespace(_generation=generation, step=step), 2, watch, measured, OURS)
+    found = measured.value_of
+    assert measured.losses == [1.0, 0.5]
+    assert found["longest response"] == 5
+    assert found["tflops_per_gpu/training"] == 10
+    assert found["tokens per second of a whole step"] == 200 / found["whole step"]
+
+
+class LocalCycles(Cycles):
+    """Cycles whose processes are this one."""
+
+    def processes(self):
+        return {"policy": psutil.Process(), "engine": psutil.Process()}
+
+
+def toy_cycles(calls):
+    def verb(name, result=None):
+        return lambda *_, **__: calls.append(name) or result
+
+    memory = {"host_rss_gib": 1.0}
+    return LocalCycles(
+        SimpleNamespace(
+            _weights=SimpleNamespace(mark_stale=lambda: None, refresh=verb("refresh")),
+            _loss_fn=None,
+            _batch_sizes=SimpleNamespace(train_global=4, train_micro=2),
+            _generation=SimpleNamespace(
+                generate=verb("generate"),
+                start_finish_generation=verb("start_finish_generation", []),
+                finish_generation=verb("finish_generation"),
+                memory_stats=verb("read", memory),
+            ),
+            _policy=SimpleNamespace(
+                start_return=verb("start_return"),
+                train=verb("train", {}),
+                memory_stats=lambda: memory,
+                residency_metrics=dict,
+            ),
+        ),
+        vocab_size=8,
+        max_tokens=16,
+    )
+
+
+@pytest.mark.parametrize("num", [1, 5, 20])
+def test_every_other_of_many_cycles_goes_the_way_of_a_grpo_step_and_what_is_held_is_read_in_the_others(num):
+    calls = []
+    found = dict(figure[:2] for figure in many_cycles(toy_cycles(calls), num))
+    read = ["refresh", "generate", "finish_generation", "read", "train"]
+    overlapped = ["refresh", "generate", "start_finish_generation", "start_return", "finish_generation", "train"]
+    num_cycles = WARM_UP + num
+    assert calls == [name for number in range(num_cycles) for name in (overlapped if number % 2 else read)]
+    assert found["engine: host memory GiB, growth"] == 0 and found["policy: threads, flat"] is True
+
+
+def test_only_cycles_behind_the_warm_up_count(monkeypatch):
+    values = iter(range(100))
+    monkeypatch.setattr("colocated_ways.run.Holdings", lambda _: SimpleNamespace(read=lambda: {"x": next(values)}))
+    found = dict(figure[:2] for figure in many_cycles(toy_cycles([]), 20))
+    assert (found["x, first"], found["x, last"]) == (5, 14)  # 5 are read in the warm-up of 10 cycles, 10 in 20 more
+
+
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity of 79.2 GiB"
+
+
+def test_the_reason_is_a_line_of_what_failed_first():
+    memory = torch.OutOfMemoryError(OUT_OF_MEMORY)
+    line = f"OutOfMemoryError: {OUT_OF_MEMORY}"
+    detail = f"ray::WorkerActor.call()\n  File x\n{line}"
+    assert reason(memory) == line
+    assert reason(WorkerError(0, "train", memory, detail)) == line
+    task = RayTaskError("load_weights", f"Traceback (most recent call last):\n  File y\n{line}\n", memory, ip="::1")
+    assert reason(WorkerError(1, "send_weights", task.as_instanceof_cause(), detail)) == line
+    assert reason(GenerationError("its construction", ValueError("max_num_seqs is 0; raise it."), detail)) == (
+        "ValueError: max_num_seqs is 0; raise it."
+    )
+    assert reason(
+        RuntimeError("CUDA error: out of memory\nFor debugging consider passing CUDA_LAUNCH_BLOCKING=1\n")
+    ) == ("RuntimeError: CUDA error: out of memory")
+    assert reason(AssertionError()) == "AssertionError"
+
+
+def test_the_reason_of_a_dead_process_is_rays_last_line():
+    task = RayTaskError(
+        "__init__", "Traceback (most recent call last):\n  File y\nOSError: gone\n", OSError(), ip="::1"
+    )
+    assert reason(WorkerError(0, "train", ActorDiedError(task), "")) == "ActorDiedError: OSError: gone"
+
+
+def test_a_setting_whose_recipe_is_refused_says_why_in_its_process(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("COLOCATED_START", str(time.monotonic()))
+    wrong = SimpleNamespace(**vars(ARGUMENTS) | {"overrides": ["policy.train_micro_batch_size=0"]})
+    result = tmp_path / "result.json"
+    assert colocated.measure_here(OURS, result, wrong) == 1
+    with pytest.raises(RefusedError, match=r"^[^\n]*policy\.train_micro_batch_size[^\n]*$"):
+        read_measured(result, 1)
+    assert capfd.readouterr().err.splitlines()[-1].startswith("ours is refused: ")
+
+
+def test_what_a_process_measured_is_read_and_its_death_is_a_reason(tmp_path):
+    measured = Measured([("x", 1.0, "s")], [1.0], [2.0], [[1]], 2)
+    write_measured(tmp_path / "result.json", measured)
+    assert [tuple(figure) for figure in read_measured(tmp_path / "result.json", 0).figures] == [("x", 1.0, "s")]
+    assert read_measured(tmp_path / "result.json", 0).num_gpus == 2
+    with pytest.raises(RefusedError, match="its process ended with status -9"):
+        read_measured(tmp_path / "none.json", -9)
+
+
+@pytest.mark.parametrize("refused", [[OURS], [UPSTREAM], list(SETTINGS)])
+def test_a_refused_setting_has_a_row_and_the_others_are_measured(tmp_path, monkeypatch, refused):
+    asked = []
+
+    def in_own_process(setting, *, deterministic):
+        asked.append(setting)
+        if setting in refused:
+            raise RefusedError(OUT_OF_MEMORY)
+        return dataclasses.replace(switched(2.0), num_gpus=2)
+
+    monkeypatch.setattr(colocated, "in_own_process", in_own_process)
+    monkeypatch.setattr(sys, "argv", ["colocated.py", "--out", str(tmp_path / "out.json")])
+    assert colocated.main() == 1
+    assert asked == list(SETTINGS)
+    rows = json.loads((tmp_path / "out.json").read_text())["rows"]
+    assert [row for row in rows if row["metric"] == "refused"] == [
+        {
+            "setting": setting, "gpus": None if refused == list(SETTINGS) else 2, "model": "1.5B",
+            "metric": "refused", "value": OUT_OF_MEMORY, "unit": "",
+        }
+        for setting in refused
+    ]  # fmt: skip
+    assert set(SETTINGS) - set(refused) <= {row["setting"] for row in rows if row["metric"] == "switch both ways"}
+
+
+def test_a_process_measures_its_own_setting_whatever_settings_the_command_has(tmp_path, monkeypatch):
+    asked = []
+    monkeypatch.setattr(colocated, "run_setting", lambda setting, _: asked.append(setting) or Measured())
+    own = ["--child", UPSTREAM, str(tmp_path / "result.json")]
+    monkeypatch.setattr(sys, "argv", ["colocated.py", "--settings", OURS, UPSTREAM, "--steps", "3", *own])
+    assert colocated.main() == 0
+    assert asked == [UPSTREAM]
+    assert read_measured(tmp_path / "result.json", 0) == Measured()
 
 
 def test_what_grows_over_many_cycles_is_named():
