@@ -1,19 +1,29 @@
 """For how long does training wait for a checkpoint that is written beside it, and for how long for one at once?
 
-One worker trains on the same batch over and over, and saves in turn at once and beside the steps that follow. Exposed
-is the time of the calls that training waits for; its bound is that of the checkpoint's bytes over the link, as the
-worker has measured it. A step beside the writing stands beside a step alone. At the end the newest checkpoint is
-loaded, and the policy compared with what it was.
+One worker trains on the same batch over and over, and saves at once and beside the steps that follow, with optimizer
+state that stays on the GPU (`resident`, a run's default where the GPU has room) and with state that moves to the host
+behind each step (`leaves`).
 
-    python benchmarks/async_save.py --folder /tmp/async_save [--scale tiny] [--out build/async_save.json]
+What is counted: `exposed_s` is the time of the calls that training waits for, from when state that leaves has left; the
+copies to the host are in it, and megatron-core's planning beside them. `snapshot_gb` is what such a save copies into
+host memory of its own: with resident state all that is written, else the weights, since state is read where it left to.
+Its bound is those bytes over the link, whose speed the worker has measured. `step_s` is a step until its result is
+there: with the way back of state that has left, without the way out behind it; beside a save, state stays until the
+checkpoint is finished. The first save beside training also takes and page-locks host memory, and is a row of its own
+(`turn` 0). `is_exact` compares log-probs of before the last save with those of the policy that is loaded from it.
+
+    python benchmarks/async_save.py --folder /tmp/async_save [--state resident] [--scale tiny] [--out FILE]
+
+1.5 B parameters are 21.6 GB a save; a state takes one of them and two for each of `--repeats`.
 """
 
 import argparse
+import gc
 import os
 import shutil
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +37,12 @@ from result_file import TableValue, print_rows, write_result
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
+
+STATES: Mapping[str, Mapping[str, Any]] = {
+    "resident": {"leaves": False, "table": {"generate": {"params": "keep"}}},
+    "leaves": {"leaves": True, "table": {}},
+}
+"""By name: whether optimizer state leaves for a refit, and the recipe's cells of the residency table."""
 
 
 @dataclass(frozen=True)
@@ -43,10 +59,14 @@ class Scale:
     num_rows: int
     row_tokens: int
 
-    def policy(self) -> dict[str, Any]:
-        """Returns the policy section of `checkpoint_integrity` with this model."""
+    def policy(self, state: str) -> dict[str, Any]:
+        """Returns the policy section of `checkpoint_integrity` with this model, and a state of `STATES`."""
         of_recipe = policy(self.hf_config["num_hidden_layers"], self.hf_config["vocab_size"])
-        return of_recipe | {"hf_config": dict(self.hf_config)}
+        return of_recipe | {
+            "hf_config": dict(self.hf_config),
+            "offload_optimizer_for_refit": STATES[state]["leaves"],
+            "residency": dict(of_recipe["residency"]) | {"table": STATES[state]["table"]},
+        }
 
     def batch(self) -> BatchedData:
         """Makes rows of random tokens."""
@@ -67,11 +87,11 @@ SCALES: Mapping[str, Scale] = {
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Seconds until a call has returned and the GPU has nothing left to do."""
+    """Seconds until a call has returned and its stream has nothing left to do."""
     start = time.perf_counter()
     function()
     if torch.cuda.is_available():
-        torch.cuda.synchronize()
+        torch.cuda.current_stream().synchronize()
     return time.perf_counter() - start
 
 
@@ -92,17 +112,20 @@ class Trial:
         return seconds_of(lambda: self.worker.train(self.data, NLLLoss(), gbs=self.data.size, mbs=1))
 
     def prepare(self) -> str:
-        """Makes room, and waits until the disk has what was written before."""
+        """Makes room, and waits for state that leaves, and until the disk has what was written before."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         os.sync()
+        self.worker.residency.wait_until_released()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         return str(self.folder / "policy")
 
     def save_at_once(self) -> dict[str, TableValue]:
         """One checkpoint, and the step behind it."""
         path = self.prepare()
         exposed = seconds_of(lambda: self.worker.save_checkpoint(path, save_optimizer=True))
-        return {"way": "at once", "exposed_s": exposed, "step_s": self.train()}
+        return {"exposed_s": exposed, "step_s": self.train()}
 
     def save_beside(self) -> dict[str, TableValue]:
         """One checkpoint, with as many steps beside it as it takes."""
@@ -115,7 +138,6 @@ class Trial:
         written = time.perf_counter() - start
         finished = seconds_of(self.worker.finish_checkpoint)
         return {
-            "way": "beside",
             "exposed_s": taken + finished,
             "start_s": taken,
             "finish_s": finished,
@@ -124,60 +146,78 @@ class Trial:
             "num_steps": len(steps),
         }
 
-    def is_exact(self) -> bool:
-        """Whether a checkpoint that was written beside a step has the log-probs of before that step."""
-        path = self.prepare()
-        want = self.worker.get_logprobs(self.data, mbs=self.data.size)["logprobs"]
-        self.worker.start_checkpoint(path, save_optimizer=True)
-        self.train()
-        self.worker.finish_checkpoint()
-        self.worker.load_checkpoint(path)
-        return torch.equal(self.worker.get_logprobs(self.data, mbs=self.data.size)["logprobs"], want)
+    def logprobs(self) -> torch.Tensor:
+        """Of the batch, by the policy as it is now."""
+        return self.worker.get_logprobs(self.data, mbs=1)["logprobs"]
+
+    def written_gb(self) -> float:
+        """What the last checkpoint's files hold."""
+        return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()) / 1e9
 
 
-def measure(name: str, repeats: int, folder: Path) -> list[dict[str, TableValue]]:
-    """The medians of each way, the first turn, in which host memory is page-locked, apart."""
-    scale = SCALES[name]
-    worker = one_rank_worker(scale.policy())
-    trial = Trial(worker, scale.batch(), folder)
-    alone = statistics.median([trial.train() for _ in range(5)][2:])
-    turns: list[dict[str, TableValue]] = []
-    for turn in range(repeats + 1):
-        for save in (trial.save_at_once, trial.save_beside):
-            turns.append({"turn": turn, **save()})
-            print(turns[-1], flush=True)
-    gb = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file()) / 1e9
+def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str, TableValue]]:
+    """The first save beside training, and the medians of each way.
+
+    Args:
+        scale: a key of `SCALES`.
+        state: a key of `STATES`.
+        repeats: saves of each way that are counted, at least one.
+        folder: of the checkpoints; nothing of it is left.
+    """
+    worker = one_rank_worker(SCALES[scale].policy(state))
+    trial = Trial(worker, SCALES[scale].batch(), folder)
+    alone = statistics.median([trial.train() for _ in range(4)][2:])
+    arena = worker.engine.context.arena
+    before = arena.allocated_bytes
+    first = trial.save_beside()
+    snapshot_gb = (arena.allocated_bytes - before) / 1e9
+    at_once, beside, want = [], [], None
+    for _ in range(repeats):
+        at_once.append(trial.save_at_once())
+        want = trial.logprobs()
+        beside.append(trial.save_beside())
+    gb = trial.written_gb()
+    worker.load_checkpoint(str(folder / "policy"))
+    is_exact = want is not None and torch.equal(trial.logprobs(), want)
     link = worker.engine.meter.link
-    bound = None if link is None else gb * 1e9 / link.d2h_bytes_per_s
-    case: dict[str, TableValue] = {"scale": name, "gb": gb, "step_alone_s": alone, "bound_s": bound}
-    rows = [case | row for row in [turns[0], turns[1], *(median_of(turns[2:], way) for way in ("at once", "beside"))]]
-    for row in rows:
-        exposed: Any = row["exposed_s"]
-        row["ratio_to_bound"] = None if bound is None else exposed / bound
-    rows.append(case | {"way": "beside", "is_exact": trial.is_exact()})
+    bound = None if link is None else snapshot_gb * 1e9 / link.d2h_bytes_per_s
     worker.shutdown()
     shutil.rmtree(folder)
+    case: dict[str, TableValue] = {"scale": scale, "state": state, "gb": gb, "step_alone_s": alone}
+    rows = [
+        case | {"way": "beside", "turn": 0} | beside_bound(first, snapshot_gb, bound),
+        case | {"way": "at once"} | medians(at_once),
+        case | {"way": "beside"} | beside_bound(medians(beside), snapshot_gb, bound) | {"is_exact": is_exact},
+    ]
     return [{name: round(v, 4) if isinstance(v, float) else v for name, v in row.items()} for row in rows]
 
 
-def median_of(turns: list[dict[str, TableValue]], way: str) -> dict[str, TableValue]:
+def beside_bound(figures: Mapping[str, Any], snapshot_gb: float, bound_s: float | None) -> dict[str, TableValue]:
+    """The figures of saves beside training, with their snapshot's time on the link; None without a GPU."""
+    ratio = None if bound_s is None else figures["exposed_s"] / bound_s
+    return {**figures, "snapshot_gb": snapshot_gb, "bound_s": bound_s, "ratio_to_bound": ratio}
+
+
+def medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, TableValue]:
     """The medians of one way's figures."""
-    of_way: list[Any] = [turn for turn in turns if turn["way"] == way]
-    names = [name for name in of_way[0] if name not in ("way", "turn")]
-    return {"way": way} | {name: statistics.median(turn[name] for turn in of_way) for name in names}
+    return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 
 def main() -> None:
     """Measures, prints the table, writes the result."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--scale", choices=SCALES, default="1.5B")
-    parser.add_argument("--repeats", type=int, default=3, help="turns of each way beside the first")
+    parser.add_argument("--state", choices=STATES, action="append", help="measure this one alone; may be repeated")
+    parser.add_argument("--repeats", type=int, default=1, help="saves of each way that are counted, at least 1")
     parser.add_argument("--folder", type=Path, default=Path("build/async_save"), help="on the disk that is measured")
     parser.add_argument("--out", type=Path, default=Path("build/async_save.json"))
     arguments = parser.parse_args()
-    rows = measure(arguments.scale, arguments.repeats, arguments.folder)
-    write_result(arguments.out, rows)
-    print_rows(rows)
+    rows = []
+    for state in arguments.state or STATES:
+        rows += measure(arguments.scale, state, arguments.repeats, arguments.folder)
+        gc.collect()  # models are cycles
+        write_result(arguments.out, rows)
+        print_rows(rows)
 
 
 if __name__ == "__main__":

@@ -77,13 +77,14 @@ class Engine:
 
         Args:
             lent: gets the addresses of the tensors that are given of optimizer state on the host, whose contents
-                `residency.lend` can keep.
+                `residency.lend` can keep. With it, state that is leaving the GPU is not waited for: its contents are
+                there once `residency.wait_until_released` has returned.
 
         Returns:
             For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
             and no larger; any other tensor as it is. Good until the next phase.
         """
-        self.residency.wait_until_released()
+        self.residency.wait_until_released(without=() if lent is None else (Target.OPTIMIZER_STATE,))
         self.context.mover.check()
         on_host = (_HOST, Placement.STREAMED)
         away = {name: target for name, target in self.targets.items() if self.residency.where(name) in on_host}

@@ -2,7 +2,7 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterator, Mapping
 
 import torch
 
@@ -137,6 +137,10 @@ class Residency:
         assert self._where[target] is Placement.HOST, f"{target} is {self._where[target]}, and not on the host"
         self._lent[target] = wait
 
+    def take_back(self, target: Target) -> None:
+        """End the loan of a target's host memory, if it is lent: its reader has done with it."""
+        self._lent.pop(target, None)
+
     def prefetch(self, phase: Phase, reserve_bytes: int = 0, *, with_dropped: bool = False) -> None:
         """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
 
@@ -194,10 +198,10 @@ class Residency:
             )
         self._wait(target, hold=True)
 
-    def wait_until_released(self) -> None:
-        """Waits until the memory of everything that leaves the GPU has been given back."""
+    def wait_until_released(self, *, without: Container[Target] = ()) -> None:
+        """Waits until the memory of everything that leaves the GPU, but for some targets, has been given back."""
         for target, placement in self._where.items():
-            if placement in _LEAVES_THE_GPU:
+            if placement in _LEAVES_THE_GPU and target not in without:
                 self._wait(target)
 
     def _differing(self, phase: Phase) -> dict[Target, Placement]:

@@ -7,7 +7,7 @@ import logging
 import shutil
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -51,7 +51,7 @@ from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
 from nemo_offload_rl.run.resume import OnDamaged, choose, damage_seen_by_driver, warn_without_manifest
 from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
-from nemo_offload_rl.run.train_loop import Run, StopReason
+from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
 from nemo_offload_rl.storage.disk import full_disk_in_words
 from nemo_offload_rl.storage.manifest import read_manifest
@@ -67,11 +67,13 @@ class Session:
         cluster: where processes run.
         interrupt: says whether a signal has asked the run to stop.
         console: the user's terminal.
+        limit: the time that the command has, of which restarts get no more.
     """
 
     cluster: Cluster
     interrupt: Interrupt
     console: Console
+    limit: TimeLimit = field(default_factory=TimeLimit)
 
 
 @dataclass(frozen=True)
@@ -246,7 +248,7 @@ class Job:
         progress = LiveProgress(self.algorithm.upper(), schedule.max_num_steps, session.console)
         with closing(metrics), progress:
             outputs = _Outputs(metrics, progress, gpus, session.console)
-            run = Run(algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt)
+            run = Run(algorithm, schedule, state, checkpoints, writer, outputs, session.interrupt, session.limit)
             reason = run.train()
         return Ending(reason, run.is_saved and metrics.is_whole)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from nemo_offload_rl.config import ValidatedRecipe
     from nemo_offload_rl.placement.cluster import Cluster
     from nemo_offload_rl.run.job import Ending, Job, Session
+    from nemo_offload_rl.run.train_loop import TimeLimit
 
 EXIT_DONE = 0
 EXIT_FAILED = 1
@@ -79,15 +80,16 @@ def _run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str, inte
 
         from nemo_offload_rl.generation.interface import GenerationError
         from nemo_offload_rl.run.restarts import Restarts
+        from nemo_offload_rl.run.train_loop import TimeLimit
         from nemo_offload_rl.worker.errors import WorkerError
 
         interrupt.grace_period_s = job.config["checkpointing"]["grace_period_s"]
-        restarts = Restarts(job.config["cluster"]["max_restarts"])
+        restarts, limit = Restarts(job.config["cluster"]["max_restarts"]), TimeLimit()
         # A restart reads the warm start's model again.
         release = locks.release_warm_start if restarts.at_most == 0 else lambda: None
         while True:
             try:
-                return _attempt(job, warm_start, release, restarts.num_done > 0, interrupt, console, errors)
+                return _attempt(job, warm_start, release, restarts.num_done > 0, interrupt, limit, console, errors)
             except (WorkerError, GenerationError) as error:
                 if not restarts.take(error):
                     raise
@@ -104,6 +106,7 @@ def _attempt(
     release_warm_start: Callable[[], None],
     is_restart: bool,
     interrupt: Interrupt,
+    limit: TimeLimit,
     console: Console,
     errors: Console,
 ) -> int:
@@ -138,7 +141,7 @@ def _attempt(
             return EXIT_FAILED
         stack.callback(interrupt.close)
         try:
-            ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console))
+            ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console, limit))
         # Of the run folder; of the checkpoint's contents; of a row, or of what a reward function returned.
         except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)

@@ -68,7 +68,7 @@ class Schedule:
         val_at_end: validate after the last step.
         save_period: steps between checkpoints.
         target: where to end early; None for nowhere.
-        must_save_by_s: by when, in seconds from the first step of this start, the run has saved and ended; None for
+        must_save_by_s: by when, in seconds from the first step of this command, the run has saved and ended; None for
             never.
     """
 
@@ -85,16 +85,25 @@ class Schedule:
 class TimeLimit:
     """Knows when the next step, with what follows it, would not be done in time.
 
+    The runs of a command share one: a run that starts again after a failure has what is left of the time.
+
     Args:
-        must_save_by_s: seconds from now on; None for any time.
         clock: gives the time in seconds.
     """
 
-    def __init__(self, must_save_by_s: float | None, clock: Callable[[], float]) -> None:
-        self._end = float("inf") if must_save_by_s is None else clock() + must_save_by_s
+    def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
+        self._end: float | None = None
         self._longest_step_s = 0.0
         self._longest_save_s = 0.0
+        self._save_start_s: float | None = None
+
+    def begin(self, must_save_by_s: float | None) -> None:
+        """Begins a run that has so many seconds from now on, or what is left since a run before; None for any time."""
+        self._save_start_s = None
+        if self._end is None and must_save_by_s is not None:
+            self._end = self._clock() + must_save_by_s
+            self._longest_step_s = self._longest_save_s = 0.0  # what a warm start took says nothing
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -103,14 +112,31 @@ class TimeLimit:
         yield
         self._longest_step_s = max(self._longest_step_s, self._clock() - start)
 
-    def take_save(self, seconds: float) -> None:
-        """Takes notice of how long a checkpoint took until it was on disk."""
-        self._longest_save_s = max(self._longest_save_s, seconds)
+    def start_save(self) -> None:
+        """Takes notice that a checkpoint begins."""
+        self._save_start_s = self._clock()
+
+    def end_save(self, *, is_on_disk: bool) -> None:
+        """Takes notice of how long the checkpoint took until it was on disk, or that it is given up."""
+        assert self._save_start_s is not None
+        if is_on_disk:
+            self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_start_s)
+        self._save_start_s = None
 
     @property
     def is_over(self) -> bool:
-        """Whether the longest step and the longest checkpoint so far would end too late, if they began now."""
-        return self._clock() + self._longest_step_s + self._longest_save_s >= self._end
+        """Whether a step and its checkpoint, as long as the longest so far, would end too late, if they began now.
+
+        Behind the step, the checkpoint waits for one that is still being written beside the run.
+        """
+        if self._end is None:
+            return False
+        now, save_s = self._clock(), self._longest_save_s
+        step_end = now + self._longest_step_s
+        if self._save_start_s is not None:
+            save_s = max(save_s, now - self._save_start_s)
+            step_end = max(step_end, self._save_start_s + save_s)
+        return step_end + save_s >= self._end
 
 
 class Outputs(Protocol):
@@ -137,7 +163,7 @@ class Run:
         writer: fills a checkpoint's folder.
         outputs: everything that stores or shows metrics.
         interrupt: asks for an end after the current step.
-        clock: gives the time in seconds.
+        limit: of the command; None for one of this run alone.
     """
 
     def __init__(
@@ -149,18 +175,16 @@ class Run:
         writer: CheckpointWriter,
         outputs: Outputs,
         interrupt: Interrupt,
-        clock: Callable[[], float] = time.monotonic,
+        limit: TimeLimit | None = None,
     ) -> None:
         self._algorithm = algorithm
         self._schedule = schedule
         self._checkpoints = checkpoints
         self._writer = writer
         self._unfinished: UnfinishedCheckpoint | None = None
-        self._save_start_s = 0.0
         self._outputs = outputs
         self._interrupt = interrupt
-        self._clock = clock
-        self._limit = TimeLimit(None, clock)
+        self._limit = limit or TimeLimit()
         self._timer = Timer()
         self._saved_step = state.step
         self._metrics: dict[str, float] = {}
@@ -168,7 +192,7 @@ class Run:
 
     def train(self) -> StopReason:
         """Steps until there is a reason to stop. Whatever the reason, the last step is saved, if there is space."""
-        self._limit = TimeLimit(self._schedule.must_save_by_s, self._clock)
+        self._limit.begin(self._schedule.must_save_by_s)
         if self.state.step == 0 and self._schedule.val_at_start:
             self._metrics = self._validate()
             self._finish()
@@ -248,14 +272,16 @@ class Run:
     def _save(self) -> None:
         """Begins a checkpoint once the last one is finished; finishes it, too, unless it is written beside the run."""
         self._finish_save()
-        self._save_start_s = self._clock()
+        self._limit.start_save()
         try:
             with self._timer.phase("checkpointing"):
                 self._unfinished = self._checkpoints.start(self.state, self._metrics, self._writer)
         except DiskFullError as error:
+            self._limit.end_save(is_on_disk=False)
             self._warn_not_saved(self.state.step, error)
             return
         if self._unfinished is None:  # checkpoints are off
+            self._limit.end_save(is_on_disk=False)
             self._saved_step = self.state.step
         elif self._unfinished.writer.is_written():
             self._finish_save()
@@ -269,9 +295,10 @@ class Run:
             with self._timer.phase("checkpointing"):
                 checkpoint = self._checkpoints.finish(unfinished)
         except DiskFullError as error:
+            self._limit.end_save(is_on_disk=False)
             self._warn_not_saved(unfinished.state.step, error)
             return
-        self._limit.take_save(self._clock() - self._save_start_s)
+        self._limit.end_save(is_on_disk=True)
         self._saved_step = unfinished.state.step
         self._interrupt.progress.num_saved, self._interrupt.progress.checkpoint = self._saved_step, checkpoint
 

@@ -29,7 +29,7 @@ class PolicyCheckpoints:
         self._sizes = parallel_sizes(config)
         reuses_plans = config["checkpoint"]["ckpt_assume_constant_structure"]
         self._plans: SavePlanning = ReusePlans() if reuses_plans else PlanEverySave()
-        self._snapshot = HostSnapshot(engine.context.arena)
+        self._snapshot = HostSnapshot(engine.context.arena, engine.context.device)
         self._under_way: BackgroundSave | None = None
 
     def save(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
@@ -43,7 +43,7 @@ class PolicyCheckpoints:
         """Begin to write the state of now, which `finish` completes; collective. See `start_save`.
 
         Optimizer state goes to its own host memory, where residency would take it anyway, and is read there: it takes
-        no second copy. All else is copied.
+        no second copy. All else is copied. Both happen while megatron-core plans, and have ended when this returns.
         """
         assert self._under_way is None, "a checkpoint is being written"
         residency = self._engine.residency
@@ -59,6 +59,7 @@ class PolicyCheckpoints:
             plans=self._plans,
             snapshot=self._snapshot,
             lent=lent,
+            wait_for_lent=residency.wait_until_released,
         )
         if lent:
             residency.lend(Target.OPTIMIZER_STATE, save.wait)
@@ -74,6 +75,8 @@ class PolicyCheckpoints:
         """Complete what `start` has begun; collective. See `BackgroundSave.finish`."""
         assert self._under_way is not None, "no checkpoint is being written"
         save, self._under_way = self._under_way, None
+        save.wait()
+        self._engine.residency.take_back(Target.OPTIMIZER_STATE)
         return save.finish()
 
     def load(self, folder: str) -> None:

@@ -33,7 +33,7 @@ class CheckpointingConfig(TypedDict):
     # terminationGracePeriodSeconds); null: as long as they take. Absent: as null.
     grace_period_s: NotRequired[PositiveFloat | None]
     # When the run saves and ends, whatever is left of it: days:hours:minutes:seconds from its first step on, such as
-    # 00:03:45:00 for a Slurm job of four hours. It ends a step sooner where the longest step so far, with its
-    # validation, and the longest checkpoint so far would not be done by then. The same command goes on. Null or
-    # absent: never.
+    # 00:03:45:00 for a Slurm job of four hours; restarts by cluster.max_restarts count in. It ends a step sooner where
+    # the longest step so far, with its validation, a checkpoint that is being written, and the longest checkpoint so
+    # far would not be done by then. The same command goes on. Null or absent: never.
     checkpoint_must_save_by: NotRequired[NonEmptyStr | None]

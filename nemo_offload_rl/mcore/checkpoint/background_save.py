@@ -1,4 +1,8 @@
-"""Writes a checkpoint while training goes on: its state is taken at once, a thread writes the files."""
+"""Writes a checkpoint while training goes on: its state is taken at once, a thread writes the files.
+
+The state is copied to the host while megatron-core plans, which takes 0.1 s with a model of 28 layers. Planning reads
+no contents, and the run goes on once all of them are there.
+"""
 
 import logging
 import threading
@@ -9,17 +13,27 @@ from typing import Any
 
 import torch
 from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing.dict_utils import nested_values
+from megatron.core.dist_checkpointing.mapping import (
+    ShardedTensor,
+    ShardedTensorFactory,
+    apply_factories,
+    is_main_replica,
+)
 
 from nemo_offload_rl.mcore.build import TrainingState
 from nemo_offload_rl.mcore.checkpoint.checkpoint import METADATA, finish_files, readable_state, require_optimizer
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
-from nemo_offload_rl.mcore.checkpoint.host_snapshot import Bucket, HostSnapshot
+from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
 from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
 from nemo_offload_rl.memory.pinned import HostMemoryError
 from nemo_offload_rl.storage.checksum import FileSum
 
 logger = logging.getLogger(__name__)
+
+Bucket = tuple[Any, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
+"""A file of a rank: its path, its name, and what goes into it: (item, bytes) and (item, tensor) pairs."""
 
 
 class BackgroundSave:
@@ -83,6 +97,7 @@ def start_save(
     plans: SavePlanning,
     snapshot: HostSnapshot,
     lent: Container[int],
+    wait_for_lent: Callable[[], None],
 ) -> BackgroundSave:
     """Take the training state of now, and begin to write it; collective over all ranks.
 
@@ -98,6 +113,7 @@ def start_save(
         snapshot: has memory for what is copied.
         lent: addresses of what `read` gives that stays as it is until `BackgroundSave.wait` has returned; filled by
             `read`.
+        wait_for_lent: waits until the contents are there, which may still be on their way from the GPU.
 
     Raises:
         ValueError, DiskFullError, OSError: as `checkpoint.save`; nothing is under way.
@@ -106,26 +122,91 @@ def start_save(
     strategy = HashingSaveStrategy(folder, plans)
     strategy.make_folder()
     sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
-    request = dist_checkpointing.save(
-        sharded, str(folder), strategy, async_sharded_save=True, async_strategy="mcore", content_metadata=METADATA
-    )
-    buckets = [] if request.async_fn is None else request.async_fn_args[1]
-    is_copied = True
+    if _is_read_by_planning(sharded, lent):
+        wait_for_lent()
+    apply_factories(sharded)
     try:
-        buckets = snapshot.take(buckets, lent)
-    except HostMemoryError as error:
-        logger.warning("the checkpoint in %s is written before the run goes on: %s", folder, str(error))
-        is_copied = False
-        buckets = buckets if request.preload_fn is None else request.preload_fn()
+        staying = _start_copies(sharded, snapshot, lent, folder)
+        request = dist_checkpointing.save(
+            sharded, str(folder), strategy, async_sharded_save=True, async_strategy="mcore", content_metadata=METADATA
+        )
+    finally:
+        snapshot.wait()
+        wait_for_lent()
+    buckets = _copy_buckets(request) if staying is None else _take_buckets(request, staying)
 
     def finish(request: Any) -> dict[str, FileSum]:
         failure = strategy.run(lambda: strategy.finalize(request))
         return finish_files(state, strategy, folder, sizes, failure, with_optimizer=with_optimizer)
 
     save = BackgroundSave(request._replace(async_fn_args=_without_tensors(request)), buckets, finish)
-    if not is_copied:
+    if staying is None:
         save.wait()
     return save
+
+
+def _start_copies(sharded: Any, snapshot: HostSnapshot, lent: Container[int], folder: Path) -> Container[int] | None:
+    """Has the entries that this rank writes hold copies of their tensors, unless those stay as they are.
+
+    Returns:
+        The addresses of what these entries hold now; None where the host has no room for the copies, and nothing has
+        changed.
+    """
+    written = [
+        entry
+        for entry in nested_values(sharded)
+        if isinstance(entry, ShardedTensor) and entry.data is not None and is_main_replica(entry.replica_id)
+    ]
+    changing = [entry for entry in written if entry.data.data_ptr() not in lent or not _is_whole_storage(entry.data)]
+    try:
+        copies = snapshot.start([entry.data for entry in changing])
+    except HostMemoryError as error:
+        logger.warning("the checkpoint in %s is written before the run goes on: %s", folder, str(error))
+        return None
+    for entry, copy in zip(changing, copies, strict=True):
+        entry.data = copy
+    return {entry.data.data_ptr() for entry in written}
+
+
+def _is_read_by_planning(sharded: Any, lent: Container[int]) -> bool:
+    """Whether contents of lent tensors are read before they are written: by a factory, or for a copy of a part."""
+    return any(
+        isinstance(entry, ShardedTensorFactory) or not _is_whole_storage(entry.data)
+        for entry in nested_values(sharded)
+        if isinstance(entry, (ShardedTensor, ShardedTensorFactory))
+        and entry.data is not None
+        and entry.data.data_ptr() in lent
+    )
+
+
+def _is_whole_storage(tensor: torch.Tensor) -> bool:
+    """Whether megatron-core writes a CPU tensor as it is; of any other it makes a copy when it plans."""
+    return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+
+
+def _take_buckets(request: Any, staying: Container[int]) -> list[Bucket]:
+    """Take the files' contents, tensors at some addresses alone, out of a request."""
+    buckets = _emptied(request)
+    tensors = (tensor for _, _, (_, pairs) in buckets for _, tensor in pairs if tensor.nbytes)
+    assert all(tensor.data_ptr() in staying for tensor in tensors), "megatron-core has read a tensor when it planned"
+    return buckets
+
+
+def _copy_buckets(request: Any) -> list[Bucket]:
+    """The same with tensors of the GPU copied to memory that torch allocates."""
+    buckets = [] if request.preload_fn is None else request.preload_fn()
+    _emptied(request)
+    return buckets
+
+
+def _emptied(request: Any) -> list[Bucket]:
+    """Return a request's buckets and leave it empty ones: megatron-core compares how many there are."""
+    if request.async_fn is None:
+        return []
+    planned = request.async_fn_args[1]
+    buckets = list(planned)
+    planned[:] = [(path, name, ([], [])) for path, name, _ in buckets]
+    return buckets
 
 
 def _without_tensors(request: Any) -> tuple[Any, ...]:

@@ -282,6 +282,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         for optimizer in cpu_optimizers(state.optimizer):
             optimizer.finish_load()
         _restore_torch_steps(state)
+        state.scheduler.num_steps = 0  # megatron-core adds the steps of the checkpoint to those that there are
         state.scheduler.load_state_dict(loaded["scheduler"])
         rng = loaded["rng_state"]
         torch.set_rng_state(rng["cpu"])

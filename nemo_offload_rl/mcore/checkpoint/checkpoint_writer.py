@@ -17,7 +17,11 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
 from nemo_offload_rl.mcore.distributed.together import gather, raise_together
-from nemo_offload_rl.mcore.patches.checkpoint_writer import pass_results_in_process, wrap_finish
+from nemo_offload_rl.mcore.patches.checkpoint_writer import (
+    leave_garbage_collector_alone,
+    pass_results_in_process,
+    wrap_finish,
+)
 from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
 from nemo_offload_rl.storage.disk import free_bytes, require_free
 
@@ -77,6 +81,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
         """Plan this rank's part, of which nothing is written yet; collective."""
         pass_results_in_process()
+        leave_garbage_collector_alone()
         self._plans.prepare(self, sharded_state_dict)
         request = super().async_save(sharded_state_dict, checkpoint_dir, async_strategy)
         self._plans.keep(self)

@@ -1,5 +1,6 @@
-"""Changes how megatron-core's checkpoint writer hands over its results, and what it does with errors of the disk."""
+"""Changes how megatron-core's checkpoint writer hands over its results, and what it does beside writing."""
 
+import inspect
 import queue
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,17 @@ def pass_results_in_process() -> None:
     megatron-core would start a process (4 s, and one more that may be left behind) to hand results to itself.
     """
     filesystem_async._results_queue = queue.Queue()
+
+
+def leave_garbage_collector_alone() -> None:
+    """Have files written without the decorator that turns Python's garbage collector off, and on again at the end.
+
+    It does so for the whole process: training would go on without collections while files are written beside it, and
+    the end of the writing would turn them on within a graph capture, which needs them off.
+    """
+    writer = filesystem_async.FileSystemWriterAsync
+    for name in ("write_preloaded_data_multithread", "write_preloaded_data"):
+        setattr(writer, name, staticmethod(inspect.unwrap(getattr(writer, name))))
 
 
 def wrap_finish(writer: Any, run: Callable[[Callable[[], None]], None]) -> None:

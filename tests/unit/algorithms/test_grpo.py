@@ -214,6 +214,7 @@ def test_a_step_calls_the_verbs_in_order_and_times_them():
         "logprobs",
         "reference_logprobs",
         "training",
+        "metrics",
     ]
 
 

@@ -1,19 +1,26 @@
 """Checkpoints that are written beside the run hold the state of their step, whatever happens meanwhile."""
 
+import gc
 import os
 import threading
+import time
 from pathlib import Path
 
 import pytest
 import torch
 from support.limits import files_of_at_most
+from support.phases import delay_moves
 from support.ranks import run_ranks, worker_of_rank
-from support.tiny import random_batch, tiny_policy
+from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
+from nemo_offload_rl.mcore.checkpoint import checkpoint_writer, host_snapshot
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
+from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
+from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
 from nemo_offload_rl.memory.pinned import HostMemoryError, PinnedArena
-from nemo_offload_rl.residency.table import Phase
+from nemo_offload_rl.memory.streams import CopyStream
+from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.manifest import read_manifest, write_manifest
 
@@ -46,6 +53,8 @@ def constant(policy):
     return policy
 
 
+AFTER = [1, 2]
+"""Seeds of steps behind a checkpoint: what the second one reports depends on optimizer state, too."""
 NUM_STEPS = 3  # the second checkpoint is the first with a plan that is reused, the third reuses it again
 
 
@@ -63,13 +72,13 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
         # Nothing is written yet, and weights and state change; the phases that move neither go on.
         worker.prepare_for_training()
         threading.Timer(0.2, gate.set).start()
-        after_it = train(worker, [step + 1])
+        after_it = train(worker, [step + 1, step + 2])
         files = worker.finish_checkpoint()
         write_manifest(tmp_path / f"step_{step}", files)
         assert worker.find_damage(str(tmp_path / f"step_{step}"), read_manifest(tmp_path / f"step_{step}")) == []
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))  # back to the step that was saved
         assert torch.equal(logprobs(worker), want[step])
-        assert train(worker, [step + 1]) == after_it
+        assert train(worker, [step + 1, step + 2]) == after_it
         worker.load_checkpoint(str(tmp_path / f"step_{step}"))
     fresh = make_worker(tiny_policy(precision=precision), seed=99)
     for step in range(NUM_STEPS):
@@ -77,12 +86,217 @@ def test_every_checkpoint_has_the_state_of_its_own_step(make_worker, tmp_path, g
         assert torch.equal(logprobs(fresh), want[step])
 
 
+def gpu_policy():
+    shape = {"hidden_size": 512, "head_dim": 64, "num_attention_heads": 8, "intermediate_size": 2048}
+    return tiny_policy(TINY_QWEN3 | shape, "bfloat16")
+
+
+def on_gpu(test):
+    needs = pytest.mark.skipif(not have_transformer_engine(), reason="needs Transformer Engine (extra te)")
+    return pytest.mark.gpu(needs(test))
+
+
+on_both = pytest.mark.parametrize(
+    "make_policy",
+    [
+        pytest.param(tiny_policy, id="cpu"),
+        pytest.param(
+            gpu_policy,
+            id="gpu",
+            marks=[pytest.mark.gpu, pytest.mark.skipif(not have_transformer_engine(), reason="needs extra te")],
+        ),
+    ],
+)
+GENERATION = {"backend": "transformers", "temperature": 1.0}
+"""With it a refit follows each training: state leaves from the end of each."""
+
+
+def with_state(policy, kind):
+    """A policy whose optimizer state leaves the GPU for a refit (`leaves`), or stays there (`resident`)."""
+    policy["offload_optimizer_for_refit"] = "leaves" in kind
+    if "resident" in kind:
+        policy["residency"]["table"] = {"generate": {"params": "keep"}}
+    policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"] = "replicated" not in kind
+    return policy
+
+
+def start_and_train_on(worker, folder):
+    """A checkpoint of the state after a step, and a step at once behind its start; returns what tells the states."""
+    train(worker, [0])
+    want = logprobs(worker)
+    worker.start_checkpoint(str(folder), save_optimizer=True)
+    return want, train(worker, AFTER)
+
+
+def load_and_train_on(worker, folder):
+    worker.load_checkpoint(str(folder))
+    return logprobs(worker), train(worker, AFTER)
+
+
+def late_copies(monkeypatch, snapshot_s, state_s):
+    """Make copies for the snapshot late, and those of state that leaves or comes back."""
+    copy_all = host_snapshot.copy_all
+
+    def late(stream, pairs, ready):
+        if stream.stream is None:
+            time.sleep(snapshot_s)
+        else:
+            with torch.cuda.stream(stream.stream):
+                torch.cuda._sleep(int(snapshot_s * 1.5e9))  # cycles
+        copy_all(stream, pairs, ready)
+
+    monkeypatch.setattr(host_snapshot, "copy_all", late)
+    if torch.cuda.is_available():
+        delay_moves(monkeypatch, state_s)
+        return
+    move = CopyStream.copy_all
+
+    def late_move(self, pairs):
+        time.sleep(state_s)
+        move(self, pairs)
+
+    monkeypatch.setattr(CopyStream, "copy_all", late_move)
+
+
+# megatron-core reads replicated state when it plans: it is waited for before.
+KINDS = ["resident", "leaves", "leaves replicated"]
+
+
+@on_both
+@pytest.mark.parametrize("late_s", [(0.5, 0.0), (0.0, 0.5)], ids=["snapshot", "state"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_training_goes_on_once_all_copies_are_made_however_late_they_are(
+    make_worker, make_policy, tmp_path, monkeypatch, kind, late_s
+):
+    worker = make_worker(with_state(make_policy(), kind))
+    late_copies(monkeypatch, *late_s)
+    want, after_it = start_and_train_on(worker, tmp_path / "policy")
+    worker.finish_checkpoint()
+    found, then = load_and_train_on(worker, tmp_path / "policy")
+    assert torch.equal(found, want)
+    assert then == after_it
+
+
+@on_both
+def test_a_missing_wait_for_copies_would_show(make_worker, make_policy, tmp_path, monkeypatch):
+    worker = make_worker(with_state(make_policy(), "resident"))
+    trained, copy_all = threading.Event(), host_snapshot.copy_all
+
+    def late(*arguments):
+        assert trained.wait(60)
+        copy_all(*arguments)
+
+    monkeypatch.setattr(host_snapshot, "copy_all", late)
+    monkeypatch.setattr(HostSnapshot, "wait", lambda self: None)
+    want, _ = start_and_train_on(worker, tmp_path / "policy")
+    trained.set()
+    worker.finish_checkpoint()
+    assert not torch.equal(load_and_train_on(worker, tmp_path / "policy")[0], want)
+
+
+@on_both
+@pytest.mark.parametrize("kind", ["resident", "leaves"])
+def test_copies_are_under_way_while_it_is_planned(make_worker, make_policy, tmp_path, monkeypatch, kind):
+    worker = make_worker(with_state(make_policy(), kind))
+    train(worker, [0])
+    planned, held = threading.Event(), []
+    space, copy_all, move = checkpoint_writer.require_free, host_snapshot.copy_all, CopyStream.copy_all
+
+    def after_planning(*arguments):
+        planned.set()
+        space(*arguments)
+
+    def hold(what, copy):
+        def held_back(*arguments):
+            held.append(what)
+            assert planned.wait(60)
+            copy(*arguments)
+
+        return held_back
+
+    monkeypatch.setattr(checkpoint_writer, "require_free", after_planning)
+    monkeypatch.setattr(host_snapshot, "copy_all", hold("snapshot", copy_all))
+    monkeypatch.setattr(CopyStream, "copy_all", hold("state", move))
+    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    assert set(held) == ({"snapshot", "state"} if kind == "leaves" else {"snapshot"})
+    worker.finish_checkpoint()
+
+
+def test_a_disk_that_is_full_when_it_is_planned_leaves_nothing_under_way(make_worker, tmp_path, monkeypatch):
+    worker = make_worker(with_state(tiny_policy(), "resident"))
+    train(worker, [0])
+    want = logprobs(worker)
+    late_copies(monkeypatch, 0.3, 0.0)
+    with monkeypatch.context() as full:
+        full.setattr(checkpoint_writer, "free_bytes", lambda folder: 1000)
+        with pytest.raises(DiskFullError):
+            worker.start_checkpoint(str(tmp_path / "full"), save_optimizer=True)
+    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    train(worker, [1])
+    worker.finish_checkpoint()
+    worker.load_checkpoint(str(tmp_path / "policy"))
+    assert torch.equal(logprobs(worker), want)
+    worker.shutdown()
+    assert PinnedArena.live_bytes() == 0
+
+
+def test_state_leaves_behind_a_step_again_once_the_checkpoint_is_finished(make_worker, tmp_path):
+    policy = with_state(tiny_policy(), "leaves")
+    policy["generation"] = GENERATION
+    worker = make_worker(policy)
+    train(worker, [0])
+    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    train(worker, [1])
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.GPU  # its host memory may still be read
+    worker.finish_checkpoint()
+    train(worker, [2])
+    assert worker.residency.where(Target.OPTIMIZER_STATE) is Placement.HOST
+
+
+def test_the_garbage_collector_stays_as_it_is_while_files_are_written(make_worker, tmp_path, gate):
+    worker = make_worker()
+    train(worker, [0])
+    assert gc.isenabled()
+    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    assert not worker.is_checkpoint_written()
+    assert gc.isenabled()
+    gc.disable()  # as while a graph is captured
+    try:
+        gate.set()
+        worker.finish_checkpoint()
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+
+
+@on_gpu
+@pytest.mark.parametrize("kind", ["resident", "leaves", "leaves early", "leaves precision_aware"])
+def test_every_checkpoint_has_the_state_of_its_own_step_behind_late_copies(make_worker, tmp_path, monkeypatch, kind):
+    policy = constant(with_state(gpu_policy(), kind))
+    policy["megatron_cfg"]["optimizer"]["use_precision_aware_optimizer"] = "precision_aware" in kind
+    if "early" in kind:
+        policy["generation"] = GENERATION
+    worker = make_worker(policy)
+    late_copies(monkeypatch, 0.1, 0.1)
+    for step in range(NUM_STEPS):
+        folder = tmp_path / f"step_{step}"
+        train(worker, [step])
+        want = logprobs(worker)
+        worker.start_checkpoint(str(folder), save_optimizer=True)
+        after_it = train(worker, [step + 1, step + 2])
+        worker.finish_checkpoint()
+        worker.load_checkpoint(str(folder))
+        assert torch.equal(logprobs(worker), want)
+        assert train(worker, [step + 1, step + 2]) == after_it
+        worker.load_checkpoint(str(folder))
+
+
 def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_path, gate):
     worker = make_worker()
     train(worker, [0])
     want = logprobs(worker)
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
-    later = train(worker, [1])  # state comes back and changes: its host memory is only read
+    later = train(worker, AFTER)  # state comes back and changes: its host memory is only read
     assert not worker.is_checkpoint_written()
     left = threading.Thread(target=worker.offload_before_refit)
     left.start()  # takes it to that host memory again
@@ -94,7 +308,7 @@ def test_state_that_is_read_on_the_host_is_not_written_over(make_worker, tmp_pat
     worker.finish_checkpoint()
     worker.load_checkpoint(str(tmp_path / "policy"))
     assert torch.equal(logprobs(worker), want)
-    assert train(worker, [1]) == later
+    assert train(worker, AFTER) == later
 
 
 def test_optimizer_state_is_read_from_its_own_host_memory_and_all_else_is_copied_once(make_worker, tmp_path):
@@ -124,12 +338,12 @@ def test_a_checkpoint_in_the_phase_of_generation(make_worker, tmp_path, gate):
     assert worker.residency.phase is Phase.GENERATE
     worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
     worker.get_reference_policy_logprobs(random_batch(3), mbs=3)
-    later = train(worker, [1])
+    later = train(worker, AFTER)
     gate.set()
     worker.finish_checkpoint()
     worker.load_checkpoint(str(tmp_path / "policy"))
     assert torch.equal(logprobs(worker), want)
-    assert train(worker, [1]) == later
+    assert train(worker, AFTER) == later
 
 
 def test_without_room_on_the_host_it_is_written_at_once(make_worker, tmp_path, monkeypatch, caplog):

@@ -44,6 +44,12 @@ SIGNATURES = {
     f"{CORE}.tensor_parallel.random:CheckpointWithoutOutput.checkpoint": "(self, run_function, *args)",
     # checkpoint_writer
     f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.finish": "(self, metadata, results)",
+    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data_multithread": (
+        "(transform_list, use_msc, rank, write_buckets, global_results_queue)"
+    ),
+    f"{CORE}.dist_checkpointing.strategies.filesystem_async:FileSystemWriterAsync.write_preloaded_data": (
+        "(transform_list, local_proc_idx, write_bucket, results_queue, count_queue, use_fsync, **kwargs)"
+    ),
     # cpu_device
     "torch.cuda:current_device": "()",
     "torch.cuda:set_device": "(device)",

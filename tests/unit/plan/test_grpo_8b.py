@@ -1,4 +1,4 @@
-"""benchmarks/recipes/grpo_8B_random.yaml: GRPO of 8 B parameters, all of them trained, fits a GPU of 78 GiB by the plan."""
+"""By the plan, GRPO of 8 B parameters (benchmarks/recipes/grpo_8B_random.yaml) fits a GPU of 78 GiB."""
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.hf_config import hf_config

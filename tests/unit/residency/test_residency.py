@@ -321,6 +321,29 @@ def test_host_memory_that_is_read_is_not_written_early():
     assert "the reader has done" in log
 
 
+def test_host_memory_that_is_taken_back_is_written_early_again():
+    residency, _, log = make()
+    residency.enter(Phase.GENERATE)
+    residency.lend(Target.OPTIMIZER_STATE, lambda: log.append("the reader has done"))
+    residency.enter(Phase.TRAIN)
+    residency.take_back(Target.OPTIMIZER_STATE)
+    residency.take_back(Target.OPTIMIZER_STATE)  # nothing is lent any more
+    log.clear()
+    residency.start_leaving(Phase.REFIT)
+    assert (Target.OPTIMIZER_STATE, Placement.HOST) in log
+    assert "the reader has done" not in log
+
+
+def test_targets_that_are_not_asked_for_are_not_waited_for():
+    residency, _, log = make()
+    residency.enter(Phase.REFIT)
+    log.clear()
+    residency.wait_until_released(without=(Target.OPTIMIZER_STATE,))
+    assert log == [(Target.GRADS, "waited for")]
+    residency.wait_until_released()
+    assert (Target.OPTIMIZER_STATE, "waited for") in log
+
+
 def test_dropped_memory_is_taken_early_where_asked_and_before_what_is_copied():
     residency, _, log = make()
     residency.enter(Phase.GENERATE)

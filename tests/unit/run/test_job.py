@@ -28,7 +28,7 @@ from nemo_offload_rl.metrics.names import MEASUREMENTS
 from nemo_offload_rl.run import job as job_module
 from nemo_offload_rl.run.interrupt import Interrupt, Stopped
 from nemo_offload_rl.run.job import Ending, Job, Session, run_warm_start
-from nemo_offload_rl.run.train_loop import StopReason
+from nemo_offload_rl.run.train_loop import StopReason, TimeLimit
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.storage.lock import FolderLock, LockedError
 from nemo_offload_rl.storage.manifest import DamagedCheckpointError
@@ -117,6 +117,16 @@ def test_a_run_leaves_its_metrics_log_picture_model_and_checkpoints(tmp_path, se
     assert "SFT 3/4" in shown(session)
     assert "Where the time went" in shown(session)
     assert "│ train     │ optimizer state │ 4.000 │" in shown(session)
+
+
+def test_a_run_that_starts_again_has_what_is_left_of_the_time_of_the_command(tmp_path, session):
+    now = [0.0]
+    session = replace(session, limit=TimeLimit(lambda: now[0]))
+    limit = "checkpointing.checkpoint_must_save_by=00:00:01:00"
+    make_job(tmp_path, limit, "sft.max_num_steps=2").run(session)
+    now[0] = 60.0
+    assert make_job(tmp_path, limit).run(session) == Ending(StopReason.TIME, is_saved=True)
+    assert max(row["step"] for row in rows(tmp_path / "logs" / "exp_001")) == 2
 
 
 def test_a_picture_that_cannot_be_drawn_ends_no_run(tmp_path, session, monkeypatch, drawn):

@@ -5,9 +5,13 @@ import sys
 from pathlib import Path
 
 import pytest
+from ray.exceptions import ActorDiedError
 
+from nemo_offload_rl.run import runner
 from nemo_offload_rl.run.runner import EXIT_WRONG_RECIPE, run
+from nemo_offload_rl.run.train_loop import TimeLimit
 from nemo_offload_rl.storage.lock import FolderLock
+from nemo_offload_rl.worker.errors import WorkerError
 
 CONFIGS = Path(__file__).parents[3] / "examples" / "configs"
 
@@ -125,3 +129,20 @@ def test_a_second_start_is_told_by_whom_the_folder_is_in_use_before_torch_is_imp
     assert result.stdout.split() == ["2", "False", "False"]
     assert f"{tmp_path / folder} is in use by process {os.getpid()} of host {socket.gethostname()}" in result.stderr
     assert not list(tmp_path.rglob("*"))
+
+
+def test_a_restart_has_the_time_limit_of_the_command(monkeypatch, capsys):
+    limits = []
+
+    def attempt(*arguments):
+        limits.extend(argument for argument in arguments if isinstance(argument, TimeLimit))
+        if len(limits) == 1:
+            error = WorkerError(0, "train", ActorDiedError(), "")
+            error.add_note("rank 0 is gone")
+            raise error
+        return 0
+
+    monkeypatch.setattr(runner, "_attempt", attempt)
+    assert run(CONFIGS / "sft_tiny_cpu.yaml", ["+cluster.max_restarts=1", "checkpointing.enabled=true"], "sft") == 0
+    assert "Restart 1 of at most 1 (cluster.max_restarts)." in capsys.readouterr().out
+    assert len(limits) == 2 and limits[0] is limits[1]

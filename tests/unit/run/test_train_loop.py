@@ -11,7 +11,7 @@ from nemo_offload_rl.metrics.names import logged_name
 from nemo_offload_rl.metrics.samples import JudgedAnswer
 from nemo_offload_rl.run.checkpoints import CheckpointFolder, NoCheckpoints, RunState, WriteAtOnce
 from nemo_offload_rl.run.interrupt import Interrupt, Progress, Stopped
-from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget
+from nemo_offload_rl.run.train_loop import Run, Schedule, StopReason, StopTarget, TimeLimit
 from nemo_offload_rl.storage.disk import DiskFullError
 
 SCHEDULE = Schedule(
@@ -69,6 +69,7 @@ def run(
     checkpoints=None,
     state=None,
     clock=time.monotonic,
+    limit=None,
     writer=None,
     **changes,
 ):
@@ -82,7 +83,7 @@ def run(
         writer or WriteAtOnce(algorithm.save),
         outputs,
         interrupt or Interrupt(),
-        clock,
+        limit or TimeLimit(clock),
     )
     reason = run.train()
     assert run.is_saved or isinstance(algorithm, FullAt)
@@ -339,6 +340,39 @@ def test_the_next_start_goes_on_and_has_its_own_time(tmp_path):
     assert not reason.is_done and StopReason.STEPS.is_done
 
 
+def test_a_run_that_starts_again_after_a_failure_has_what_is_left_of_the_time(tmp_path):
+    class Dies(Timed):
+        def step(self, step, timer):
+            if step == 5:
+                raise RuntimeError("a node is gone")
+            return super().step(step, timer)
+
+    dies = Dies()
+    limit = TimeLimit(dies.clock)
+    with pytest.raises(RuntimeError, match="a node is gone"):
+        run(tmp_path, algorithm=dies, limit=limit, must_save_by_s=150, val_period=0)
+    assert (dies.now - 1000, saved(tmp_path)) == (57, [3])
+    again = Timed()
+    again.now = dies.now + 30  # a new node comes
+    limit._clock = again.clock
+    state = RunState.read(tmp_path / "step_3")
+    reason, _, outputs = run(tmp_path, algorithm=again, limit=limit, must_save_by_s=150, val_period=0, state=state)
+    assert reason is StopReason.TIME
+    assert list(outputs.rows) == [4, 5, 6]  # after 124 s: a step may take 20, with its checkpoint 27
+    assert again.now - 1000 == 124
+
+
+def test_the_steps_of_a_warm_start_are_none_of_the_run_behind_it(tmp_path):
+    algorithm = Timed()
+    limit = TimeLimit(algorithm.clock)
+    run(tmp_path / "warm start", algorithm=algorithm, limit=limit, checkpoints=NoCheckpoints(), max_num_steps=3)
+    begin = algorithm.now
+    reason, _, _ = run(tmp_path / "run", algorithm=algorithm, limit=limit, must_save_by_s=30, val_period=0)
+    assert reason is StopReason.TIME
+    assert saved(tmp_path / "run") == [2]  # behind the first step another one of 10 s has time, none of 20 s
+    assert algorithm.now - begin == 27
+
+
 class Background:
     """Writes for some steps beside the run, what the weights were when it started."""
 
@@ -397,6 +431,68 @@ def test_checkpoints_are_written_beside_the_run_each_with_its_own_state(tmp_path
     ]
     assert writer.events[-1] == "finish tmp_step_10 after 0 steps"  # the end of the run waits, too
     assert "timing/train/checkpointing" in outputs.rows[3]
+
+
+class Beside:
+    """Writes for 40 s by an algorithm's clock, beside the run."""
+
+    def __init__(self, algorithm):
+        self.algorithm = algorithm
+
+    def start(self, folder):
+        self.end = self.algorithm.now + 40
+
+    def is_written(self):
+        return self.algorithm.now >= self.end
+
+    def finish(self, folder):
+        self.algorithm.now = max(self.algorithm.now, self.end)
+        return {}
+
+
+@pytest.mark.parametrize(
+    ("limit_s", "last", "at_end_s"),
+    [
+        # Checkpoints begin after 40 s and 80 s. With a step beside the second, the next one would be on disk after 160.
+        (161, 12, 160),
+        (160, 8, 120),
+    ],
+)
+def test_the_last_checkpoint_has_time_behind_one_that_is_still_being_written(tmp_path, limit_s, last, at_end_s):
+    class Tens(Countdown):
+        now = 1000.0
+
+        def step(self, step, timer):
+            self.now += 10
+            return super().step(step, timer)
+
+    algorithm = Tens()
+    limit = TimeLimit(lambda: algorithm.now)
+    reason, _, _ = run(
+        tmp_path,
+        algorithm=algorithm,
+        writer=Beside(algorithm),
+        limit=limit,
+        must_save_by_s=limit_s,
+        save_period=4,
+        max_num_steps=20,
+    )
+    assert reason is StopReason.TIME
+    assert max(saved(tmp_path)) == last
+    assert algorithm.now - 1000 == at_end_s <= limit_s
+
+
+def test_a_first_checkpoint_takes_at_least_as_long_as_it_has_been_written_for():
+    now = [0.0]
+    limit = TimeLimit(lambda: now[0])
+    limit.begin(100)
+    limit.start_save()
+    now[0] = 49
+    assert not limit.is_over  # a second one would end at 98
+    now[0] = 50
+    assert limit.is_over
+    limit.end_save(is_on_disk=False)
+    assert not limit.is_over
 
 
 def test_a_crash_while_one_is_written_leaves_the_one_before_whole(tmp_path):
