@@ -1,6 +1,7 @@
 """Writes small local data for recipes of NeMo-RL: folders with the columns of named datasets, and a tokenizer of it.
 
-The rows are made from templates, the same in every run. `data.dataset_root` names the folder that has the datasets.
+`data.dataset_root` names the folder that has the datasets. The rows of gsm8k are word problems written by hand, in the
+folder `word_problems`; all others are made from templates, the same in every run.
 """
 
 import json
@@ -15,7 +16,8 @@ SEED = 42
 OPEN_MATH_ROWS = 6_000
 """Ten steps of 512 rows, and 5% for validation."""
 PAIR_ROWS = {"train": 400, "validation": 100}
-WORD_PROBLEM_ROWS = {"train": 48, "test": 16}
+WRITTEN_PROBLEMS = Path(__file__).parent / "word_problems"
+"""Has 48 problems in train.jsonl and 16 in test.jsonl, with the columns and the notation of gsm8k."""
 VOCABULARY = 512
 
 END_OF_TURN, PADDING = "<|im_end|>", "<|endoftext|>"
@@ -62,7 +64,7 @@ def datasets() -> Mapping[str, Mapping[str, Rows]]:
     return {
         "OpenMathInstruct-2": {"train_1M": open_math_rows(OPEN_MATH_ROWS)},
         "HelpSteer3": {split: pair_rows(split, number) for split, number in PAIR_ROWS.items()},
-        "gsm8k": {split: word_problem_rows(split, number) for split, number in WORD_PROBLEM_ROWS.items()},
+        "gsm8k": {path.stem: written_rows(path) for path in sorted(WRITTEN_PROBLEMS.glob("*.jsonl"))},
     }
 
 
@@ -81,12 +83,9 @@ def open_math_rows(number: int) -> Rows:
     return rows
 
 
-def word_problem_rows(split: str, number: int) -> Rows:
-    """Rows of gsm8k: the result stands behind `####`."""
-    return [
-        {"question": question, "answer": f"{solution}\n#### {result}"}
-        for question, solution, result in word_problems(split, number)
-    ]
+def written_rows(path: Path) -> Rows:
+    """Rows of a JSONL file."""
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pair_rows(split: str, number: int) -> Rows:
@@ -150,7 +149,8 @@ def write_tokenizer(folder: Path) -> None:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    texts = (f"{question}\n{solution}" for question, solution, _ in word_problems("tokenizer", 500))
+    texts = [f"{question}\n{solution}" for question, solution, _ in word_problems("tokenizer", 500)]
+    texts += [f"{row['question']}\n{row['answer']}" for row in written_rows(WRITTEN_PROBLEMS / "train.jsonl")]
     tokenizer.train_from_iterator(texts, trainer)
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=END_OF_TURN, pad_token=PADDING)
     fast.chat_template = CHAT_TEMPLATE

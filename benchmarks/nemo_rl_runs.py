@@ -7,9 +7,16 @@ after the other by the scripts in examples/, then GRPO on word problems with gsm
 is one of the recipe's architecture with random weights, and data and tokenizer are local. `--scale own` has the sizes
 of the recipe's model, `small` those of a small model of its family, `tiny` is for a try without a GPU. Overrides
 that were needed are in each row; beside the JSON the script writes them and the table as Markdown.
+
+With `--append` a page keeps the rows of cases that are not run now, so that the cases may be run by several commands,
+one after the other or at the same time (each then with a `--work` folder of its own). `--merge OTHER.json` takes over
+the rows of other result files and runs no case unless `--cases` names some. Memory and readings of a GPU are of all
+processes on it: runs at the same time need GPUs of their own (CUDA_VISIBLE_DEVICES), or each row counts both.
 """
 
 import argparse
+import contextlib
+import fcntl
 import json
 import os
 import shlex
@@ -18,8 +25,9 @@ import signal
 import statistics
 import subprocess
 import sys
-import textwrap
+import tempfile
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +38,20 @@ os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")  # for the runs; els
 from gpu_watch import GpuWatch
 from model_shapes import LLAMA_1B, QWEN2_0_5B, QWEN2_1_5B, SIZES_OF_NAME, TINY_SIZES
 from nemo_rl_data import VOCABULARY, in_hydra, write_datasets, write_tokenizer
+from nemo_rl_runs_page import page_of
 from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.config.keys.schema_problems import ABSENT, value_at
-from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
+from nemo_offload_rl.metrics.logger import METRICS_FILE, MetricRow, read_metrics
+
+Row = dict[str, TableValue]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
+CASES = ("grpo", "sft", "dpo", "gsm8k")
+ORIGIN = ("machine", "commit", "command", "date")
+"""What a result says of itself, and each row of it, as rows of one result may come from several commands."""
+NOT_PRINTED = ("overrides", *ORIGIN)
 END_S = 60
 """Seconds that a run has to end by itself once its time is over."""
 
@@ -68,7 +83,16 @@ ON_A_CPU: Mapping[str, Sequence[str]] = {
     "sft": ["policy.train_global_batch_size=16", "sft.val_global_batch_size=16"],
     "dpo": ["policy.train_global_batch_size=8"],
 }
+# Readings often enough that each step of a second has one.
+GPU_READINGS: Sequence[str] = (
+    "logger.monitor_gpus=true",
+    "logger.gpu_monitoring.collection_interval=1",
+    "logger.gpu_monitoring.flush_interval=1",
+)
+SAVES: Sequence[str] = ("checkpointing.enabled=true", "checkpointing.save_period=10")
 WORD_PROBLEMS: Sequence[str] = (
+    *GPU_READINGS,
+    *SAVES,
     "policy.generation.max_new_tokens=64",
     "grpo.num_prompts_per_step=8",
     "grpo.max_num_epochs=100",
@@ -106,22 +130,75 @@ def main() -> None:
     """Runs every case and writes the result after each."""
     arguments = parse_arguments()
     work: Path = arguments.work
+    if not arguments.append and arguments.output not in arguments.merge:
+        arguments.output.unlink(missing_ok=True)
+    for path in arguments.merge:
+        merge(arguments.output, path)
     write_datasets(work / "data")
     write_tokenizer(work / "tokenizer")
-    rows: list[dict[str, TableValue]] = []
     with GpuWatch() as watch:
         for case in cases(arguments):
-            rows.append(row_of(case, arguments, work, watch))
-            write_result(arguments.output, rows)
-            page = page_of(json.loads(arguments.output.read_text()), arguments.output.name)
-            arguments.output.with_suffix(".md").write_text(page)
-    print_rows([{name: value for name, value in row.items() if name != "overrides"} for row in rows])
+            add_row(arguments.output, row_of(case, arguments, work, watch))
+    rows = json.loads(arguments.output.read_text())["rows"]
+    print_rows([{name: value for name, value in row.items() if name not in NOT_PRINTED} for row in rows])
+
+
+def add_row(output: Path, row: Row) -> None:
+    """Writes the row of a case that was run now into a result, in place of an older one of this case.
+
+    Args:
+        output: The JSON file; rows of other cases stay.
+        row: Of the case.
+    """
+    with tempfile.TemporaryDirectory() as folder:
+        measured = Path(folder) / output.name
+        write_result(measured, [row])
+        merge(output, measured)
+
+
+def merge(output: Path, other: Path) -> None:
+    """Takes the rows of another result over, in place of older ones of the same cases.
+
+    Other commands may do so with the same `output` at the same time; a reader of it always finds a whole result.
+    """
+    with locked(output.parent):
+        rows = [*(rows_of(output) if output.exists() else []), *rows_of(other)]
+        last = {row["case"]: row for row in rows}
+        result = json.loads(other.read_text()) | {"rows": [last[case] for case in CASES if case in last]}
+        replace_text(output, json.dumps(result, indent=2, allow_nan=False) + "\n")
+        replace_text(output.with_suffix(".md"), page_of(result, output.name))
+
+
+def rows_of(path: Path) -> list[Row]:
+    """The rows of a result, each with the machine, the commit, the command and the date that it was measured with."""
+    result = json.loads(path.read_text())
+    origin = {name: result[name] for name in ORIGIN}
+    return [{**origin, **row} for row in result["rows"]]
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file so that its name never stands for a part of it."""
+    partial = path.with_suffix(path.suffix + ".partial")
+    partial.write_text(text)
+    partial.replace(path)
+
+
+@contextlib.contextmanager
+def locked(folder: Path) -> Iterator[None]:
+    """Keeps other commands from changing a result of this folder inside the `with` block."""
+    folder.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     """The runs that the command line asks for."""
     every = [
-        Case("grpo", arguments.grpo, arguments.grpo_steps),
+        Case("grpo", arguments.grpo, arguments.grpo_steps, GPU_READINGS),
         Case("sft", arguments.sft, arguments.sft_steps),
         Case("dpo", arguments.dpo, arguments.dpo_steps),
         Case("gsm8k", arguments.grpo, arguments.gsm8k_steps, WORD_PROBLEMS, GUESSING_MODEL),
@@ -129,7 +206,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
     yield from (case for case in every if case.name in arguments.cases)
 
 
-def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatch) -> dict[str, TableValue]:
+def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatch) -> Row:
     """Runs a case to its end, or to the end of its time."""
     path = arguments.folder / case.recipe
     recipe = load(path)
@@ -141,14 +218,15 @@ def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatc
     ]
     command = [sys.executable, f"examples/run_{recipe.algorithm}.py", "--config", str(path.resolve()), *overrides]
     print(f"{case.name}: {shlex.join(command)}", flush=True)
-    log, log_dir = work / f"{case.name}.log", work / "logs" / case.name
-    shutil.rmtree(log_dir, ignore_errors=True)  # figures of an earlier run are not this one's
+    log, log_dir, checkpoints = work / f"{case.name}.log", work / "logs" / case.name, work / "checkpoints" / case.name
+    for folder in (log_dir, checkpoints):  # an earlier run's, whose figures are not this one's, nor its checkpoints
+        shutil.rmtree(folder, ignore_errors=True)
     peaks_gib: dict[str, float] = {}
     start = time.perf_counter()
     with watch.peak(case.name, peaks_gib):
         status = status_of(command, log, arguments.limit_s)
     seconds = time.perf_counter() - start
-    row: dict[str, TableValue] = {
+    row: Row = {
         "case": case.name,
         "recipe": case.recipe,
         "algorithm": recipe.algorithm,
@@ -159,6 +237,7 @@ def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatc
         "seconds": round(seconds, 1),
         "peak_gpu_gib": round(peaks_gib[case.name], 2) if case.name in peaks_gib else None,
         **figures(log_dir),
+        "checkpoints": len(list(checkpoints.glob("step_*"))),
         "overrides": shlex.join(overrides),
     }
     print(f"{case.name}: {row['status']}, {row['steps']} steps, {seconds:.0f} s", flush=True)
@@ -188,6 +267,7 @@ def overrides_of(case: Case, config: Mapping[str, Any], algorithm: str, scale: s
         *one_gpu,
         *SHORTER[algorithm],
         *case.overrides,
+        *([f"checkpointing.checkpoint_dir={work / 'checkpoints' / case.name}"] if SAVES[0] in case.overrides else ()),
         *(ON_A_CPU[algorithm] if scale == "tiny" else ()),
     ]
     return list({override.partition("=")[0]: override for override in overrides}.values())  # the last of a key
@@ -243,14 +323,14 @@ def status_of(command: Sequence[str], log: Path, limit_s: float) -> str:
     return f"{what}: {(errors or lines or ['no output'])[-1]}"
 
 
-def figures(log_dir: Path) -> dict[str, TableValue]:
+def figures(log_dir: Path) -> Row:
     """What a run has logged, in the only folder of its log_dir."""
     rows = [row for row in read_metrics(log_dir / "exp_001" / METRICS_FILE) if "train/loss" in row]
 
     def logged(name: str) -> list[float]:
         return [value for row in rows if (value := row.get(name)) is not None]
 
-    result: dict[str, TableValue] = {"steps": len(rows)}
+    result: Row = {"steps": len(rows)}
     if seconds := logged("timing/train/total_step_time"):
         result["median_step_s"] = round(statistics.median(seconds), 2)
     if losses := logged("train/loss"):
@@ -261,92 +341,42 @@ def figures(log_dir: Path) -> dict[str, TableValue]:
         result["unjudged_answers"] = int(sum(unjudged))
     if errors := logged("train/token_mult_prob_error"):
         result["largest_token_mult_prob_error"] = round(max(errors), 5)
-    return result
+    if saves := logged("timing/train/checkpointing"):
+        result["exposed_checkpointing_s"] = round(sum(saves), 2)
+    return result | gpu_figures(rows)
 
 
-def page_of(result: Mapping[str, Any], data: str) -> str:
-    """The result as a Markdown page.
+def gpu_figures(rows: Sequence[MetricRow]) -> Row:
+    """What `logger.monitor_gpus` has written into the rows of steps, of all GPUs together.
 
     Args:
-        result: as in the JSON file.
-        data: name of that file.
+        rows: Of metrics.jsonl; each has a value of what was read since the row before, a mean or the largest.
+
+    Returns:
+        The number of steps that have readings; if there are any, the mean utilisation, and the largest values of the
+        others, of which the power is a mean of a step.
     """
-    rows = result["rows"]
-    done = sum(row["status"] == "done" for row in rows)
-    names = {
-        "algorithm": "algorithm",
-        "steps": "steps",
-        "seconds": "s, all",
-        "median_step_s": "s, a step",
-        "first_loss": "first loss",
-        "last_loss": "last loss",
-        "mean_reward": "mean reward",
-        "peak_gpu_gib": "peak GPU GiB",
+    read: dict[str, list[float]] = defaultdict(list)
+    for row in rows:
+        for name, value in row.items():
+            if name.startswith("performance/gpus/") and value is not None:
+                read[name.rpartition("/")[2]].append(value)
+    result: Row = {
+        "steps_with_gpu_readings": sum(any(name.startswith("performance/gpus/") for name in row) for row in rows)
     }
-    lines = [
-        "# Runs of NeMo-RL's recipes",
-        "",
-        "Do recipes of NeMo-RL train here, on one GPU, with no change but what the machine and the time ask for? Of "
-        f"{len(rows)} runs {done} {'is' if done == 1 else 'are'} done.",
-        "",
-        table_line(["run", *names.values()]),
-        table_line(["---"] * (1 + len(names))),
-        *(table_line([row["case"], *(cell(row, name) for name in names)]) for row in rows),
-        "",
-        "## Overrides that were needed",
-        "",
-        *(line for row in rows for line in override_lines(row)),
-        "## How it was measured",
-        "",
-        "Each run is a process of its own, by the script of `examples/` for its algorithm; its seconds contain its "
-        "start. Models have random weights. Data of the datasets' columns, made from templates, and a tokenizer of "
-        f"{VOCABULARY} tokens lie in a local folder. Memory is the largest reading of the driver's count.",
-        "",
-        f"- machine: {result['machine']}",
-        f"- commit: {result['commit']}, {result['date']}",
-        f"- command: `{result['command']}`",
-        f"- [{data}]({data}) has each run with the whole of its overrides.",
-        "",
-        "## What it does not say",
-        "",
-        "Nothing of learning: a model with random weights earns next to no reward, and batches and steps are few.",
-    ]
-    return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
-
-
-def is_prose(line: str) -> bool:
-    """Whether lines may be broken in it."""
-    return not line.startswith(("#", "|", "-", " "))
-
-
-def cell(row: Mapping[str, Any], name: str) -> str:
-    """A row's value, `-` where it has none."""
-    return "-" if row.get(name) is None else str(row[name])
-
-
-def override_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """A run's recipe with its overrides, a line each."""
-    ending = "" if row["status"] == "done" else f" Its end: {row['status']}"
-    yield f"`{row['case']}` runs `{row['recipe']}` with {row['sizes']}, for {row['named_model']}.{ending}"
-    yield ""
-    for override in shlex.split(row["overrides"]):
-        first, *others = textwrap.wrap(override, 110, break_long_words=False, break_on_hyphens=False)
-        yield f"    {first}"
-        yield from (f"        {line}" for line in others)
-    yield ""
-
-
-def table_line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
-    return f"| {' | '.join(cells)} |"
+    if used := read["utilization_percent"]:
+        result["mean_gpu_utilization_percent"] = round(statistics.mean(used), 1)
+    for name, unit_digits in {"power_w": 1, "memory_gib": 2, "temperature_c": 0}.items():
+        if values := read[name]:
+            result[f"largest_gpu_{name}"] = round(max(values), unit_digits)
+    return result
 
 
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--folder", type=Path, required=True, help="NeMo-RL's examples/configs")
-    names = ["grpo", "sft", "dpo", "gsm8k"]
-    parser.add_argument("--cases", nargs="+", default=names, choices=names)
+    parser.add_argument("--cases", nargs="+", choices=CASES, help="all; with --merge, none")
     parser.add_argument("--scale", choices=["own", "small", "tiny"], default="small", help="sizes of the model")
     recipes = {
         "grpo": "grpo_math_1B_megatron.yaml",
@@ -360,10 +390,15 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument(
         "--change", nargs="+", default=[], metavar="CASE:key=value", help="further overrides, such as those of batches"
     )
-    parser.add_argument("--limit-s", type=float, default=240.0, help="seconds that one run may take")
+    parser.add_argument("--limit-s", type=float, default=330.0, help="seconds that one run may take")
     parser.add_argument("--work", type=Path, default=Path("build/nemo_rl_runs"), help="for data, tokenizer and logs")
     parser.add_argument("--output", type=Path, default=Path("build/nemo_rl_runs.json"), help="the JSON file")
-    return parser.parse_args()
+    parser.add_argument("--append", action="store_true", help="keep the rows that the JSON file has of other cases")
+    parser.add_argument("--merge", nargs="+", type=Path, default=[], metavar="JSON", help="take over rows of these")
+    arguments = parser.parse_args()
+    if arguments.cases is None:
+        arguments.cases = [] if arguments.merge else list(CASES)
+    return arguments
 
 
 if __name__ == "__main__":

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,9 @@ from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import RowForm, field_of, sample_of, text_of
 from nemo_offload_rl.data.jsonl import read_rows
 from nemo_offload_rl.data.problem import Problem
+from nemo_offload_rl.data.split_files import data_files, no_files, require_files_and_folders, split_files
+
+PARQUET = (".parquet",)
 
 
 @dataclass(frozen=True)
@@ -66,13 +68,50 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
 
     Args:
         path: of the folder.
-        split: of a saved ``DatasetDict``, or what the names of the parquet files start with; None for a folder without.
+        split: of a saved ``DatasetDict``, or of the parquet files (see ``split_files``); None for a folder without.
         form: of its rows.
 
     Raises:
-        DataError: there is no such dataset, split or column, or it has no rows.
+        DataError: there is no such dataset, split or column, several have the split, or there are no rows.
     """
-    rows = _open_folder(path, split)
+    if not path.is_dir():
+        raise DataError(f"The dataset folder {path} does not exist or is not a folder.")
+    require_files_and_folders(path)
+    if is_saved(path):
+        return _with_columns(_saved_dataset(path, split), path, form)
+    files = data_files(path, PARQUET) if split is None else split_files(path, split, PARQUET)
+    if not files:
+        raise no_files(path, split, PARQUET)
+    return load_parquet(files, path, form)
+
+
+def load_parquet[Sample](files: Sequence[Path], path: Path, form: RowForm[Sample]) -> Sequence[Sample]:
+    """Opens parquet files as one dataset; rows are read as they are used.
+
+    Args:
+        files: in the order of their rows.
+        path: what messages call it.
+        form: of its rows.
+
+    Raises:
+        DataError: the files cannot be read, lack a column, or have no rows.
+    """
+    from datasets import Dataset
+    from datasets.exceptions import DatasetGenerationError
+
+    try:
+        rows = Dataset.from_parquet([str(file) for file in files])
+    except (DatasetGenerationError, *DAMAGED) as error:
+        raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
+    return _with_columns(rows, path, form)
+
+
+def is_saved(path: Path) -> bool:
+    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
+
+
+def _with_columns[Sample](rows: Any, path: Path, form: RowForm[Sample]) -> HFRows[Sample]:
     for key in form.keys:
         if key not in rows.column_names:
             raise DataError(f"The dataset {path} has no column {key!r}; it has {', '.join(rows.column_names)}.")
@@ -140,30 +179,6 @@ class HFRows[Sample](Sequence[Sample]):
             sample_of(self._form, dict(zip(columns, values, strict=True)), f"{self._path} row {number}")
             for number, values in zip(self._numbers[numbers.start : numbers.stop : numbers.step], rows, strict=True)
         ]
-
-
-def _open_folder(path: Path, split: str | None) -> Any:
-    if not path.is_dir():
-        raise DataError(f"The dataset folder {path} does not exist or is not a folder.")
-    for file in path.rglob("*"):
-        if not (stat.S_ISREG(file.stat().st_mode) or stat.S_ISDIR(file.stat().st_mode)):
-            raise DataError(f"{file}, in the folder of a dataset, is neither a file nor a folder; delete it.")
-    if (path / "dataset_dict.json").exists() or (path / "state.json").exists():
-        return _saved_dataset(path, split)
-    files = sorted(path.rglob(f"{split}*.parquet" if split is not None else "*.parquet"))
-    if not files:
-        of_split = "" if split is None else f" of the split {split!r}"
-        raise DataError(
-            f"The folder {path} holds no dataset{of_split}: it needs what datasets' save_to_disk writes, or parquet "
-            f"files{'' if split is None else f' whose names start with {split!r}'}."
-        )
-    from datasets import Dataset
-    from datasets.exceptions import DatasetGenerationError
-
-    try:
-        return Dataset.from_parquet([str(file) for file in files])
-    except (DatasetGenerationError, *DAMAGED) as error:
-        raise DataError(f"The parquet files of {path} cannot be read: {error.__cause__ or error}") from error
 
 
 def _saved_dataset(path: Path, split: str | None) -> Any:

@@ -8,18 +8,31 @@ from typing import Any
 
 import numpy as np
 
-from nemo_offload_rl.data.datasets import DAMAGED, HFRows, load_hf_folder, load_jsonl
+from nemo_offload_rl.data.datasets import (
+    DAMAGED,
+    PARQUET,
+    HFRows,
+    is_saved,
+    load_hf_folder,
+    load_jsonl,
+    load_parquet,
+)
 from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import RowForm
 from nemo_offload_rl.data.named_rows import FORMS
+from nemo_offload_rl.data.split_files import no_files, only_files, require_files_and_folders, split_files
 from nemo_offload_rl.hub import asking_no_hub_in_vain, why_unreachable
 from nemo_offload_rl.named_datasets import NAMED_DATASETS, NamedDataset
+
+_ENDINGS = (*PARQUET, ".jsonl")
+# Where the files of a dataset without parts are, or of one whose folder has those of a single part.
+_OWN_FOLDERS = (".", "data")
 
 
 def load_named(
     name: str, *, split: str, output_key: str | None = None, repeat: int | None = None, root: Path | None = None
 ) -> Sequence[Any]:
-    """Opens a named dataset; its rows are read as they are used, unless they are in a JSONL file.
+    """Opens a named dataset; its rows are read as they are used, unless they are in JSONL files or several folders.
 
     Args:
         name: a key of ``NAMED_DATASETS``.
@@ -29,7 +42,7 @@ def load_named(
         root: a folder that may hold a folder or a JSONL file of that name, with the dataset's columns; None for none.
 
     Raises:
-        DataError: it is neither there nor to be had from the hub or its cache, or has other columns.
+        DataError: it is neither there nor to be had from the hub or its cache, has other columns, or is there twice.
     """
     dataset = NAMED_DATASETS[name]
     columns = dataset.columns if output_key is None else (*dataset.columns[:-1], output_key)
@@ -48,19 +61,62 @@ def _local_samples(
     if not root.is_dir():
         raise DataError(f"data.dataset_root: {root} does not exist or is not a folder.")
     folder, file = root / name, root / f"{name}.jsonl"
-    if (folder / f"{split}.jsonl").exists():
-        return load_jsonl(folder / f"{split}.jsonl", form)
-    if folder.is_dir():
-        named_by_split = len(dataset.splits) > 1 or (folder / "dataset_dict.json").exists()
-        return load_hf_folder(folder, split if named_by_split else None, form)
+    in_folder = _folder_samples(folder, dataset, split, form) if folder.is_dir() else None
     if not file.exists():
-        return None
+        if in_folder is None and folder.is_dir():
+            raise no_files(folder, split, _ENDINGS)
+        return in_folder
+    if in_folder is not None:
+        if split == dataset.splits[0]:
+            raise DataError(
+                f"data.dataset_root has the split {split!r} of {name} twice: in the folder {folder} and in {file}; "
+                "keep one of them."
+            )
+        return in_folder
     if split != dataset.splits[0]:
         raise DataError(
             f"data.dataset_root: {file} stands for the split {dataset.splits[0]!r} of {name}, but the recipe asks for "
             f"{split!r}: write that to {folder / f'{split}.jsonl'}."
         )
     return load_jsonl(file, form)
+
+
+def _folder_samples(folder: Path, dataset: NamedDataset, split: str, form: RowForm[Any]) -> Sequence[Any] | None:
+    """Reads the folders of the dataset's parts where it has any, and nothing beside them; None without the split."""
+    parts = [folder / subset for subset in dataset.subsets]
+    missing = [part.name for part in parts if not part.is_dir()]
+    if len(missing) == len(parts):
+        return _part_samples(folder, dataset, split, form, _OWN_FOLDERS if parts else ())
+    if missing:
+        raise DataError(
+            f"The folder {folder} lacks {', '.join(missing)} of the dataset's parts {', '.join(dataset.subsets)}; copy "
+            "them there, too."
+        )
+    of_parts: list[Sequence[Any]] = []
+    for part in parts:
+        samples = _part_samples(part, dataset, split, form, ())
+        if samples is None:
+            raise no_files(part, split, _ENDINGS)
+        of_parts.append(samples)
+    return of_parts[0] if len(of_parts) == 1 else [sample for samples in of_parts for sample in samples]
+
+
+def _part_samples(
+    folder: Path, dataset: NamedDataset, split: str, form: RowForm[Any], in_folders: Sequence[str]
+) -> Sequence[Any] | None:
+    has_one_split = len(dataset.splits) == 1
+    if is_saved(folder):
+        named_by_split = not has_one_split or (folder / "dataset_dict.json").exists()
+        return load_hf_folder(folder, split if named_by_split else None, form)
+    require_files_and_folders(folder)
+    files = split_files(folder, split, _ENDINGS, in_folders=in_folders)
+    if not files and has_one_split:
+        files = only_files(folder, _ENDINGS)
+    if not files:
+        return None
+    if files[0].suffix in PARQUET:
+        return load_parquet(files, folder, form)
+    return [sample for file in files for sample in load_jsonl(file, form)]
 
 
 def _hub_samples(name: str, dataset: NamedDataset, split: str, form: RowForm[Any], root: Path | None) -> HFRows[Any]:

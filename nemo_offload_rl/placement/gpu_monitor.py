@@ -2,6 +2,7 @@
 
 import logging
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from nemo_offload_rl.placement.signals import ignore_ending_signals
 
 logger = logging.getLogger(__name__)
 
-_TIMEOUT_S = 30.0
+_LATE_AFTER_S = 30.0
 _MEANS = ("utilization_percent", "power_w")
 
 
@@ -63,25 +64,39 @@ class NodeMonitor:
 
 @dataclass
 class _Node:
-    """A node's actor; None once it has nothing to say."""
+    """A node's actor; None once it has nothing to say.
+
+    Attributes:
+        name: of the node.
+        actor: its `NodeMonitor`.
+        answer: reference of the readings that it was asked for and has not given; None where there are none.
+        asked_s: when it was asked for them.
+        was_late: whether it has been told that the node is late.
+    """
 
     name: str
     actor: Any
+    answer: Any = None
+    asked_s: float = 0.0
+    was_late: bool = False
 
 
 class GpuMonitor:
     """Collects the readings of all nodes in a thread of its own, so that no step waits for them.
 
-    A node that cannot read its GPUs, or whose actor has died, is left out from then on, with a warning.
+    A node that cannot read its GPUs, or whose actor has died, is left out from then on, with a warning. One that is
+    late, since its actor still starts or the node is busy, gets one warning; its readings count once they come.
 
     Args:
         actors: handles of a `NodeMonitor` on each node, in the order of the nodes.
         flush_interval_s: seconds between collections.
+        late_after_s: seconds that a node may take to answer before that is told.
     """
 
-    def __init__(self, actors: Sequence[Any], flush_interval_s: float) -> None:
+    def __init__(self, actors: Sequence[Any], flush_interval_s: float, *, late_after_s: float = _LATE_AFTER_S) -> None:
         self._nodes = [_Node(f"node{index}", actor) for index, actor in enumerate(actors)]
         self._interval_s = flush_interval_s
+        self._late_after_s = late_after_s
         self._new: list[tuple[str, GpuSample]] = []
         self._of_step: dict[str, list[float]] = {}
         self._step: int | None = None
@@ -112,7 +127,7 @@ class GpuMonitor:
         for node in self._nodes:
             if node.actor is not None:
                 ray.kill(node.actor)  # a call to it that is under way then ends, too
-        self._thread.join(_TIMEOUT_S)
+        self._thread.join(self._interval_s + self._late_after_s)
 
     def _run(self) -> None:
         while True:
@@ -121,21 +136,38 @@ class GpuMonitor:
                 return
 
     def _collect(self) -> None:
-        refs = {node.name: node.actor.take.remote() for node in self._nodes if node.actor is not None}
         for node in self._nodes:
-            if node.name not in refs:
-                continue
-            try:
-                taken = ray.get(refs[node.name], timeout=_TIMEOUT_S)
-            except RayError as error:
-                taken = f"its actor does not answer ({type(error).__name__})"
-            if isinstance(taken, str):
-                if not self._end.is_set():
-                    logger.warning("logger.monitor_gpus: there are no readings of %s: %s.", node.name, taken)
-                    node.actor = None
-                continue
-            with self._lock:
-                self._new += [(node.name, sample) for sample in taken]
+            if node.actor is not None and node.answer is None:
+                node.answer, node.asked_s = node.actor.take.remote(), time.monotonic()
+        asked = [node for node in self._nodes if node.answer is not None]
+        if not asked:
+            return
+        # A late node delays the readings of the others by no more than this.
+        answers, _ = ray.wait([node.answer for node in asked], num_returns=len(asked), timeout=self._interval_s)
+        for node in asked:
+            if node.answer in answers:
+                self._take_answer(node)
+            elif not node.was_late and time.monotonic() - node.asked_s > self._late_after_s:
+                node.was_late = True
+                logger.warning(
+                    "logger.monitor_gpus: %s has given no readings for %g s; they will count once they come.",
+                    node.name,
+                    self._late_after_s,
+                )
+
+    def _take_answer(self, node: _Node) -> None:
+        try:
+            taken = ray.get(node.answer)
+        except RayError as error:
+            taken = f"its actor does not answer ({type(error).__name__})"
+        node.answer = None
+        if isinstance(taken, str):
+            if not self._end.is_set():
+                logger.warning("logger.monitor_gpus: there are no readings of %s: %s.", node.name, taken)
+                node.actor = None
+            return
+        with self._lock:
+            self._new += [(node.name, sample) for sample in taken]
 
 
 def watch_gpus(node_ids: Sequence[str], *, collection_interval_s: float, flush_interval_s: float) -> GpuMonitor:

@@ -17,7 +17,7 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
-from nemo_offload_rl.refit.broadcast_group import SENDER, BroadcastGroup, MeetingPoint, announcement, joined
+from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, MeetingPoint, announcement, joined
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import DrawingSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
@@ -113,7 +113,8 @@ class BroadcastSender(RefitSender):
         address, port = listener.getsockname()[:2]
         self._at = MeetingPoint(address, port, len(receivers) + 1, timeout_s)
         self._store = self._at.store(listener)
-        self._group: BroadcastGroup | None = None  # once the engines have come
+        self._first: FirstBroadcast | None = None  # once the engines have come
+        self._group: BroadcastGroup | None = None  # once they have joined
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
         """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
@@ -137,8 +138,8 @@ class BroadcastSender(RefitSender):
             self._watch(lambda: not self._loads)
         except BaseException:
             self._loads.clear()
-            if self._group is not None:
-                self._group.abort()
+            if (under_way := self._group or self._first) is not None:
+                under_way.abort()
             raise
         return checksums
 
@@ -147,16 +148,24 @@ class BroadcastSender(RefitSender):
         for rank, receiver in enumerate(self._receivers, start=1):
             reference = receiver.load_weights(BroadcastBucket(bucket, self._at, rank))
             self._loads[reference] = _Load(receiver.name, bucket)
-        if self._group is None:
-            keys = [announcement(rank) for rank in range(1, self._at.size)]
-            self._watch(lambda: self._store.check(keys))
-        with self._naming_the_engine():
-            if self._group is None:
-                self._group = BroadcastGroup(self._store, self._at, SENDER)
-            work = self._group.broadcast(data)
+        work = self._broadcast_first(data) if self._group is None else self._started(self._group, data)
         self._watch(work.is_completed)
         with self._naming_the_engine():
             work.wait()
+
+    def _broadcast_first(self, data: torch.Tensor) -> Any:
+        """Start the first broadcast once all engines are there; they may still end before they have joined."""
+        keys = [announcement(rank) for rank in range(1, self._at.size)]
+        self._watch(lambda: self._store.check(keys))
+        self._first = FirstBroadcast(self._store, self._at, data)
+        self._watch(self._first.is_done)
+        with self._naming_the_engine():
+            self._group, work = self._first.result()
+        return work
+
+    def _started(self, group: BroadcastGroup, data: torch.Tensor) -> Any:
+        with self._naming_the_engine():
+            return group.broadcast(data)
 
     @contextlib.contextmanager
     def _naming_the_engine(self) -> Iterator[None]:

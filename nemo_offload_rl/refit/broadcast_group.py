@@ -1,9 +1,12 @@
 """The process group of a refit: a policy rank and the engines' processes, beside all other groups that they are in."""
 
+import contextlib
 import functools
 import ipaddress
 import os
 import socket
+import threading
+from concurrent.futures import Future
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, Self
@@ -12,6 +15,7 @@ import torch
 from torch import distributed
 
 SENDER = 0  # the sender's rank in the group; receivers follow it
+_ABORT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
@@ -79,6 +83,53 @@ class BroadcastGroup:
         """Give up what is under way on a GPU, where nothing else would; the group is of no use afterwards."""
         if torch.cuda.is_available():
             self._group.abort()
+
+
+class FirstBroadcast:
+    """Forms the sender's group and starts its first broadcast, in a thread of its own.
+
+    Either waits for all processes without end or message, gloo in the constructor of its group, and NCCL, which makes
+    its communicator only then, in the broadcast. The caller watches the processes meanwhile.
+
+    Args:
+        store: of the sender.
+        at: where the group meets.
+        buffer: what is sent.
+    """
+
+    def __init__(self, store: distributed.TCPStore, at: MeetingPoint, buffer: torch.Tensor) -> None:
+        self._group: BroadcastGroup | None = None
+        self._started: Future[tuple[BroadcastGroup, Any]] = Future()
+        scopes: list[contextlib.AbstractContextManager[Any]] = []
+        if buffer.is_cuda:  # a thread has a device and a current stream of its own
+            scopes = [torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.current_stream(buffer.device))]
+
+        def start() -> None:
+            try:
+                with contextlib.ExitStack() as stack:
+                    for scope in scopes:
+                        stack.enter_context(scope)
+                    self._group = BroadcastGroup(store, at, SENDER)
+                    self._started.set_result((self._group, self._group.broadcast(buffer)))
+            except Exception as error:  # noqa: BLE001 - `result` raises it in the caller's thread
+                self._started.set_exception(error)
+
+        threading.Thread(target=start, name="first-broadcast", daemon=True).start()
+
+    def is_done(self) -> bool:
+        """Whether all processes have joined, or joining has failed."""
+        return self._started.done()
+
+    def result(self) -> tuple[BroadcastGroup, Any]:
+        """Returns the group and torch's `Work`, or raises what joining has failed with."""
+        return self._started.result()
+
+    def abort(self) -> None:
+        """Gives up what is under way; a thread that is waiting for a process all the same ends with this one."""
+        if self._group is not None:
+            aborting = threading.Thread(target=self._group.abort, name="abort-broadcast", daemon=True)
+            aborting.start()
+            aborting.join(_ABORT_TIMEOUT_S)
 
 
 def announcement(rank: int) -> str:

@@ -48,8 +48,8 @@ class VllmConfig(TypedDict):
     # Whether the policy is built at once with the engines on its GPUs: auto, where the GPU has room for both and vLLM's
     # KV cache is given in bytes; false, behind them. Recommended: auto, a shorter start. Absent: auto.
     build_beside_policy: NotRequired[Literal["auto", False]]
-    # Environment variables of the engines' processes, set before they import anything; null or {} for none.
-    # Absent: none.
+    # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers
+    # and booleans are read as text. Absent: none.
     env_vars: NotRequired[dict[str, str] | None]
     # Where the first weights come from; dummy alone, as the first refit brings them. Absent: dummy.
     load_format: NotRequired[str]

@@ -11,12 +11,20 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OffOnly:
-    """Names a key that may only have the values that leave its feature off."""
+    """Names a key that may only have the values that leave its feature off.
+
+    Attributes:
+        off: those values, the usual one first.
+        feature: what any other value asks for.
+        remedy: what to do instead; `{off}` stands for the usual value.
+        only_if: a key and the value with which the part is in use; otherwise the key has no effect.
+    """
 
     path: str
     off: tuple[Any, ...]
     feature: str
     remedy: str = "leave it at {off} or delete the key"
+    only_if: tuple[str, Any] | None = None
 
 
 @dataclass(frozen=True)
@@ -60,10 +68,22 @@ _KEYS_OF_DATASETS = (
     "split",
     "subset",
 )
+_NO_SECTION: tuple[Any, ...] = ({}, None)
+_NO_LIST: tuple[Any, ...] = ([], None)
+_MEDIA = "images, video or sound in prompts"
+_FROZEN = "a frozen part of the model"
+_NO_MEDIA = "leave it at {off} or delete the key, and train on text alone"
+_QUANTISED = "quantised weights"
+_NOT_QUANTISED = "leave it at {off} or delete the key; weights are of policy.precision"
+_ALL_WEIGHTS = "leave it at {off} or delete the key; all weights are trained"
+_VLLM_IN_USE = ("policy.generation.backend", "vllm")
 _KEY_OF_EACH = "write it into data.train and data.validation"
 _IN_DEFAULT = "write it into data.default, or into data.train and data.validation"
 
 OFF_ONLY: tuple[OffOnly, ...] = (
+    OffOnly(
+        "async_rl", _NO_SECTION, "asynchronous GRPO by a single controller", "delete the section; steps are synchronous"
+    ),
     OffOnly("on_policy_distillation", _NULL, "on-policy distillation"),
     OffOnly(
         "checkpointing.save_consolidated",
@@ -87,9 +107,29 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "list the sets in data.validation, which measures them as one",
     ),
     OffOnly("data.validation.subset", _NULL, "a subset of a data set on the hub", "name its folder in data_path"),
+    OffOnly(
+        "env.*.reward_functions",
+        _NO_LIST,
+        "a reward that is summed up from several functions",
+        "write reward: python, and a reward_function that returns their weighted sum",
+    ),
+    OffOnly(
+        "env.nemo_gym",
+        _NO_SECTION,
+        "NeMo Gym",
+        "delete the section; an environment of your own may have any other name",
+    ),
+    OffOnly("grpo.debug_payload_metrics", _FALSE, "metrics of what processes send each other"),
+    OffOnly("grpo.deduplicate_multimodal_data", _FALSE, f"sharing {_MEDIA}", _NO_MEDIA),
     OffOnly("grpo.invalid_tool_call_advantage", _NULL, "tool calls"),
     OffOnly("grpo.malformed_thinking_advantage", _NULL, "penalties for malformed thinking"),
     OffOnly("grpo.max_rollout_turns", (1, None), "multi-turn rollouts"),
+    OffOnly(
+        "grpo.num_val_generations_per_prompt",
+        (1, None),
+        "another name of grpo.val_num_generations_per_prompt",
+        "write grpo.val_num_generations_per_prompt",
+    ),
     OffOnly("grpo.reward_shaping.mode", ("response_length", None), "reward shaping by the length of the reasoning"),
     OffOnly("grpo.seq_logprob_error_threshold", _NULL, "dropping sequences by their log-prob error"),
     OffOnly("grpo.val_start_at", (-1, None), "a later first validation"),
@@ -102,11 +142,44 @@ OFF_ONLY: tuple[OffOnly, ...] = (
         "loss_fn.use_kl_in_reward", _FALSE, "the KL penalty as part of the reward", "use reference_policy_kl_penalty"
     ),
     OffOnly(
+        "policy.generation.bad_words",
+        _NO_LIST,
+        "a list of words that no answer may have",
+    ),
+    OffOnly("policy.generation.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
+    OffOnly("policy.generation.real_quant", _FALSE, _QUANTISED, _NOT_QUANTISED),
+    OffOnly("policy.generation.vllm_cfg.enable_return_routed_experts", _FALSE, "router replay", only_if=_VLLM_IN_USE),
+    OffOnly(
+        "policy.generation.vllm_cfg.expose_http_server",
+        _FALSE,
+        "an HTTP server of the engine",
+        "set it to {off} or delete the key; the driver alone asks engines",
+        _VLLM_IN_USE,
+    ),
+    OffOnly("policy.generation.vllm_cfg.is_mx", _FALSE, _QUANTISED, _NOT_QUANTISED, _VLLM_IN_USE),
+    OffOnly("policy.generation.vllm_cfg.limit_mm_per_prompt", _NO_SECTION, _MEDIA, _NO_MEDIA, _VLLM_IN_USE),
+    OffOnly("policy.generation.vllm_cfg.video", _NO_SECTION, _MEDIA, _NO_MEDIA, _VLLM_IN_USE),
+    OffOnly("policy.is_vlm", _FALSE, "a model that sees or hears", "name a model of text alone in policy.model_name"),
+    OffOnly(
+        "policy.megatron_cfg.clear_memory_caches_before_refit", _FALSE, "clearing Megatron's caches before a refit"
+    ),
+    OffOnly("policy.megatron_cfg.freeze_config", _NO_SECTION, _FROZEN, _ALL_WEIGHTS),
+    *(
+        OffOnly(f"policy.megatron_cfg.freeze_{part}", _FALSE, _FROZEN, _ALL_WEIGHTS)
+        for part in ("sound_encoder", "sound_projection", "vision_model", "vision_projection")
+    ),
+    OffOnly(
         "policy.megatron_cfg.model_overrides", ({}, None), "model_overrides", "write its keys into policy.megatron_cfg"
     ),
+    OffOnly("policy.megatron_cfg.radio_force_cpe_eval_mode", _FALSE, "a model that sees", _NO_MEDIA),
+    OffOnly("policy.megatron_cfg.track_moe_metrics", _FALSE, "metrics of the load of experts"),
     OffOnly("policy.megatron_cfg.use_gloo_process_groups", _FALSE, "a second set of gloo process groups"),
+    OffOnly("policy.quant_cfg", _NULL, _QUANTISED, _NOT_QUANTISED),
     OffOnly("policy.router_replay.enabled", _FALSE, "router replay"),
     OffOnly("policy.sequence_packing.microbatch_order", ("packer", None), "another order of packed micro-batches"),
+    OffOnly("policy.tokenizer.audio", _NO_SECTION, _MEDIA, _NO_MEDIA),
+    OffOnly("policy.tokenizer.video", _NO_SECTION, _MEDIA, _NO_MEDIA),
+    OffOnly("policy.tokenizer.use_processor", _FALSE, _MEDIA, _NO_MEDIA),
     OffOnly("policy.tokenizer.use_fastokens", _FALSE, "fastokens"),
     OffOnly("reward_penalties.penalize_duplicated_reasoning", _FALSE, "reward penalties"),
     OffOnly("reward_penalties.penalize_empty_final_answer", _FALSE, "reward penalties"),
@@ -203,9 +276,29 @@ SWITCHED_OFF: tuple[SwitchedOff, ...] = (
 )
 
 _VLLM = "tunes the vLLM backend; read with policy.generation.backend: vllm alone"
-_VLLM_IN_USE = ("policy.generation.backend", "vllm")
 _VLLM_SERVERS = "is for vLLM's asynchronous engine or its servers, which are not in use"
-_KEYS_OF_VLLM_SERVERS = ("enable_vllm_metrics_logger", "http_refit_api_key_env_var", "vllm_metrics_logger_interval")
+_KEYS_OF_VLLM_SERVERS = (
+    "enable_vllm_metrics_logger",
+    "http_refit_api_key_env_var",
+    "http_server_serving_chat_kwargs",
+    "reasoning_parser_plugin",
+    "tool_parser_plugin",
+    "vllm_metrics_logger_interval",
+)
+_QUANTISATION = "tunes quantised weights, which are not in use"
+_KEYS_OF_QUANTISATION = (
+    "policy.disable_modelopt_layer_spec",
+    "policy.generation.real_quant_export_cpu_offload",
+    "policy.generation.real_quant_ignore",
+    "policy.generation.vllm_cfg.quantization_ignore_patterns",
+    "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
+    "policy.quant_batch_size",
+    "policy.quant_calib_data",
+    "policy.quant_calib_size",
+    "policy.quant_sequence_length",
+)
+_OTHER_BACKENDS = "tunes a backend of generation that this package lacks"
+_KEYS_OF_OTHER_BACKENDS = ("dynamo_cfg", "sglang_cfg", "sglang_kwargs", "trtllm_cfg", "trtllm_kwargs")
 _MCORE_GENERATION = "tunes generation with Megatron, which is not in use"
 _TRANSPORTS = "tunes NeMo-RL's refit transports, which are not in use"
 _DTENSOR_ONLY = "only the DTensor policy reads it; Megatron's is policy.megatron_cfg.{0}"
@@ -231,24 +324,27 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.generation.mcore_generation_config", _MCORE_GENERATION, True),
     WithoutEffect("policy.generation.port_range_high", "engines open no port to others", True),
     WithoutEffect("policy.generation.port_range_low", "engines open no port to others", True),
-    WithoutEffect(
-        "policy.generation.real_quant_export_cpu_offload", "tunes quantised rollouts, which are not in use", True
-    ),
+    *(WithoutEffect(path, _QUANTISATION, True) for path in _KEYS_OF_QUANTISATION),
+    *(WithoutEffect(f"policy.generation.{key}", _OTHER_BACKENDS, True) for key in _KEYS_OF_OTHER_BACKENDS),
     WithoutEffect("policy.generation.refit_cfg", _TRANSPORTS, True),
     WithoutEffect("policy.generation.vllm_cfg", _VLLM, True, _VLLM_IN_USE),
+    WithoutEffect(
+        "policy.generation.vllm_cfg.cap_max_tokens_to_context",
+        "a prompt with its answer always stays within policy.max_total_sequence_length",
+    ),
+    WithoutEffect("policy.generation.vllm_cfg.refit_with_reload_api", _TRANSPORTS, True),
     *(WithoutEffect(f"policy.generation.vllm_cfg.{key}", _VLLM_SERVERS, True) for key in _KEYS_OF_VLLM_SERVERS),
     WithoutEffect("policy.generation.vllm_cfg.use_tqdm", "engines have no terminal to draw a progress bar on", True),
     WithoutEffect("policy.generation.vllm_kwargs", _VLLM, True, _VLLM_IN_USE),
     WithoutEffect("policy.megatron_cfg.converter_type", "the model's own config names its architecture"),
     WithoutEffect(
         "policy.megatron_cfg.defer_fp32_logits",
-        "logits are in policy.precision always; what is computed of them in float32 is computed in chunks of tokens",
-        True,
+        "what it saves is saved here always, as logits are in policy.precision and what is computed of them in float32 "
+        "is computed in chunks of tokens",
     ),
     WithoutEffect(
         "policy.sequence_packing.fuse_loss",
-        "the log-probs and the loss of a packed row are always computed at once",
-        True,
+        "what it saves is saved here always, as the log-probs and the loss of a packed row are computed at once",
     ),
     WithoutEffect(
         "policy.megatron_cfg.force_reconvert_from_hf", "weights are always read from the Hugging Face files", True
@@ -259,6 +355,8 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
 
 # Sections that hold nothing but keys of OFF_ONLY and WITHOUT_EFFECT.
 UPSTREAM_SECTIONS = ("reward_penalties", "policy.router_replay")
+# Sections that an algorithm reads more of than these tables name, or does not read.
+NEVER_EMPTY = ("policy.generation",)
 
 # Values that NeMo-RL has for keys of ours, and this package has not.
 OTHER_VALUES: dict[str, str] = {

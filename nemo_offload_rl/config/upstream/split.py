@@ -7,7 +7,9 @@ from typing import Any
 
 from nemo_offload_rl.config.megatron.owned_fields import same
 from nemo_offload_rl.config.problems import nearest, show
+from nemo_offload_rl.config.upstream.env_vars import ENV_VARS, values_as_text
 from nemo_offload_rl.config.upstream.features import (
+    NEVER_EMPTY,
     OFF_ONLY,
     SWITCHED_OFF,
     UPSTREAM_SECTIONS,
@@ -35,6 +37,8 @@ def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
     """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
     split = SplitKeys(copy.deepcopy(config), [], [])
     for row in OFF_ONLY:
+        if row.only_if is not None and _matches(split.config, row.only_if[0]) != [row.only_if]:
+            continue
         for path, value in _matches(split.config, row.path):
             if not any(same(value, off) for off in row.off):
                 split.problems.append((path, _refusal(row.feature, value, row.off, row.remedy)))
@@ -48,8 +52,15 @@ def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
             if not plain.silent and value not in (None, {}, []):
                 split.notes.append(f"{path} has no effect: {plain.reason}")
             _remove(split.config, path)
+    for section in ENV_VARS:
+        for path, values in _matches(split.config, section):
+            split.notes.extend(values_as_text(path, values))
     for path in UPSTREAM_SECTIONS:
         if _matches(split.config, path) == [(path, {})]:
+            _remove(split.config, path)
+    for path in NEVER_EMPTY:
+        if _matches(split.config, path) == [(path, {})]:
+            split.problems.append((path, "has no key that has an effect; delete the section, or give what GRPO needs"))
             _remove(split.config, path)
     return split
 

@@ -64,3 +64,5 @@ def test_the_page_has_the_tables_of_its_result():
     result = json.loads(PAGE.with_suffix(".json").read_text())
     assert page_of(result, "nemo_rl_recipes.json") == PAGE.read_text()
     assert max(row["seconds"] for row in result["rows"]) < 1
+    refused = [row for row in result["rows"] if row["megatron_policy"] and not row["loads"]]
+    assert refused and not [row["recipe"] for row in refused if "unknown key" in row["why"]]

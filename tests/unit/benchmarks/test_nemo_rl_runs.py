@@ -1,13 +1,28 @@
 """The data, the overrides, the rows and the page of benchmarks/nemo_rl_runs.py."""
 
 import json
+import re
 from argparse import Namespace
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 from gpu_watch import GpuWatch
 from nemo_rl_data import VOCABULARY, datasets, write_datasets, write_tokenizer
-from nemo_rl_runs import Case, figures, override_lines, overrides_of, page_of, row_of, status_of
+from nemo_rl_runs import (
+    ORIGIN,
+    SAVES,
+    Case,
+    add_row,
+    cases,
+    figures,
+    merge,
+    overrides_of,
+    parse_arguments,
+    row_of,
+    status_of,
+)
+from nemo_rl_runs_page import override_lines, page_of
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.data.named import load_named
@@ -29,6 +44,22 @@ def test_the_loader_of_named_datasets_reads_every_row(tmp_path):
     assert rf"\boxed{{{problem.answer}}}" in solution.answer
     pairs = load_named("HelpSteer3", split="train", root=tmp_path)
     assert all(pair.rejected.startswith("Perhaps") and not pair.chosen.startswith("Perhaps") for pair in pairs)
+
+
+def test_the_word_problems_are_calculated_right():
+    problems = datasets()["gsm8k"]
+    assert {split: len(rows) for split, rows in problems.items()} == {"train": 48, "test": 16}
+    rows = [row for split in problems.values() for row in split]
+    assert len({row["question"] for row in rows}) == 64
+    for row in rows:
+        assert set(row) == {"question", "answer"}
+        solution, answer = row["answer"].split("\n#### ")
+        steps = re.findall(r"([\d+*/ -]+) = <<([\d+*/-]+)=(\d+)>>(\d+)", solution)
+        assert len(steps) == solution.count("<<") > 0
+        for written, calculation, result, repeated in steps:
+            assert written.replace(" ", "") == calculation and result == repeated
+            assert eval(calculation) == int(result)
+        assert steps[-1][2] == answer
 
 
 def test_the_tokenizer_has_a_chat_template_and_gives_back_its_text(tmp_path):
@@ -76,16 +107,21 @@ def test_what_ends_a_run_is_told_with_the_last_error_or_line_of_its_log(tmp_path
 
 
 def test_a_row_has_the_figures_of_its_run(tmp_path):
-    assert figures(tmp_path) == {"steps": 0}
+    assert figures(tmp_path) == {"steps": 0, "steps_with_gpu_readings": 0}
     rows: list[dict] = [{"step": 0, "validation/accuracy": 0.5}]
     rows += [
         {"step": step, "train/loss": loss, "train/reward": step / 4, "timing/train/total_step_time": float(step)}
         for step, loss in enumerate([3.0, 2.0, 1.5], start=1)
     ]
+    gpu = "performance/gpus/node0/gpu0"
+    rows[1] |= {f"{gpu}/utilization_percent": 20.0, f"{gpu}/power_w": 300.0, f"{gpu}/memory_gib": 40.0}
+    rows[3] |= {f"{gpu}/utilization_percent": 40.0, f"{gpu}/power_w": 250.0, "timing/train/checkpointing": 0.25}
     (tmp_path / "exp_001").mkdir()
     (tmp_path / "exp_001" / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert figures(tmp_path) == {
-        "steps": 3, "median_step_s": 2.0, "first_loss": 3.0, "last_loss": 1.5, "mean_reward": 0.5, "last_reward": 0.75
+        "steps": 3, "median_step_s": 2.0, "first_loss": 3.0, "last_loss": 1.5, "mean_reward": 0.5, "last_reward": 0.75,
+        "exposed_checkpointing_s": 0.25, "steps_with_gpu_readings": 2, "mean_gpu_utilization_percent": 30.0,
+        "largest_gpu_power_w": 300.0, "largest_gpu_memory_gib": 40.0
     }  # fmt: skip
 
 
@@ -99,7 +135,67 @@ def test_a_run_that_fails_has_its_row_and_its_place_on_the_page(tmp_path):
     assert row["steps"] == 0 and "no_such_key" in row["status"]
     assert row["overrides"].endswith("grpo.no_such_key=1")
     assert row["status"].startswith("exit status 2: ")
-    page = page_of({"rows": [row], "machine": "m", "commit": "c", "date": "d", "command": "run"}, "rows.json")
+    page = page_of({"rows": [row | dict.fromkeys(ORIGIN, "known")]}, "rows.json")
     assert "| one | grpo | 0 |" in page
     assert "Of 1 runs 0 are done." in " ".join(page.split())
     assert f"Its end: {row['status']}" in "".join(override_lines(row))
+
+
+def row_named(case, steps, **more):
+    return {"case": case, "recipe": "r", "status": "done", "steps": steps, "sizes": "s", "named_model": "n",
+            "overrides": "a=1"} | more  # fmt: skip
+
+
+def test_a_row_stays_until_its_case_runs_again(tmp_path, monkeypatch):
+    monkeypatch.setenv("NEMO_OFFLOAD_RL_COMMIT", "first")
+    output = tmp_path / "results" / "runs.json"
+    add_row(output, row_named("gsm8k", 20))
+    add_row(output, row_named("sft", 1))
+    monkeypatch.setenv("NEMO_OFFLOAD_RL_COMMIT", "second")
+    add_row(output, row_named("sft", 10))
+    result = json.loads(output.read_text())
+    told = [(row["case"], row["steps"], row["commit"]) for row in result["rows"]]
+    assert told == [("sft", 10, "second"), ("gsm8k", 20, "first")]  # in the order of the cases
+    assert result["commit"] == "second" and result["rows"][0]["command"] == result["command"]
+    page = output.with_suffix(".md").read_text()
+    assert "Of 2 runs 2 are done." in " ".join(page.split())
+    assert re.search(r"- `sft`: .*; commit second, .*\n- `gsm8k`: .*; commit first, ", page)
+    assert sorted(path.name for path in output.parent.iterdir()) == ["runs.json", "runs.md"]
+
+
+def test_results_of_several_commands_are_merged(tmp_path):
+    for case, machine in [("grpo", "a"), ("dpo", "b")]:
+        rows = [row_named(case, 3), row_named("sft", 1 if case == "grpo" else 2)]
+        origin = {"machine": machine, "commit": "c", "command": f"run {case}", "date": "d"}
+        (tmp_path / f"{case}.json").write_text(json.dumps(origin | {"rows": rows}))
+    output = tmp_path / "all.json"
+    for case in ("grpo", "dpo"):
+        merge(output, tmp_path / f"{case}.json")
+    told = [
+        (row["case"], row["steps"], row["machine"], row["command"]) for row in json.loads(output.read_text())["rows"]
+    ]
+    assert told == [("grpo", 3, "a", "run grpo"), ("sft", 2, "b", "run dpo"), ("dpo", 3, "b", "run dpo")]
+
+
+def test_rows_that_are_written_at_the_same_time_are_all_kept(tmp_path):
+    output = tmp_path / "runs.json"
+    with ThreadPoolExecutor(4) as pool:
+        list(pool.map(lambda case: add_row(output, row_named(case, 1)), ["grpo", "sft", "dpo", "gsm8k"]))
+    assert [row["case"] for row in json.loads(output.read_text())["rows"]] == ["grpo", "sft", "dpo", "gsm8k"]
+
+
+def test_the_word_problems_run_with_checkpoints_and_readings_of_the_gpu(tmp_path, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["nemo_rl_runs.py", "--folder", str(EXEMPLAR.parent)])
+    arguments = parse_arguments()
+    assert arguments.limit_s == 330 and arguments.cases == ["grpo", "sft", "dpo", "gsm8k"]
+    case = next(case for case in cases(arguments) if case.name == "gsm8k")
+    config = load(EXEMPLAR, overrides_of(case, load(EXEMPLAR).config, "grpo", "small", tmp_path)).config
+    assert config["logger"]["monitor_gpus"] is True
+    assert config["logger"]["gpu_monitoring"] == {"collection_interval": 1, "flush_interval": 1}
+    saving = config["checkpointing"]
+    assert (saving["enabled"], saving["save_period"]) == (True, 10)
+    assert saving["checkpoint_dir"].endswith("checkpoints/gsm8k")
+    plain = overrides_of(Case("sft", "r", 1), load(EXEMPLAR).config, "grpo", "small", tmp_path)
+    assert not {SAVES[0], "checkpointing.checkpoint_dir"} & {line.partition("=")[0] for line in plain}
+    monkeypatch.setattr("sys.argv", ["nemo_rl_runs.py", "--folder", "x", "--merge", "other.json"])
+    assert parse_arguments().cases == []

@@ -1,14 +1,17 @@
 """NeMo-RL's recipes: which of their keys load, and what is refused."""
 
 import pytest
+import yaml
 
-from nemo_offload_rl.config import load, load_recipe
+from nemo_offload_rl.config import RecipeError, load, load_recipe
 from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
+from nemo_offload_rl.config.keys.schema_problems import value_at
 from nemo_offload_rl.config.keys.tree import find_key
 from nemo_offload_rl.config.upstream.features import OFF_ONLY, SWITCHED_OFF, upstream_paths
 from tests.unit.config.conftest import CONFIGS, DATA
 
+EXEMPLAR = CONFIGS / "grpo_math_1B_megatron.yaml"
 MEGATRON_RECIPE = DATA / "nemo_rl_grpo_math_1B_megatron.yaml"
 OUR_SECTIONS = ["policy.generation.backend=transformers"]
 
@@ -96,6 +99,9 @@ def test_a_feature_that_is_not_here_is_refused_by_name(row, error_of):
     recipe = CONFIGS / ("sft_tiny_cpu.yaml" if row.path.startswith("sft") else "grpo_tiny_cpu.yaml")
     path = row.path.replace("*", "arithmetic")
     parent_section = ["+logger.wandb={project: p, name: n}"] if path.startswith("logger.wandb.") else []
+    if row.only_if is not None:
+        recipe, parent_section = EXEMPLAR, ["policy.generation.backend=vllm"]
+        assert load(recipe, [f"++{path}=7"]).config["policy"]["generation"]["backend"] == "transformers"
     off = str(row.off[0]).lower().replace("none", "null")
     assert load(recipe, [*parent_section, f"++{path}={off}"]).recipe.config is not None
     on = f"++{path}=7"
@@ -120,6 +126,13 @@ def test_a_section_loads_while_its_switch_is_off(feature, error_of):
     )
 
 
+@pytest.mark.parametrize("generation", ["{}", "{port_range_low: 11000, bad_words: []}"])
+def test_sft_has_no_generation_not_even_without_a_key(generation, error_of):
+    error = error_of(f"++policy.generation={generation}", recipe=CONFIGS / "sft_tiny_cpu.yaml")
+    assert "policy.generation: has no key that has an effect; delete the section" in error
+    assert ": 1 problem\n" in error
+
+
 def test_a_recipe_without_gradient_clipping_may_have_no_norm_to_refer_to():
     overrides = ["policy.max_grad_norm=null", "policy.megatron_cfg.optimizer.clip_grad=0.0"]
     recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [*overrides, "+policy.megatron_cfg.converter_type=LlamaForCausalLM"])
@@ -141,7 +154,49 @@ def test_two_names_of_one_setting_must_agree(error_of):
 
 @pytest.mark.parametrize("key", ["policy.megatron_cfg.defer_fp32_logits", "policy.sequence_packing.fuse_loss"])
 @pytest.mark.parametrize("value", ["true", "false", "null"])
-def test_what_always_happens_may_be_asked_for(key, value):
+def test_what_always_happens_may_be_asked_for_and_a_note_says_so(key, value):
     recipe = load(CONFIGS / "grpo_tiny_cpu.yaml", [f"++{key}={value}"])
-    assert not any(key in note for note in recipe.notes)
+    said = [note for note in recipe.notes if key in note]
+    assert len(said) == (value != "null")
+    assert all(note.startswith(f"{key} has no effect: what it saves is saved here always, as ") for note in said)
     assert key.rpartition(".")[2] not in str(recipe.config)
+
+
+def test_every_key_that_refuses_a_recipe_of_upstreams_is_refused_with_what_to_do(tmp_path):
+    recipe = tmp_path / "recipe.yaml"
+    recipe.write_text(f"defaults: {EXEMPLAR}\n{(DATA / 'nemo_rl_other_features.yaml').read_text()}")
+    with pytest.raises(RecipeError) as refusal:
+        load(recipe, ["policy.generation.backend=vllm"])
+    problems = {problem.path: problem.message for problem in refusal.value.problems}
+    assert not [path for path, message in problems.items() if "unknown key" in message]
+    assert not [path for path, message in problems.items() if "; " not in message]  # after which the remedy stands
+    keys = set(leaves(yaml.safe_load((DATA / "nemo_rl_other_features.yaml").read_text())))
+    unmentioned = {key for key in keys if not any(f"{key}.".startswith(f"{path}.") for path in problems)}
+    assert unmentioned == SILENT
+
+
+# Of that file, what only tunes a feature that another of its keys turns on, and what happens here always.
+SILENT = {
+    "policy.disable_modelopt_layer_spec",
+    "policy.generation.real_quant_ignore",
+    "policy.generation.trtllm_cfg.tensor_parallel_size",
+    "policy.generation.trtllm_kwargs.batch_wait_timeout_iters",
+    "policy.generation.vllm_cfg.cap_max_tokens_to_context",
+    "policy.generation.vllm_cfg.http_server_serving_chat_kwargs.enable_auto_tools",
+    "policy.generation.vllm_cfg.quantization_ignored_layer_kws",
+    "policy.generation.vllm_cfg.reasoning_parser_plugin",
+}
+
+
+@pytest.mark.parametrize("section", ["policy.generation.vllm_cfg", "policy.megatron_cfg"])
+def test_numbers_and_booleans_are_text_for_the_environment(section, error_of):
+    values = "{A: 1, B: true, C: 0.5, D: 'off', E: -3}"
+    recipe = load(EXEMPLAR, ["policy.generation.backend=vllm", f"++{section}.env_vars={values}"])
+    read = value_at(recipe.config, f"{section}.env_vars")
+    assert read == {"A": "1", "B": "true", "C": "0.5", "D": "off", "E": "-3"}
+    notes = [note for note in recipe.notes if "env_vars" in note]
+    assert notes[0] == f'{section}.env_vars.A is read as the text "1"; quotes around it say the same'
+    assert len(notes) == 4
+    for value in ("[1]", "null"):
+        wrong = ["policy.generation.backend=vllm", f"++{section}.env_vars={{A: {value}}}"]
+        assert "env_vars.A: must be text" in error_of(*wrong, recipe=EXEMPLAR)

@@ -178,3 +178,103 @@ def test_what_is_in_the_cache_of_datasets_needs_no_hub(tmp_path, monkeypatch):
     info.write_to_directory(str(folder))
     assert list(load_named("gsm8k", split="train")) == [ROWS["gsm8k"][1]]
     assert constants.HF_HUB_OFFLINE is False
+
+
+def math_rows(number, mark):
+    return [{"problem": f"{mark} {index}", "expected_answer": "1"} for index in range(number)]
+
+
+def write_shards(folder, split, rows, total):
+    for shard in range(total):
+        path = folder / f"{split}-{shard:05d}-of-{total:05d}.parquet"
+        datasets.Dataset.from_list(rows[shard::total]).to_parquet(path)
+
+
+def write_gsm8k(folder, **rows_of_subsets):
+    for subset, mark in rows_of_subsets.items():
+        for split in ("train", "test"):
+            row = {"question": f"{mark} {split}", "answer": "1 #### 1"}
+            write_shards(folder / subset, split, [row], 1)
+
+
+def questions(name, split, root):
+    return [problem.prompt for problem in load_named(name, split=split, root=root)]
+
+
+def test_a_mirror_of_the_hub_gives_the_split_alone(tmp_path):
+    folder = tmp_path / "OpenMathInstruct-2"
+    for split, number in {"train": 4, "train_1M": 3, "train_2M": 2}.items():
+        write_shards(folder / "data", split, math_rows(number, split), 1 if split == "train_2M" else 2)
+    (folder / "README.md").write_text("about it")
+    assert questions("OpenMathInstruct-2", "train", tmp_path) == ["train 0", "train 2", "train 1", "train 3"]
+    assert questions("OpenMathInstruct-2", "train_1M", tmp_path) == ["train_1M 0", "train_1M 2", "train_1M 1"]
+    assert questions("OpenMathInstruct-2", "train_2M", tmp_path) == ["train_2M 0", "train_2M 1"]
+    message = error_of("OpenMathInstruct-2", split="train_5M", root=tmp_path)
+    assert "no dataset of the split 'train_5M'" in message and "train_5M.parquet or shards named as" in message
+    assert "it has README.md, data/train-00000-of-00002.parquet" in message
+
+    (folder / "data" / "train-00001-of-00002.parquet").unlink()
+    assert "has 1 of the 2 files that data/train-00000" in error_of("OpenMathInstruct-2", split="train", root=tmp_path)
+
+
+def test_a_mirror_gives_the_parts_of_the_dataset_alone(tmp_path):
+    write_gsm8k(tmp_path / "gsm8k", main="plain", socratic="asked")
+    assert questions("gsm8k", "train", tmp_path) == ["plain train"]
+    assert questions("gsm8k", "test", tmp_path) == ["plain test"]
+    for number, subset in enumerate(NAMED_DATASETS["AIME2025"].subsets):
+        rows = [{"question": f"{subset} {number}", "answer": "1"}]
+        datasets.Dataset.from_list(rows).to_parquet(tmp_path / "AIME2025" / subset / "test.parquet")
+        if number == 0:
+            message = error_of("AIME2025", split="test", root=tmp_path)
+            assert "lacks AIME2025-II of the dataset's parts AIME2025-I, AIME2025-II" in message
+    assert questions("AIME2025", "test", tmp_path) == ["AIME2025-I 0", "AIME2025-II 1"]
+
+
+def test_files_as_the_hub_names_those_it_has_converted(tmp_path):
+    folder = tmp_path / "gsm8k" / "main"
+    for split in ("train", "test"):
+        row = {"question": split, "answer": "1 #### 1"}
+        for shard in range(2):
+            datasets.Dataset.from_list([row]).to_parquet(folder / split / f"{shard:04d}.parquet")
+    assert questions("gsm8k", "train", tmp_path) == ["train", "train"]
+    datasets.Dataset.from_list(math_rows(1, "old")).to_parquet(
+        tmp_path / "OpenMathInstruct-2" / "data" / "train-00000-of-00001-1a2b3c4d5e6f7a8b.parquet"
+    )
+    assert questions("OpenMathInstruct-2", "train", tmp_path) == ["old 0"]
+    row = json.dumps({"question": "1+1?", "answer": "2"})
+    for part in ("I", "II"):
+        (tmp_path / "AIME2025").mkdir(exist_ok=True)
+        (tmp_path / "AIME2025" / f"aime2025-{part}.jsonl").write_text(row)
+    assert questions("AIME2025", "test", tmp_path) == ["1+1?", "1+1?"]
+
+
+def test_two_sources_of_a_split_are_refused_with_both(tmp_path):
+    message = "has two sources of the split 'train': {0} and {1}; keep one"
+    write_gsm8k(tmp_path / "parts" / "gsm8k" / "data", main="plain", socratic="asked")
+    found = ("data/main/train-00000-of-00001.parquet", "data/socratic/train-00000-of-00001.parquet")
+    assert message.format(*found) in error_of("gsm8k", split="train", root=tmp_path / "parts")
+
+    write_gsm8k(tmp_path / "other" / "gsm8k", socratic="asked")
+    assert "is of another part of the dataset" in error_of("gsm8k", split="train", root=tmp_path / "other")
+
+    squad = tmp_path / "kinds" / "squad"
+    squad.mkdir(parents=True)
+    (squad / "train.jsonl").write_text(json.dumps(ROWS["squad"][0]))
+    assert len(load_named("squad", split="train", root=tmp_path / "kinds")) == 1
+    datasets.Dataset.from_list([ROWS["squad"][0]]).to_parquet(squad / "train.parquet")
+    refused = error_of("squad", split="train", root=tmp_path / "kinds")
+    assert message.format("train.jsonl", "train.parquet") in refused
+
+    (tmp_path / "kinds" / "squad.jsonl").write_text(json.dumps(ROWS["squad"][0]))
+    (squad / "train.parquet").rename(squad / "validation.parquet")
+    refused = error_of("squad", split="train", root=tmp_path / "kinds")
+    assert f"'train' of squad twice: in the folder {squad} and in {tmp_path / 'kinds' / 'squad.jsonl'}" in refused
+    (squad / "train.jsonl").unlink()
+    for split in ("train", "validation"):  # the file has the first split, the folder the other
+        assert len(load_named("squad", split=split, root=tmp_path / "kinds")) == 1
+
+    for place in ("a", "b"):
+        path = tmp_path / "kinds" / "DeepScaler" / place / "rows.parquet"
+        datasets.Dataset.from_list([ROWS["DeepScaler"][0]]).to_parquet(path)
+    refused = error_of("DeepScaler", split="train", root=tmp_path / "kinds")
+    assert "has two sources of the dataset: a/rows.parquet and b/rows.parquet" in refused

@@ -95,7 +95,8 @@ def test_readings_come_at_their_interval_until_the_end():
 class Node:
     """A node's actor with readings that are known."""
 
-    def __init__(self, answers):
+    def __init__(self, answers, start_s=0.0):
+        time.sleep(start_s)
         self.answers = list(answers)
 
     def take(self):
@@ -129,19 +130,39 @@ def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster,
 
 
 def test_a_node_without_gpus_says_so_once_and_nothing_waits(ray_cluster, caplog):
+    if ray_cluster.has_gpus:
+        pytest.skip("needs a node without GPUs")
     caplog.set_level(logging.WARNING)
     monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
     start = time.perf_counter()
     assert monitor.of_step(1) == {}
     assert time.perf_counter() - start < 0.1
-    if not ray_cluster.has_gpus:
-        wait_until(lambda: caplog.records)
-        time.sleep(0.3)
-        assert len(caplog.records) == 1 and "no readings of node0" in caplog.text
-    else:
-        wait_until(lambda: monitor.of_step(1))
-        assert monitor.of_step(1)["performance/gpus/node0/gpu0/memory_gib"] > 0
+    wait_until(lambda: caplog.records)
+    time.sleep(0.3)
+    assert len(caplog.records) == 1 and "no readings of node0" in caplog.text
     monitor.close()
+
+
+@pytest.mark.gpu
+def test_the_gpus_of_a_node_are_read(ray_cluster):
+    monitor = watch_gpus(ray_cluster.node_ids, collection_interval_s=0.1, flush_interval_s=0.1)
+    wait_until(lambda: monitor.of_step(1))
+    assert monitor.of_step(1)["performance/gpus/node0/gpu0/memory_gib"] > 0
+    monitor.close()
+
+
+def test_an_actor_that_is_late_to_start_is_told_of_once_and_then_read(ray_cluster, caplog):
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    node = ray.remote(Node).options(num_cpus=0)
+    late, early = node.remote([[reading(7.0, 2.0)]], start_s=4.0), node.remote([[reading(1.0, 1.0)]])
+    monitor = GpuMonitor([late, early], flush_interval_s=0.1, late_after_s=0.5)
+    wait_until(lambda: monitor.of_step(1))
+    assert {name.split("/")[2] for name in monitor.of_step(1)} == {"node1"}  # which waits for no other
+    wait_until(lambda: len(monitor.of_step(1)) == 4)
+    assert monitor.of_step(1)["performance/gpus/node0/gpu0/utilization_percent"] == 7.0
+    monitor.close()
+    said = [record.getMessage() for record in caplog.records if "node0" in record.getMessage()]
+    assert said == ["logger.monitor_gpus: node0 has given no readings for 0.5 s; they will count once they come."]
 
 
 def test_a_dead_actor_ends_the_readings_of_its_node_alone(ray_cluster, caplog):

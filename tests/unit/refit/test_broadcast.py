@@ -13,6 +13,7 @@ from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import make_transport
 from nemo_offload_rl.refit.broadcast import BroadcastTransport, EngineLostError, RefitTimeoutError
+from nemo_offload_rl.refit.broadcast_group import announcement
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
@@ -33,6 +34,20 @@ class Loader(WeightLoader):
         if any(spec.name == "late" for spec in bucket.layout.tensors):
             time.sleep(60)
         super().load_weights(bucket)
+
+
+class Absentee(Loader):
+    """Lets the sender know that it is there, and then ends, fails or waits instead of joining."""
+
+    def load_weights(self, bucket):
+        bucket.at.store().set(announcement(bucket.rank), "")
+        time.sleep(0.5)  # until the sender waits for it
+        instead = bucket.layout.tensors[0].name
+        if instead == "ends":
+            os._exit(1)
+        if instead == "fails":
+            raise ValueError("no memory")
+        time.sleep(60)
 
 
 def start(number):
@@ -96,6 +111,26 @@ def test_an_engine_that_dies_is_named_with_the_weights_that_it_was_at(receivers)
         connect(receivers[1:], weights, bucket_bytes=4).send(iter(weights))
     with pytest.raises(EngineLostError, match=r"has lost engine 1"):
         connect(receivers[1:], weights)
+
+
+@pytest.mark.parametrize(
+    ("instead", "timeout_s", "error", "message"),
+    [
+        ("ends", 60, EngineLostError, "has lost absentee with the weight ends: its process or its node"),
+        ("fails", 60, ValueError, "at absentee with the weight fails: ValueError: no memory"),
+        ("waits", 2, RefitTimeoutError, r"waits since \d s for .*absentee with the weight waits"),
+    ],
+    ids=["ends", "fails", "waits"],
+)
+def test_an_engine_that_is_there_and_never_joins_is_named(ray_cluster, instead, timeout_s, error, message):
+    absentee = Receiver(ray.remote(Absentee).options(num_cpus=0).remote(), (0,), "absentee")
+    weights = [(instead, torch.ones(1))]
+    sender = connect([absentee], weights, timeout_s=timeout_s)
+    begin = time.monotonic()
+    with pytest.raises(error, match=message):
+        sender.send(iter(weights))
+    assert time.monotonic() - begin < 15
+    ray.kill(absentee.actor)
 
 
 def test_other_ranks_draw_the_export_and_send_nothing():

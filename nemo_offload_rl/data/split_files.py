@@ -1,0 +1,126 @@
+"""Finds the files of one split in a folder that may hold others, as a mirror of a hub's dataset does."""
+
+from __future__ import annotations
+
+import re
+import stat
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from nemo_offload_rl.data.errors import DataError
+
+_SHARD = re.compile(r"-(?P<number>\d+)(-of-(?P<total>\d+))?(-[0-9a-f]{8,})?")  # older files end in a checksum
+_MOST_SHOWN = 8
+
+
+def split_files(folder: Path, split: str, endings: Sequence[str], *, in_folders: Sequence[str] = ()) -> list[Path]:
+    """Returns the files of a split in the order of their rows, none where there are none.
+
+    They are `SPLIT.parquet` or its shards, `SPLIT-00000-of-00002.parquet` and so on, in the folder itself or one below
+    it; or all files of a folder named `SPLIT`. A file of the split `train_1M` is none of the split `train`.
+
+    Args:
+        folder: whose files, and those of the folders below it, are looked through.
+        split: its name.
+        endings: of the files, such as `.parquet`.
+        in_folders: relative to `folder`, those that may have the files; empty for any.
+
+    Raises:
+        DataError: the files are of several datasets, shards are missing, or one is in another folder.
+    """
+    sources: dict[_Source, list[Path]] = {}
+    for file in data_files(folder, endings):
+        if (source := _source_of(file, folder, split)) is not None:
+            sources.setdefault(source, []).append(file)
+    if not sources:
+        return []
+    first, *others = sources
+    if others:
+        raise DataError(_ambiguous(folder, sources[first][0], sources[others[0]][0], f"the split {split!r}"))
+    files = sources[first]
+    if first.num_shards not in (None, len(files)):
+        raise DataError(
+            f"The folder {folder} has {len(files)} of the {first.num_shards} files that {files[0].relative_to(folder)} "
+            f"is one of; copy the others of the split {split!r} there, too."
+        )
+    home = str(first.home.relative_to(folder))
+    if in_folders and home not in in_folders:
+        raise DataError(
+            f"{files[0]} is of another part of the dataset than {' and '.join(in_folders)}, where the split {split!r} "
+            f"is looked for in {folder}; move it there if it is of that part."
+        )
+    return files
+
+
+def only_files(folder: Path, endings: Sequence[str]) -> list[Path]:
+    """Returns all data files of a folder whose dataset has one split, whatever they are called.
+
+    Raises:
+        DataError: they are in several folders, or of several endings.
+    """
+    files = data_files(folder, endings)
+    for file in files[1:]:
+        if (file.parent, file.suffix) != (files[0].parent, files[0].suffix):
+            raise DataError(_ambiguous(folder, files[0], file, "the dataset"))
+    return files
+
+
+def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
+    """Returns the files of a folder, and of those below it, that have one of the endings; sorted."""
+    return sorted(file for file in folder.rglob("*") if file.suffix in endings and file.is_file())
+
+
+def require_files_and_folders(folder: Path) -> None:
+    """Refuses a folder that has what reading could wait for without end, such as a pipe."""
+    for file in folder.rglob("*"):
+        if not (stat.S_ISREG(file.stat().st_mode) or stat.S_ISDIR(file.stat().st_mode)):
+            raise DataError(f"{file}, in the folder of a dataset, is neither a file nor a folder; delete it.")
+
+
+def no_files(folder: Path, split: str | None, endings: Sequence[str]) -> DataError:
+    """Says that a folder has no dataset, or not this split of it, and what it has instead."""
+    kinds = " or ".join(endings)
+    found = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
+    shown = ", ".join([*found[:_MOST_SHOWN], *(["..."] if len(found) > _MOST_SHOWN else [])]) or "no file"
+    if split is None:
+        of_split, needs = "", f"files ending in {kinds}"
+    else:
+        of_split = f" of the split {split!r}"
+        needs = f"{split}{endings[0]} or shards named as {split}-00000-of-00002{endings[0]} (the ending may be {kinds})"
+    return DataError(
+        f"The folder {folder} holds no dataset{of_split}: it needs what datasets' save_to_disk writes, or {needs}; "
+        f"it has {shown}."
+    )
+
+
+@dataclass(frozen=True)
+class _Source:
+    """Names what files of one split together are.
+
+    Attributes:
+        home: the folder that has them, or has the folder of the split.
+        form: their ending, and how they are named.
+        num_shards: their number; None where their names do not say.
+    """
+
+    home: Path
+    form: tuple[str, str]
+    num_shards: int | None = None
+
+
+def _source_of(file: Path, folder: Path, split: str) -> _Source | None:
+    in_own_folder = file.parent.name == split and file.parent != folder
+    home = file.parent.parent if in_own_folder else file.parent
+    if file.stem == split:
+        return _Source(home, (file.suffix, "one file"))
+    shard = _SHARD.fullmatch(file.stem.removeprefix(split)) if file.stem.startswith(split) else None
+    if shard is not None:
+        total = shard["total"]
+        return _Source(home, (file.suffix, "shards"), None if total is None else int(total))
+    return _Source(home, (file.suffix, "folder")) if in_own_folder else None
+
+
+def _ambiguous(folder: Path, first: Path, second: Path, what: str) -> str:
+    names = " and ".join(str(file.relative_to(folder)) for file in (first, second))
+    return f"The folder {folder} has two sources of {what}: {names}; keep one of them there, and move the other away."
