@@ -111,8 +111,8 @@ def _stage_bytes(
         with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
     generation = awake + leaving + cached
     return {
-        # Optimizer state comes back for training beside the last of the log-prob passes.
-        Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + forward,
+        # Optimizer state comes back for training beside the last of the log-prob passes, which may use the cache.
+        Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + max(forward, cached),
         # Activations are gone when the optimizer's step makes its fp32 gradients.
         Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
         Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
@@ -121,6 +121,6 @@ def _stage_bytes(
 
 
 def _cached_bytes(held: int, training: int, engine: EngineMemory, gpu_bytes: int) -> int:
-    """What torch's allocator keeps of a training pass beside a refit: all or nothing (`Residency`), here at most."""
+    """What torch's allocator keeps of a training pass until the next: all or nothing (`Residency`), here at most."""
     needed = engine.free_bytes_for_refit
     return 0 if needed is None else max(0, min(training, gpu_bytes - needed - held))

@@ -82,21 +82,24 @@ def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, li
     """Finds every tensor object in this process that looks into one of some storages, by the storage's address.
 
     megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
-    garbage collector finds them all, and those of its next version.
+    garbage collector finds them all, and those of its next version. Storages are compared, and not addresses: new
+    memory may get the address that a tensor of a closed engine still has.
     """
+    storages = list(storages)
     found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
+    address_of = {storage._cdata: storage.data_ptr() for storage in storages}
     for candidate in gc.get_objects():
         # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
-        if issubclass(type(candidate), torch.Tensor) and (address := _address(candidate)) in found:
-            found[address].append(candidate)
+        if issubclass(type(candidate), torch.Tensor) and (storage := _storage(candidate)) in address_of:
+            found[address_of[storage]].append(candidate)
     return found
 
 
-def _address(tensor: torch.Tensor) -> int | None:
-    """Returns a storage's address; None for a tensor without memory, such as a DTensor or a lazy parameter."""
+def _storage(tensor: torch.Tensor) -> int | None:
+    """Returns what tells storages apart; None for a tensor without one, such as a DTensor or a lazy parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return tensor.untyped_storage().data_ptr() if torch._C._has_storage(tensor) else None
+            return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
         except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
             return None
 

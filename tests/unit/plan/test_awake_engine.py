@@ -125,6 +125,7 @@ def test_what_torch_keeps_of_training_counts_beside_a_refit_where_it_stays():
     grads = run.plan.ranks[0].gpu_bytes[Phase.TRAIN][Target.GRADS]
     assert of_phases[Phase.REFIT] == of_phases[Phase.TRAIN] - grads + run.engine.refit_bytes
     assert of_phases[Phase.GENERATE] == of_phases[Phase.TRAIN] - grads
+    assert of_phases[Phase.LOGPROB] == of_phases[Phase.TRAIN]
     assert 35 * GIB < training < 50 * GIB
     assert without_room[Phase.GENERATE] == pytest.approx(of_phases[Phase.GENERATE] - training, abs=2)
 

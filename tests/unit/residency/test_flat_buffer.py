@@ -153,3 +153,13 @@ def test_reading_from_the_host_shows_what_left_and_no_neighbours(arena):
     assert all(torch.equal(tensor, want) for tensor, want in zip(tensors, wanted, strict=True))
     mover.close()
     flat_buffer.close()
+
+
+def test_a_tensor_of_another_storage_at_the_same_address_is_not_taken_for_a_view():
+    memory = bytearray(64)
+    base, stale = torch.frombuffer(memory, dtype=torch.uint8), torch.frombuffer(memory, dtype=torch.uint8)
+    view = base[8:]
+    assert stale.untyped_storage().data_ptr() == base.untyped_storage().data_ptr()
+    [(address, found)] = tensors_by_storage([base.untyped_storage()]).items()
+    assert address == base.untyped_storage().data_ptr()
+    assert {id(tensor) for tensor in found} == {id(base), id(view)}
