@@ -16,8 +16,8 @@ from nemo_offload_rl.residency.table import Phase
 # What a process that trains keeps on a GPU whatever it offloads: the CUDA context, kernels, and NCCL's buffers.
 POLICY_OVERHEAD_BYTES = 2 * GIB
 
-# Estimates of what vLLM takes beside weights and KV cache. Of a 1.5 B run on an H200 the plan said 103.5 GiB for
-# generation, and 88.8 were taken (docs/results/colocated.md).
+# Estimates of what vLLM takes beside weights and KV cache. Of a 1.5 B run on an H200 the plan said 82.6 GiB for
+# generation, and 70.0 were taken (docs/results/colocated.md).
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
 # The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
