@@ -15,22 +15,18 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import ActorDiedError, ActorUnavailableError, RayError, RayTaskError
 
 from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, MeetingPoint, announcement, joined
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.export import DrawingSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
+from nemo_offload_rl.refit.loads import EngineLoad, answer_of
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 
 TIMEOUT_S = 300.0
 _LOOPBACK = "127.0.0.1"
 _LOOK_PERIOD_S = 0.001
 _SETTLE_TIMEOUT_S = 10.0
-
-
-class EngineLostError(RayError):
-    """Says that an engine's process, or its node, has ended during a refit."""
 
 
 class RefitTimeoutError(RuntimeError):
@@ -86,18 +82,6 @@ class BroadcastTransport:
         return BroadcastSender(buckets, self.receivers, verify=self.verify, timeout_s=self.timeout_s)
 
 
-@dataclass(frozen=True)
-class _Load:
-    """A bucket that an engine has been asked to take."""
-
-    engine: str
-    bucket: BucketLayout
-
-    def __str__(self) -> str:
-        first, last = self.bucket.tensors[0].name, self.bucket.tensors[-1].name
-        return f"{self.engine} with the weight{f' {first}' if first == last else f's {first} to {last}'}"
-
-
 class BroadcastSender(RefitSender):
     """Broadcasts bucket after bucket and watches the engines meanwhile."""
 
@@ -108,7 +92,7 @@ class BroadcastSender(RefitSender):
         self._receivers = receivers
         self._verify = verify
         self._timeout_s = timeout_s
-        self._loads: dict[Any, _Load] = {}  # what engines have under way, by its reference, in the order of sending
+        self._loads: dict[Any, EngineLoad] = {}  # under way, by their references, in the order of sending
         listener = socket.create_server((self._address(), 0), backlog=len(receivers))
         address, port = listener.getsockname()[:2]
         self._at = MeetingPoint(address, port, len(receivers) + 1, timeout_s)
@@ -147,7 +131,7 @@ class BroadcastSender(RefitSender):
         """Send a bucket's buffer; on return it has left, and the engines may still load it."""
         for rank, receiver in enumerate(self._receivers, start=1):
             reference = receiver.load_weights(BroadcastBucket(bucket, self._at, rank))
-            self._loads[reference] = _Load(receiver.name, bucket)
+            self._loads[reference] = EngineLoad(receiver.name, bucket.tensors)
         work = self._broadcast_first(data) if self._group is None else self._started(self._group, data)
         self._watch(work.is_completed)
         with self._naming_the_engine():
@@ -188,7 +172,7 @@ class BroadcastSender(RefitSender):
                 time.sleep(_LOOK_PERIOD_S)
             for reference in done:
                 engine = self._loads[reference].engine
-                _require_success(reference, next(load for load in self._loads.values() if load.engine == engine))
+                answer_of(reference, next(load for load in self._loads.values() if load.engine == engine))
                 del self._loads[reference]
             if time.monotonic() > deadline:
                 waiting = "; ".join(map(str, self._loads.values())) or "the sender, though all engines have answered"
@@ -208,18 +192,8 @@ class BroadcastSender(RefitSender):
                 f"The refit has no answer from {names} after {self._timeout_s:g} s; see the engine's log, and "
                 "whether its node can be reached from that of the policy's rank 0."
             )
-        addresses = {_require_success(reference, name)[0] for reference, name in processes.items()}
+        addresses = {answer_of(reference, name)[0] for reference, name in processes.items()}
         return _LOOPBACK if addresses == {here} else here
-
-
-def _require_success(reference: Any, what: object) -> Any:
-    try:
-        return ray.get(reference)
-    except (ActorDiedError, ActorUnavailableError) as error:
-        raise EngineLostError(f"The refit has lost {what}: its process or its node has ended ({error}).") from None
-    except RayTaskError as error:
-        kind = ValueError if isinstance(error.cause, ValueError) else RuntimeError
-        raise kind(f"The refit has failed at {what}: {type(error.cause).__name__}: {error.cause}") from error
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:

@@ -7,13 +7,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import ray
-from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayTaskError
+from ray.exceptions import ActorDiedError, ActorUnavailableError, OutOfMemoryError, RayError, RayTaskError
 
-from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import TensorSpec
 
 _SETTLE_TIMEOUT_S = 60
+
+
+class EngineLostError(RayError):
+    """Says that an engine's process, or its node, has ended during a refit."""
 
 
 @dataclass(frozen=True)

@@ -86,7 +86,7 @@ class ObjectStoreSender(RefitSender):
                     verify_s += time.perf_counter() - began
             export_s += time.perf_counter() - start
             loads.wait_for_room()
-            loads.start(ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy())))
+            loads.start(ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy())), bucket.tensors)
         deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
         loads.wait()
         self.metrics = {"export_s": export_s - verify_s, "verify_s": verify_s, "load_s": loads.seconds}

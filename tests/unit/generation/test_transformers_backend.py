@@ -13,8 +13,8 @@ from nemo_offload_rl.generation.transformers_backend import TransformersGenerati
 from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
 from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit import TRANSPORTS, make_transport
-from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.checksum import require_equal_checksums, tensor_checksum
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.object_store import ObjectStoreTransport
 from nemo_offload_rl.refit.plan import ExportPlan
 

@@ -12,10 +12,11 @@ from support.mixed_weights import MIXED
 from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.refit import make_transport
-from nemo_offload_rl.refit.broadcast import BroadcastTransport, EngineLostError, RefitTimeoutError
+from nemo_offload_rl.refit.broadcast import BroadcastTransport, RefitTimeoutError
 from nemo_offload_rl.refit.broadcast_group import announcement
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.plan import ExportPlan
 
 # The actors cannot import this module; what is defined in it travels whole.

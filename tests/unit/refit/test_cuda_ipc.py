@@ -14,10 +14,10 @@ from support.shared_memory import num_open_buffers
 from support.weight_loader import WeightLoader, take
 
 from nemo_offload_rl.memory import shared_buffer
-from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.checksum import tensor_checksum
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcTransport
 from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.plan import ExportPlan
 
 # The actors cannot import this module; what is defined in it travels whole.

@@ -17,11 +17,11 @@ from nemo_offload_rl.generation.recorded_loads import RecordedLoads
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import HostRangeHandle
 from nemo_offload_rl.refit import fixed_buckets
-from nemo_offload_rl.refit.broadcast import EngineLostError
 from nemo_offload_rl.refit.cuda_ipc import CudaIpcSender
 from nemo_offload_rl.refit.fixed_buckets import FixedTensors
 from nemo_offload_rl.refit.graphs import GraphSender
 from nemo_offload_rl.refit.interface import Receiver
+from nemo_offload_rl.refit.loads import EngineLostError
 from nemo_offload_rl.refit.plan import ExportPlan
 from nemo_offload_rl.refit.recorder import CaptureError
 
