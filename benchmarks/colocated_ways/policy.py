@@ -12,8 +12,6 @@ from nemo_offload_rl.model_check.check import ModelCheck
 from nemo_offload_rl.worker import worker as worker_module
 from nemo_offload_rl.worker.checked import CheckedPolicyWorker
 
-OURS = "colocated_ways.policy:MarkedWorker"
-UPSTREAM = "colocated_ways.policy:UpstreamWorker"
 _PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_engine", "make_graphs")
 """Functions of the worker's module that build a worker."""
 

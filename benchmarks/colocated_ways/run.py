@@ -93,7 +93,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
             check_engine_sleeps(recipe["policy"], setting, arguments)
             measured.figures += figures_of_policy(recipe["policy"])
             marks.note(Driver.BUILD)
-            with built_as(setting):
+            with built_as(setting, arguments.backend):
                 algorithm: Any = preparation.build(with_run_length(recipe["policy"], arguments.steps), cluster)
             watch_driver(algorithm, marks)
             try:

@@ -9,30 +9,36 @@ from functools import partial
 from typing import Any
 from unittest import mock
 
-from colocated_ways import engines, policy
+from colocated_ways import engines
 from colocated_ways.upstream_refit import UpstreamTransport, UpstreamWeightSync
 from nemo_offload_rl.generation import make_generation
 from nemo_offload_rl.worker.group import PolicyWorkerGroup
 
 OURS, OURS_ASLEEP, UPSTREAM = "ours", "ours_asleep", "upstream_way"
 SETTINGS = (OURS, OURS_ASLEEP, UPSTREAM)
+# By name: only ranks import them, and with them Megatron, as in a run.
+_WORKER, _WORKER_LIKE_UPSTREAM = "colocated_ways.policy:MarkedWorker", "colocated_ways.policy:UpstreamWorker"
 
 
 @contextlib.contextmanager
-def built_as(setting: str) -> Iterator[None]:
+def built_as(setting: str, backend: str) -> Iterator[None]:
     """Have what is built in the context note its moments, and for `upstream_way` do what NeMo-RL does.
 
     Args:
         setting: one of `SETTINGS`.
+        backend: `policy.generation.backend`.
     """
     like_upstream = setting == UPSTREAM
-    worker = policy.UPSTREAM if like_upstream else policy.OURS
+    worker = _WORKER_LIKE_UPSTREAM if like_upstream else _WORKER
     vllm_actor = engines.UpstreamVllmActor if like_upstream else engines.MarkedVllmActor
     replaced: dict[str, Any] = {
         "nemo_offload_rl.worker.group.PolicyWorkerGroup": partial(PolicyWorkerGroup, worker_cls=worker),
         "nemo_offload_rl.generation.vllm_backend.VllmActor": vllm_actor,
-        "nemo_offload_rl.generation.transformers_backend.GeneratorActor": engines.MarkedGeneratorActor,
     }
+    if backend == "transformers":
+        from colocated_ways.transformers_engine import MarkedGeneratorActor
+
+        replaced["nemo_offload_rl.generation.transformers_backend.GeneratorActor"] = MarkedGeneratorActor
     if like_upstream:
         replaced |= {
             "nemo_offload_rl.refit.make_transport": lambda _, receivers, verify: UpstreamTransport(receivers),

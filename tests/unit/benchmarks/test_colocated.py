@@ -194,7 +194,7 @@ def test_the_driver_notes_its_calls_and_passes_them_on(tmp_path, monkeypatch):
 def test_upstreams_engine_does_not_begin_to_sleep_before_finish_generation(monkeypatch):
     generation = SimpleNamespace(start_finish_generation=lambda: ["under way"])
     monkeypatch.setattr("colocated_ways.settings.make_generation", lambda policy, cluster: generation)
-    with built_as(UPSTREAM):
+    with built_as(UPSTREAM, "transformers"):
         from nemo_offload_rl.generation import make_generation
 
         built = make_generation({}, None)

@@ -1,0 +1,61 @@
+"""A transformers engine that notes its moments, for a try without a GPU; importing it takes seconds."""
+
+from collections.abc import Mapping
+from typing import Any
+from unittest import mock
+
+from colocated_ways.engines import MarkedCalls
+from colocated_ways.marks import Marks
+from nemo_offload_rl.generation.interface import GenerationOutput, GenerationRequest
+from nemo_offload_rl.generation.transformers_backend import GeneratorActor
+from nemo_offload_rl.generation.transformers_generator import TransformersGenerator
+
+
+class MarkedGeneratorActor(MarkedCalls, GeneratorActor):
+    """The actor of a run, whose generator notes its moments."""
+
+    def build(self, model: Mapping[str, Any], **arguments: Any) -> None:
+        """See `GeneratorActor.build`."""
+        self._marks = Marks("engine")
+        module = "nemo_offload_rl.generation.transformers_generator.TransformersGenerator"
+        with mock.patch(module, MarkedTransformersGenerator):
+            super().build(model, **arguments)
+        self._marks.note("engine_built")
+
+    def complete_refit(self) -> None:
+        """This engine takes weights as they are."""
+
+
+class MarkedTransformersGenerator(TransformersGenerator):
+    """A generator that notes what `marked_llm` does."""
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        super().__init__(*arguments, **named)
+        self._marks = Marks("engine")
+        self._is_first_batch = False
+
+    def generate(self, request: GenerationRequest) -> GenerationOutput:
+        """See `TransformersGenerator.generate`."""
+        self._is_first_batch = True
+        output = super().generate(request)
+        self._marks.note("last_token")
+        return output
+
+    def _prefill(self, prompts: list[list[int]]) -> Any:
+        is_first, self._is_first_batch = self._is_first_batch, False
+        if is_first:
+            self._marks.note("first_prefill_kernel")
+        batch = super()._prefill(prompts)
+        if is_first:
+            self._marks.note("first_token")
+        return batch
+
+    def prepare_for_generation(self) -> None:
+        """See `TransformersGenerator.prepare_for_generation`."""
+        with self._marks.span("wake_up weights"):
+            super().prepare_for_generation()
+
+    def finish_generation(self) -> None:
+        """See `TransformersGenerator.finish_generation`."""
+        with self._marks.span("sleep"):
+            super().finish_generation()
