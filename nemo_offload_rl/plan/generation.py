@@ -160,6 +160,11 @@ def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]
     """
     if "generation" in policy and not is_colocated(policy):
         return 0
+    if not has_vllm_beside_it(policy):
+        return None
+    # A worker's section has the KV cache's bytes where the driver knew them.
+    if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):
+        return None
     try:
         engine = engine_memory(policy, hf_config)
     except UnknownArchitectureError:
