@@ -57,6 +57,7 @@ def _reason(cause: BaseException) -> str:
         return (
             f"{named} Lower policy.train_micro_batch_size, policy.logprob_batch_size or policy.generation_batch_size "
             "(of vLLM policy.generation.vllm_kwargs.max_num_seqs), or offload more (nemo-offload-rl plan shows what "
-            "lies where); where vLLM was built beside, policy.generation.vllm_cfg.build_beside_policy=false, too."
+            "lies where); where vLLM stays awake, policy.residency.generation_weights=discard has it make room, and "
+            "where it was built beside, policy.generation.vllm_cfg.build_beside_policy=false."
         )
     return named
