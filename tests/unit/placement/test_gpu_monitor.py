@@ -117,7 +117,8 @@ def test_a_step_has_the_readings_of_all_nodes_since_the_step_before(ray_cluster,
     def is_complete():
         nonlocal seen
         seen = monitor.of_step(1)
-        return seen.get("performance/gpus/node0/gpu0/utilization_percent") == 30.0
+        is_mean = seen.get("performance/gpus/node0/gpu0/utilization_percent") == 30.0
+        return is_mean and bool(caplog.records)  # what node1 has said, too
 
     wait_until(is_complete)  # the mean of both collections
     assert seen["performance/gpus/node0/gpu0/memory_gib"] == 7.0  # the largest
