@@ -124,9 +124,13 @@ def test_validate_imports_neither_torch_nor_ray_and_takes_as_long_as_a_few_impor
     result = subprocess.run([sys.executable, "-c", code, TINY], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     libraries = "import hydra, omegaconf, pydantic, yaml; pydantic.TypeAdapter"
-    of_imports = min(cpu_seconds([sys.executable, "-c", libraries]) for _ in range(3))
     validate = command("validate", TINY, "grpo.max_num_steps=7")
-    assert min(cpu_seconds(validate) for _ in range(3)) < 3 * of_imports
+
+    def ratio():  # of two that run one after the other: what else the machine does slows both
+        of_imports = cpu_seconds([sys.executable, "-c", libraries])
+        return cpu_seconds(validate) / of_imports
+
+    assert any(ratio() < 3 for _ in range(5))
 
 
 def cpu_seconds(arguments: Sequence[str]) -> float:
