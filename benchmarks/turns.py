@@ -1,7 +1,7 @@
-"""Gives the processes of a benchmark turns: all import what they need at once, and then one after another measures.
+"""Gives the processes of a benchmark turns: all import what they need at once, then one after another measures."""
 
-Imports take 25 s, and what is measured beside them is not what it is alone: copies over the link ran at 86% of their
-speed, and steps of the CPU optimizer took twice their time, on an H100's host of 16 cores.
+Imports take 25 s. In a run in which others imported meanwhile, half of the parameters took the CPU optimizer longer than
+all of them, which came last (docs/results/cpu_optimizer.md).
 """
 
 import contextlib
