@@ -1,7 +1,7 @@
-"""Gives the processes of a benchmark turns: all import what they need at once, then one after another measures."""
+"""Gives the processes of a benchmark turns: all import what they need at once, then one after another measures.
 
-Imports take 25 s. In a run in which others imported meanwhile, half of the parameters took the CPU optimizer longer than
-all of them, which came last (docs/results/cpu_optimizer.md).
+Imports take 25 s. In a run in which others imported meanwhile, half of the parameters took the CPU optimizer longer
+than all of them, which came last (docs/results/cpu_optimizer.md).
 """
 
 import contextlib
