@@ -171,11 +171,14 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
     before = arena.allocated_bytes
     first = trial.save_beside()
     snapshot_gb = (arena.allocated_bytes - before) / 1e9
+    print(f"{state}, first save beside training: {first}", flush=True)
     at_once, beside, want = [], [], None
     for _ in range(repeats):
         at_once.append(trial.save_at_once())
+        print(f"{state}, at once: {at_once[-1]}", flush=True)
         want = trial.logprobs()
         beside.append(trial.save_beside())
+        print(f"{state}, beside: {beside[-1]}", flush=True)
     gb = trial.written_gb()
     worker.load_checkpoint(str(folder / "policy"))
     is_exact = want is not None and torch.equal(trial.logprobs(), want)
