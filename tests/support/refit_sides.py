@@ -4,7 +4,7 @@ import sys
 
 import ray
 import torch
-from support import recorded_ops
+from support import recorded_ops, shared_memory
 from support.recorded_ops import OpsRecorder
 from support.shared_memory import num_open_buffers
 
@@ -20,6 +20,7 @@ from nemo_offload_rl.refit.recorder import CudaRecorder, addresses_of
 # The actors cannot import these modules; what is defined in them travels whole.
 ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
 ray.cloudpickle.register_pickle_by_value(recorded_ops)
+ray.cloudpickle.register_pickle_by_value(shared_memory)
 
 
 class Counting:
