@@ -36,6 +36,7 @@ from result_file import TableValue, print_rows, write_result
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
 from nemo_offload_rl.data.batch import BatchedData
+from nemo_offload_rl.worker.actor import leave_to_no_collection
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 STATES: Mapping[str, Mapping[str, Any]] = {
@@ -165,6 +166,7 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
         folder: of the checkpoints; nothing of it is left.
     """
     worker = one_rank_worker(SCALES[scale].policy(state))
+    leave_to_no_collection()  # as a run's rank is
     trial = Trial(worker, SCALES[scale].batch(), folder)
     alone = statistics.median([trial.train() for _ in range(4)][2:])
     arena = worker.engine.context.arena
@@ -218,6 +220,7 @@ def main() -> None:
     rows = []
     for state in arguments.state or STATES:
         rows += measure(arguments.scale, state, arguments.repeats, arguments.folder)
+        gc.unfreeze()
         gc.collect()  # models are cycles
         write_result(arguments.out, rows)
         print_rows(rows)

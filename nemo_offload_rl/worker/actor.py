@@ -1,6 +1,7 @@
 """The Ray actor around one rank of a policy worker."""
 
 import contextlib
+import gc
 import importlib
 import os
 import socket
@@ -62,6 +63,7 @@ class WorkerActor:
         module, _, name = worker_cls.partition(":")
         worker_class = getattr(importlib.import_module(module), name)
         self._worker = worker_class(**arguments, master_addr=address, master_port=port)
+        leave_to_no_collection()
         return self._worker.parallel_ranks()
 
     def take_log(self) -> list[Record]:
@@ -83,6 +85,17 @@ class WorkerActor:
         if not wants_result:
             return None
         return WireBatch.pack(result) if isinstance(result, BatchedData) else result
+
+
+def leave_to_no_collection() -> None:
+    """Exempts all objects that are alive from later garbage collections of this process.
+
+    A rank's imports and its model are 570,000 objects; a full collection that looks at them stopped a training step or
+    a checkpoint for 0.33 s, and without them takes 9 ms. For a process that ends with its worker: of what is exempt, no
+    cycle is ever freed.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 def free_port(address: str, port_range: tuple[int, int] | None) -> int:

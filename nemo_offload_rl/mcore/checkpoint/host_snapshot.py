@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import accumulate, batched
 
 import torch
 
@@ -13,6 +14,8 @@ Copy = tuple[torch.Tensor, torch.Tensor]
 """Destination and source, uint8 of one length."""
 
 _ALIGNMENT = 256
+_TENSORS_AT_ONCE = 32
+"""Copies of so many are under way while Python prepares the next: 20 ms for the 820 tensors of 28 layers."""
 
 
 class HostSnapshot:
@@ -29,7 +32,7 @@ class HostSnapshot:
         self._stream = CopyStream(device)
         self._segment: HostSegment | None = None
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="checkpoint-snapshot")
-        self._copying: Future[None] | None = None
+        self._copying: list[Future[None]] = []
 
     def start(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Begins to copy what tensors hold now, behind the work that the current stream has been given.
@@ -45,25 +48,24 @@ class HostSnapshot:
         Raises:
             HostMemoryError: the host has no room for the copies.
         """
-        assert self._copying is None, "the copies before have not been waited for"
+        assert not self._copying, "the copies before have not been waited for"
         sizes = [round_up(tensor.nbytes, _ALIGNMENT) for tensor in tensors]
         self._reserve(sum(sizes))
-        copies: list[torch.Tensor] = []
-        pairs: list[Copy] = []
-        offset = 0
-        for tensor, size in zip(tensors, sizes, strict=True):
-            copies.append(self._window(tensor, offset))
-            pairs += self._pairs(tensor, offset)
-            offset += size
-        if pairs:
-            self._copying = self._helper.submit(copy_all, self._stream, pairs, record_current_stream(self._device))
-        return copies
+        ready = record_current_stream(self._device)
+        offsets = list(accumulate(sizes, initial=0))[:-1]
+        for some in batched(zip(tensors, offsets, strict=True), _TENSORS_AT_ONCE):
+            pairs = [pair for tensor, offset in some for pair in self._pairs(tensor, offset)]
+            if pairs:
+                self._copying.append(self._helper.submit(copy_all, self._stream, pairs, ready))
+        return [self._window(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
 
     def wait(self) -> None:
         """Waits until all copies that `start` has begun are made."""
-        copying, self._copying = self._copying, None
-        if copying is not None:
-            copying.result()
+        copying, self._copying = self._copying, []
+        for queued in copying:
+            queued.result()
+        if copying:
+            self._stream.mark().wait()
 
     def close(self) -> None:
         """Gives the memory back, once nothing is copied any more."""
@@ -99,7 +101,7 @@ class HostSnapshot:
 
 
 def copy_all(stream: CopyStream, pairs: Sequence[Copy], ready: Event) -> None:
-    """Makes copies once an event is reached, and waits for them.
+    """Queues copies behind an event.
 
     One call queues them all, without Python's lock: the thread beside it plans, and would give the lock back only every
     5 ms, which is 250 MB of the link's time.
@@ -107,4 +109,3 @@ def copy_all(stream: CopyStream, pairs: Sequence[Copy], ready: Event) -> None:
     stream.follow(ready)
     with torch.no_grad(), torch.cuda.stream(stream.stream):
         torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
-    stream.mark().wait()

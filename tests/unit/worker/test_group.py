@@ -48,6 +48,10 @@ def test_state_returns_once_what_it_waits_for_has_ended_and_before_the_next_verb
     assert group.memory_stats()["returned"] == 1
 
 
+def test_what_a_rank_is_built_of_is_left_out_of_garbage_collections(group):
+    assert group.memory_stats()["is_collected"] == 0
+
+
 def test_training_shards_reach_their_ranks(group):
     report = group.train(toy_batch(8), double, gbs=4, mbs=1)
     assert report == {"rows": [0, 1, 4, 5], "loss": 2.0, "gbs": 4, "mbs": 1, "rank": 0}

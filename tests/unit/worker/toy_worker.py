@@ -1,5 +1,6 @@
 """A worker as the group expects one, small enough to see through: it reports what it was given."""
 
+import gc
 import logging
 import os
 import signal
@@ -79,7 +80,13 @@ class ToyWorker:
         return self.weight_export.send()
 
     def memory_stats(self):
-        return {"host_rss_gib": float(self.rank), "pid": float(os.getpid()), "returned": self.num_returned}
+        is_collected = any(tracked is self for tracked in gc.get_objects())  # which does not list what is exempt
+        return {
+            "host_rss_gib": float(self.rank),
+            "pid": float(os.getpid()),
+            "returned": self.num_returned,
+            "is_collected": float(is_collected),
+        }
 
     def residency_metrics(self):
         seconds = 1.0 + self.rank
