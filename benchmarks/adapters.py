@@ -19,7 +19,7 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -36,12 +36,12 @@ RESIDENT = "resident"
 _TIMEOUT_S = 300
 
 
-def compared(found: Mapping[str, tuple[Row, Made]]) -> list[Row]:
-    """The rows of one case, by way, with `next_step_bit_equal`; None where either step is not known."""
-    wanted = found[RESIDENT][1] if RESIDENT in found else []
+def compared(found: Sequence[tuple[Row, Made]]) -> list[Row]:
+    """The rows of one case with `next_step_bit_equal`; None where either step is not known."""
+    wanted = next((made for row, made in found if row["way"] == RESIDENT), [])
     return [
         row if "not_run" in row else row | {"next_step_bit_equal": made == wanted if made and wanted else None}
-        for row, made in found.values()
+        for row, made in found
     ]
 
 
@@ -88,12 +88,11 @@ def main() -> None:
     rows: list[Row] = []
     by = ("case", "way") if arguments.append else ()
     for case in arguments.cases:
-        found: dict[str, tuple[Row, Made]] = {}
         run = partial(in_own_process, case, scale=arguments.scale, cycles=arguments.cycles)
-        for way, measured in zip(arguments.ways, in_turn(run, arguments.ways), strict=True):
-            found[way] = measured
-            write_result(arguments.out, rows + compared(found), append_by=by)
-        rows += compared(found)
+        for found in in_turn(run, arguments.ways):
+            of_case = compared(found)
+            write_result(arguments.out, rows + of_case, append_by=by)
+        rows += of_case
         print_rows([row for row in rows if row["case"] == case])
     print(f"written to {arguments.out}")
 

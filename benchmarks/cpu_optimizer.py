@@ -166,11 +166,10 @@ def main() -> None:
     passed_on = ["--scale", arguments.scale, *([] if arguments.steps is None else ["--steps", str(arguments.steps)])]
     cases = [CASES[name] for name in arguments.cases]
     pairs = [(case, way) for case in cases for way in case.ways if way in arguments.ways]
-    found: dict[str, list[tuple[Row, list[Any]]]] = {case.name: [] for case in cases}
     rows: list[Row] = []
-    for (case, _), measured in zip(pairs, in_turn(partial(in_own_process, arguments=passed_on), pairs), strict=True):
-        found[case.name].append(measured)
-        rows = [row for of_case in found.values() for row in compared(of_case)]
+    for found in in_turn(partial(in_own_process, arguments=passed_on), pairs):
+        by_case = [[one for one in found if one[0]["case"] == case.name] for case in cases]
+        rows = [row for of_case in by_case for row in compared(of_case)]
         write_result(arguments.out, rows, append_by=("case", "way") if arguments.append else ())
     print_rows([{name: value for name, value in row.items() if name not in LONG} for row in rows])
     for line in dict.fromkeys(row["plan_says"] for row in rows if row.get("plan_says")):

@@ -48,8 +48,8 @@ def main() -> None:
     arguments = parse_arguments()
     os.environ.setdefault("NVTE_ALLOW_NONDETERMINISTIC_ALGO", "0")  # losses are compared
     rows: list[Mapping[str, TableValue]] = []
-    for row in in_turn(partial(in_own_process, arguments), arguments.ways):
-        rows.append(row | {"losses_equal": row["losses"] == (rows[0] if rows else row)["losses"]})
+    for found in in_turn(partial(in_own_process, arguments), arguments.ways):
+        rows = [row | {"losses_equal": row["losses"] == found[0]["losses"]} for row in found]
         write_result(Path(arguments.out), rows)
     print_rows(rows)
 

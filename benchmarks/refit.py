@@ -1,9 +1,9 @@
 """How long does a refit take, in each way: from the driver's call until the engine has loaded every weight?
 
-Policy and engine share the GPU, as in a run; the policy has no optimizer. Each refit is repeated, and the first, in
-which the export finds out what to convert and graphs are recorded, is not counted. `export_ms` and `load_ms` are parts
-of `send_ms`, of the rank alone, and overlap. `equal` says that checksums of what was sent and of what the engine has
-were compared after the last one, in that way.
+Policy and engine share the GPU, as in a run; the policy has no optimizer, and vLLM generates without CUDA graphs.
+Each refit is repeated, and the first, in which the export finds out what to convert and graphs are recorded, is not
+counted. `export_ms` and `load_ms` are parts of `send_ms`, of the rank alone, and overlap. `equal` says that checksums
+of what was sent and of what the engine has were compared after the last one, in that way.
 
     python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json
     python benchmarks/refit.py --scale tiny
@@ -100,6 +100,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
     overrides = [
         f"policy.generation.backend={arguments.backend}",
         f"policy.refit_buffer_size_gb={largest}",
+        "policy.generation.vllm_cfg.enforce_eager=true",  # it starts in half the time, and loads weights alike
         "policy.max_total_sequence_length=512",
         "policy.sequence_packing.enabled=false",
         *(_APART_KEYS if arguments.apart else ()),

@@ -9,8 +9,8 @@ import fcntl
 import importlib
 import os
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
 
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge
 
@@ -37,8 +37,17 @@ def my_turn(imports: Iterable[str] = ()) -> Iterator[None]:
         yield
 
 
-def in_turn[Name, Row](run: Callable[[Name], Row], names: Iterable[Name]) -> Iterator[Row]:
-    """Yields what `run` returns for each name; it starts a process, which calls `my_turn`, and waits for its end."""
+def in_turn[Name, Row](run: Callable[[Name], Row], names: Sequence[Name]) -> Iterator[list[Row]]:
+    """Yields, whenever a process has ended, what `run` has returned so far, in the order of the names.
+
+    Processes get their turn in any order.
+
+    Args:
+        run: starts a process, which calls `my_turn`, and waits for its end.
+        names: what it is called with.
+    """
     with tempfile.NamedTemporaryFile() as lock, ThreadPoolExecutor(_AT_ONCE) as threads:
         os.environ[_LOCK] = lock.name
-        yield from threads.map(run, names)
+        processes = [threads.submit(run, name) for name in names]
+        for _ in as_completed(processes):
+            yield [process.result() for process in processes if process.done()]
