@@ -45,7 +45,7 @@ class MarkedWorker(CheckedPolicyWorker):
                 "start_leaving": lambda phase: f"start leaving for {phase}",
             },
         )
-        marks.watch(self.batcher, {"cut": "cut the batch"})
+        marks.watch(self.batcher, {"cut": "cut the batch", "_common": "agree on its sizes"})
         # Not at the end of `train`, which gives torch's cache back behind the update and waits for the GPU meanwhile.
         update: Any = self.state.optimizer
         step = update.step_with_ready_grads

@@ -76,6 +76,8 @@ class MicroBatcher:
 
     def _common(self, value: int) -> int:
         """The largest of the data-parallel ranks' values."""
+        if parallel.mpu.get_data_parallel_world_size() == 1:
+            return value  # without waiting for all that the GPU has been given
         held = torch.tensor([value], device=self._device)
         torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
         return int(held.item())
