@@ -9,6 +9,7 @@ import sys
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable
+from functools import partial
 from multiprocessing import forkserver
 from multiprocessing.context import ForkServerContext, SpawnContext
 from typing import Any
@@ -45,6 +46,8 @@ def _child(
     os.environ.update(environ)
     torch.set_num_threads(1)
     share_device_of_lone_ranks()
+    if torch.cuda.device_count() == 1 and world_size > 1:  # NCCL wants a GPU for each
+        torch.distributed.init_process_group = partial(_over_gloo, torch.distributed.init_process_group)
     try:
         pipe.send((True, function(rank, world_size, ports)))
     except Exception:  # noqa: BLE001  (the parent fails the test with it)
@@ -54,19 +57,23 @@ def _child(
 def worker_of_rank(
     policy: dict[str, Any], rank: int, world_size: int, port: int, *, init_reference_model: bool = False
 ) -> Any:
-    """The `MegatronPolicyWorker` of one rank of this machine; call it on every rank."""
+    """The `MegatronPolicyWorker` of one rank of this machine; call it on every rank. All share a single GPU."""
     from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
     return MegatronPolicyWorker(
         policy,
         rank=rank,
         world_size=world_size,
-        local_rank=rank,
+        local_rank=0 if torch.cuda.device_count() == 1 else rank,
         master_addr="localhost",
         master_port=port,
         seed=3,
         init_reference_model=init_reference_model,
     )
+
+
+def _over_gloo(join: Callable[..., None], _: str, **arguments: Any) -> None:
+    join("gloo", **arguments)
 
 
 def fork_context() -> SpawnContext | ForkServerContext:
