@@ -8,6 +8,7 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Container, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,13 @@ from megatron.core.dist_checkpointing.mapping import (
 )
 
 from nemo_offload_rl.mcore.build import TrainingState
-from nemo_offload_rl.mcore.checkpoint.checkpoint import METADATA, finish_files, readable_state, require_optimizer
+from nemo_offload_rl.mcore.checkpoint.checkpoint import (
+    METADATA,
+    finish_files,
+    readable_state,
+    require_optimizer,
+    write_hf_config,
+)
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import SavePlanning
@@ -42,16 +49,25 @@ class BackgroundSave:
     Args:
         request: megatron-core's save request, with its plan made.
         buckets: of this rank's files, with tensors whose contents stay until `wait` has returned.
+        write_others: writes files that are not in the plan.
         finish: writes and hashes what is left once all ranks have written; collective.
 
     Attributes:
         wait: waits until this rank reads no state any more, and holds none; what has gone wrong is for `finish` to say.
     """
 
-    def __init__(self, request: Any, buckets: Sequence[Bucket], finish: Callable[[Any], dict[str, FileSum]]) -> None:
+    def __init__(
+        self,
+        request: Any,
+        buckets: Sequence[Bucket],
+        write_others: Callable[[], None],
+        finish: Callable[[Any], dict[str, FileSum]],
+    ) -> None:
         self._request = request
         self._buckets = buckets
+        self._write_others = write_others
         self._finish = finish
+        self._failure: Exception | None = None
         self._seconds = 0.0
         self._thread = threading.Thread(target=self._write, name="checkpoint-writer", daemon=True)
         self._thread.start()
@@ -72,6 +88,8 @@ class BackgroundSave:
             DiskFullError, OSError: as `checkpoint.save`.
         """
         self.wait()
+        if self._failure is not None:
+            raise self._failure
         request, self._request = self._request, None
         logger.info("the checkpoint's files were written in %.1f s beside the run", self._seconds)
         return self._finish(request)
@@ -82,6 +100,9 @@ class BackgroundSave:
             if self._request.async_fn is not None:
                 rank, _, results = self._request.async_fn_args
                 self._request.async_fn(rank, self._buckets, results)
+            self._write_others()
+        except Exception as error:  # noqa: BLE001  (`finish` raises it where the run can end by it)
+            self._failure = error
         finally:
             self._buckets = ()
             self._seconds = time.perf_counter() - start
@@ -137,9 +158,10 @@ def start_save(
 
     def finish(request: Any) -> dict[str, FileSum]:
         failure = strategy.run(lambda: strategy.finalize(request))
-        return finish_files(state, strategy, folder, sizes, failure, with_optimizer=with_optimizer)
+        return finish_files(strategy, folder, sizes, failure, with_optimizer=with_optimizer)
 
-    save = BackgroundSave(request._replace(async_fn_args=_without_tensors(request)), buckets, finish)
+    write_others = partial(write_hf_config, state, strategy, folder)
+    save = BackgroundSave(request._replace(async_fn_args=_without_tensors(request)), buckets, write_others, finish)
     if staying is None:
         save.wait()
     return save

@@ -139,7 +139,8 @@ def save(
     strategy.make_folder()
     sharded = readable_state(state, with_optimizer=with_optimizer, read=read)
     failure = strategy.run(lambda: dist_checkpointing.save(sharded, str(folder), strategy, content_metadata=METADATA))
-    return finish_files(state, strategy, folder, sizes, failure, with_optimizer=with_optimizer)
+    write_hf_config(state, strategy, folder)
+    return finish_files(strategy, folder, sizes, failure, with_optimizer=with_optimizer)
 
 
 def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: bool) -> None:
@@ -154,8 +155,13 @@ def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: boo
         )
 
 
+def write_hf_config(state: TrainingState, strategy: HashingSaveStrategy, folder: Path) -> None:
+    """Write the model's configuration, on rank 0; an error of the disk is kept for `finish_files`."""
+    if torch.distributed.get_rank() == 0:
+        strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
+
+
 def finish_files(
-    state: TrainingState,
     strategy: HashingSaveStrategy,
     folder: Path,
     sizes: ParallelSizes,
@@ -163,11 +169,10 @@ def finish_files(
     *,
     with_optimizer: bool,
 ) -> dict[str, FileSum]:
-    """Write the small files once all ranks have written theirs, and settle; collective.
+    """Write what says that the folder is a checkpoint, once all ranks have written their files, and settle; collective.
 
     Args:
-        state: that was saved.
-        strategy: that has saved it.
+        strategy: that has saved the state.
         folder: where to.
         sizes: see `save`.
         failure: what `strategy.run` has returned.
@@ -187,7 +192,6 @@ def finish_files(
         "with_optimizer": with_optimizer,
         "megatron_core": megatron.core.__version__,
     }
-    strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
     strategy.keeping_errors(lambda: write_whole(folder / LAYOUT_FILE, json.dumps(layout, indent=2)))
     written_by_ranks = {path for path in folder.rglob("*") if path.suffix == ".distcp"}
     return strategy.settle(

@@ -14,7 +14,7 @@ from support.ranks import run_ranks, worker_of_rank
 from support.tiny import TINY_QWEN3, random_batch, tiny_policy
 
 from nemo_offload_rl.algorithms.losses import NLLLoss
-from nemo_offload_rl.mcore.checkpoint import checkpoint_writer, host_snapshot
+from nemo_offload_rl.mcore.checkpoint import background_save, checkpoint_writer, host_snapshot
 from nemo_offload_rl.mcore.checkpoint.checkpoint_writer import HashingSaveStrategy
 from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.model.bridge_import import have_transformer_engine
@@ -380,6 +380,20 @@ def test_a_full_disk_is_said_when_it_is_finished_and_the_next_one_is_whole(make_
     worker.finish_checkpoint()
     worker.load_checkpoint(str(tmp_path / "policy"))
     assert torch.equal(logprobs(worker), want)
+
+
+def test_what_fails_in_the_thread_is_raised_when_it_is_finished(make_worker, tmp_path, monkeypatch):
+    worker = make_worker()
+    train(worker, [0])
+
+    def fail(*arguments, **named):
+        raise TypeError("this configuration cannot be written")
+
+    monkeypatch.setattr(background_save, "write_hf_config", fail)
+    worker.start_checkpoint(str(tmp_path / "policy"), save_optimizer=True)
+    train(worker, [1])
+    with pytest.raises(TypeError, match="this configuration cannot be written"):
+        worker.finish_checkpoint()
 
 
 def test_a_worker_that_ends_waits_for_its_writer(make_worker, tmp_path, gate):
