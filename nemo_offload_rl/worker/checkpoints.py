@@ -1,6 +1,9 @@
 """Checkpoints of one rank: how the recipe has them written, and read."""
 
+from functools import cached_property
 from pathlib import Path
+
+import torch
 
 from nemo_offload_rl.config.schema.megatron import MegatronConfig
 from nemo_offload_rl.mcore.build import TrainingState
@@ -9,6 +12,7 @@ from nemo_offload_rl.mcore.checkpoint.background_save import BackgroundSave, sta
 from nemo_offload_rl.mcore.checkpoint.host_snapshot import HostSnapshot
 from nemo_offload_rl.mcore.checkpoint.save_plans import PlanEverySave, ReusePlans, SavePlanning
 from nemo_offload_rl.mcore.model.model_config import parallel_sizes
+from nemo_offload_rl.mcore.patches.object_collectives import make_group, objects_through
 from nemo_offload_rl.residency.attach import Engine
 from nemo_offload_rl.residency.table import Placement, Target
 from nemo_offload_rl.storage.checksum import FileSum
@@ -50,17 +54,18 @@ class PolicyCheckpoints:
         if save_optimizer and self._state_can_leave():
             residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
         lent: set[int] = set()
-        save = start_save(
-            self._state,
-            Path(folder),
-            self._sizes,
-            with_optimizer=save_optimizer,
-            read=self._engine.checkpoint_reader(lent),
-            plans=self._plans,
-            snapshot=self._snapshot,
-            lent=lent,
-            wait_for_lent=residency.wait_until_released,
-        )
+        with objects_through(self._host_group):
+            save = start_save(
+                self._state,
+                Path(folder),
+                self._sizes,
+                with_optimizer=save_optimizer,
+                read=self._engine.checkpoint_reader(lent),
+                plans=self._plans,
+                snapshot=self._snapshot,
+                lent=lent,
+                wait_for_lent=residency.wait_until_released,
+            )
         if lent:
             residency.lend(Target.OPTIMIZER_STATE, save.wait)
         self._under_way = save
@@ -77,7 +82,8 @@ class PolicyCheckpoints:
         save, self._under_way = self._under_way, None
         save.wait()
         self._engine.residency.take_back(Target.OPTIMIZER_STATE)
-        return save.finish()
+        with objects_through(self._host_group):
+            return save.finish()
 
     def load(self, folder: str) -> None:
         """Read what `save` wrote; collective. See `checkpoint.load`."""
@@ -95,6 +101,11 @@ class PolicyCheckpoints:
             save, self._under_way = self._under_way, None
             save.wait()
         self._snapshot.close()
+
+    @cached_property
+    def _host_group(self) -> torch.distributed.ProcessGroup:
+        """All ranks, through host memory: what a checkpoint's ranks tell each other waits for no copy of the GPU's."""
+        return make_group()
 
     def _state_can_leave(self) -> bool:
         state = self._engine.targets.get(Target.OPTIMIZER_STATE)
