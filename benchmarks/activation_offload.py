@@ -1,18 +1,17 @@
-"""Does activation offloading leave every number as it is, and what does it cost and save?
+"""Does activation offloading leave every number unchanged, and what does it cost and save?
 
-    export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0
-    python benchmarks/activation_offload.py --list
-    python benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json
-    python benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4
-    python benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json
-    python benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json
-    python benchmarks/activation_offload.py --page docs/results/activation_offload.json
+export NVTE_ALLOW_NONDETERMINISTIC_ALGO=0 python benchmarks/activation_offload.py --list python
+benchmarks/activation_offload.py --tables parity --missing --seconds 540 --out RESULT.json python
+benchmarks/activation_offload.py --tables cost --only 'dense/attention' --micro-batches 4 python
+benchmarks/activation_offload.py --tables parity --share 1/8 --out build/parity1.json python
+benchmarks/activation_offload.py --join docs/results/activation_offload.json build/parity*.json python
+benchmarks/activation_offload.py --page docs/results/activation_offload.json
 
-Each row is in the file as soon as it is known, and takes the place of an older one of the same part, so that several
-short runs make one result. What a row means is said in activation_cases/, in the module of its table. A part that fails
-is a row with its error, and the next one goes on; the exit status tells. Shares of parity may run side by side (each
-process takes some 9 GiB of GPU memory), and their files are joined. --join, --page and --picture measure nothing and
-need no GPU: they write what is made of results.
+The benchmark writes each row to the file as soon as it is measured, in place of an older row of the same part, so that
+several short runs make one result. The module of each table in activation_cases/ explains its rows. A part that fails
+gets a row with its error, and the next part goes on; the exit status reports failures. Shares of parity may run side by
+side (each process takes about 9 GiB of GPU memory), and --join merges their files. --join, --page and --picture measure
+nothing and need no GPU: they only process existing results.
 """
 
 import argparse
@@ -92,7 +91,7 @@ def main() -> None:
 
 
 def _write(joined: list[Path], page: Path | None, picture: Path | None) -> None:
-    """What is made of results that are there."""
+    """Writes what is derived from existing results: a joined file, a page or a picture."""
     if joined:
         num_taken, num_left_out = join(joined[0], joined[1:])
         print(f"{joined[0]}: {num_taken} rows taken, {num_left_out} of parts that failed left out")
@@ -104,7 +103,7 @@ def _write(joined: list[Path], page: Path | None, picture: Path | None) -> None:
 
 
 def _run(setting: Setting, table: str, part: str, run: Callable[[], None]) -> bool:
-    """Run a part, unless the time is up; False if it failed."""
+    """Runs a part unless the time is up; returns False if it failed."""
     if setting.time_is_up():
         print(f"{table} {part}: not begun, the time is up", flush=True)
         return True
@@ -124,14 +123,14 @@ def _run(setting: Setting, table: str, part: str, run: Callable[[], None]) -> bo
 
 def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--tables", default=",".join(TABLES), help="some of them, with commas between")
-    parser.add_argument("--only", default="*", help="patterns of parts (with * and ?), with commas between")
-    parser.add_argument("--missing", action="store_true", help="leave out parts that the file has, failed or not")
+    parser.add_argument("--tables", default=",".join(TABLES), help="tables to measure, separated by commas")
+    parser.add_argument("--only", default="*", help="patterns of part names (with * and ?), separated by commas")
+    parser.add_argument("--missing", action="store_true", help="skip parts that the file already has, failed or not")
     parser.add_argument(
-        "--share", type=_share, default=(1, 1), metavar="K/N", help="only the K-th of N shares of the parts"
+        "--share", type=_share, default=(1, 1), metavar="K/N", help="measure only the K-th of N shares of the parts"
     )
-    parser.add_argument("--list", action="store_true", help="say which parts would run, and end")
-    parser.add_argument("--steps", type=int, help="instead of each table's own number of steps")
+    parser.add_argument("--list", action="store_true", help="print which parts would run, and exit")
+    parser.add_argument("--steps", type=int, help="number of steps, instead of each table's own")
     parser.add_argument("--micro-batches", default="", help="cost: only these sizes, with commas between")
     parser.add_argument(
         "--delay-copies",
@@ -140,9 +139,9 @@ def _arguments() -> tuple[argparse.Namespace, argparse.ArgumentParser]:
         const=1.0,
         default=0.0,
         metavar="MS",
-        help="parity: every copy begins so many milliseconds late (1 where no number is given)",
+        help="parity: every copy starts this many milliseconds late (1 where no number is given)",
     )
-    parser.add_argument("--seconds", type=float, default=1e9, help="begin no part after so long")
+    parser.add_argument("--seconds", type=float, default=1e9, help="start no part after this many seconds")
     parser.add_argument("--out", type=Path, default=Path("build/activation_offload.json"), help="the result file")
     parser.add_argument(
         "--join",

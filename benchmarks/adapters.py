@@ -1,16 +1,17 @@
-"""How long do other trainers take to move their training state to the host and back, and how long with the engine?
+"""How long do trainers take to move their training state to the host and back, on their own and with the engine?
 
-    python benchmarks/adapters.py --out docs/results/adapters.json [--cases "experts, 10,000 tensors"] [--ways verl]
-        [--append]
+python benchmarks/adapters.py --out docs/results/adapters.json [--cases "experts, 10,000 tensors"] [--ways verl]
+[--append]
 
-Each trainer's way is called as the trainer calls it, and beside it the engine by the trainer's adapter; every case in
-every way is a process of its own, in turn. All of it: parameters, masters and moments (`gb`), and gradients, which are
-dropped. `out_s` ends when the driver has the memory, `back_s` when the optimizer's step could begin; `..._waited_s`
-when the call has returned. Shares of the link are of `gb` although some ways leave a part of it, which `left_gb` says.
-`next_step_bit_equal` compares a step after all cycles with that of the way `resident`; in the row `resident, again` it
-tells whether the step of a process in which nothing moves is reproducible at all. A way whose package is missing
-has a row that says so. With `--append` the rows of other cases and ways stay in the file, each with the commit, the
-command and the date of its own run. At `--scale tiny` a tiny model is moved, also without a GPU.
+The benchmark calls each trainer's way as the trainer calls it, and compares it with the engine behind the trainer's
+adapter. Every case runs in every way, each in a process of its own, in turn. `gb` counts parameters, masters and
+moments; gradients are dropped. `out_s` ends when the driver has the memory, `back_s` when the optimizer step could
+begin, `..._waited_s` when the call has returned. Shares of the link refer to `gb`, although some ways leave part of it
+on the GPU, which `left_gb` counts. `next_step_bit_equal` compares a step after all cycles with that of the way
+`resident`; in the row `resident, again` it tells whether the step is reproducible at all between processes that move
+nothing. A way whose package is missing gets a row that says so. With `--append` the rows of other cases and ways stay
+in the file, each with the commit, command and date of its own run. `--scale tiny` moves a tiny model, also without a
+GPU.
 """
 
 import argparse
@@ -37,7 +38,7 @@ _TIMEOUT_S = 300
 
 
 def compared(found: Sequence[tuple[Row, Made]]) -> list[Row]:
-    """The rows of one case with `next_step_bit_equal`; None where either step is not known."""
+    """Returns the rows of one case with `next_step_bit_equal`, which is None where either step is not known."""
     wanted = next((made for row, made in found if row["way"] == RESIDENT), [])
     return [
         row if "not_run" in row else row | {"next_step_bit_equal": made == wanted if made and wanted else None}
@@ -76,9 +77,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="some of the cases")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
-    parser.add_argument("--cycles", type=int, default=3, help="at most, that are measured behind the first")
-    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
-    parser.add_argument("--append", action="store_true", help="keep the file's rows of cases and ways not measured now")
+    parser.add_argument("--cycles", type=int, default=3, help="measured cycles after the first, at most")
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
+    parser.add_argument("--append", action="store_true", help="keep the file's rows that are not measured now")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/adapters.json"), help="the result file")
     arguments = parser.parse_args()

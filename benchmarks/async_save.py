@@ -1,20 +1,21 @@
-"""For how long does training wait for a checkpoint that is written beside it, and for how long for one at once?
+"""How long does training wait for an asynchronous checkpoint, and how long for a synchronous one?
 
-One worker trains on the same batch over and over, and saves at once and beside the steps that follow, with optimizer
-state that stays on the GPU (`resident`, a run's default where the GPU has room) and with state that moves to the host
-behind each step (`leaves`).
+One worker trains on the same batch over and over. It saves synchronously and in the background of the steps that
+follow, with optimizer state that stays on the GPU (`resident`, a run's default where the GPU has room) and with state
+that moves to the host after each step (`leaves`).
 
-What is counted: `exposed_s` is the time of the calls that training waits for, from when state that leaves has left; the
-copies to the host are in it, and megatron-core's planning beside them. `snapshot_gb` is what such a save copies into
-host memory of its own: with resident state all that is written, else the weights, since state is read where it left to.
-Its bound is those bytes over the link, whose speed the worker has measured. `step_s` is a step until its result is
-there: with the way back of state that has left, without the way out behind it; beside a save, state stays until the
-checkpoint is finished. The first save beside training also takes and page-locks host memory, and is a row of its own
-(`turn` 0). `is_exact` compares log-probs of before the last save with those of the policy that is loaded from it.
+`exposed_s` is the time of the calls that training waits for, counted from when offloaded state has reached the host; it
+includes the copies to the host and megatron-core's planning. `snapshot_gb` is what such a save copies into its own host
+memory: with resident state everything that is written, otherwise the weights, because offloaded state is read where it
+already is. `bound_s` is those bytes over the link's speed as the worker measured it. `step_s` is a step until its
+result is there; it includes the return of offloaded state but not the offload after the step; during a save, state
+stays on the GPU until the checkpoint is finished. The first background save also allocates and page-locks host memory,
+and has a row of its own (`turn` 0). `is_exact` compares log-probs from before the last save with those of the policy
+loaded from it.
 
-    python benchmarks/async_save.py --folder /tmp/async_save [--state resident] [--scale tiny] [--out FILE]
+python benchmarks/async_save.py --folder /tmp/async_save [--state resident] [--scale tiny] [--out FILE]
 
-1.5 B parameters are 21.6 GB a save; a state takes one of them and two for each of `--repeats`.
+With 1.5 B parameters a save is 21.6 GB; each state makes one, and two more for each of `--repeats`.
 """
 
 import argparse
@@ -48,7 +49,7 @@ STATES: Mapping[str, Mapping[str, Any]] = {
 
 @dataclass(frozen=True)
 class Scale:
-    """What is trained on.
+    """Describes the model and the batch that are trained.
 
     Attributes:
         hf_config: the model's sizes.
@@ -70,7 +71,7 @@ class Scale:
         }
 
     def batch(self) -> BatchedData:
-        """Makes rows of random tokens."""
+        """Creates rows of random tokens."""
         shape = (self.num_rows, self.row_tokens)
         random = torch.Generator().manual_seed(0)
         return BatchedData(
@@ -88,7 +89,7 @@ SCALES: Mapping[str, Scale] = {
 
 
 def seconds_of(function: Callable[[], object]) -> float:
-    """Seconds until a call has returned and its stream has nothing left to do."""
+    """Returns the seconds until a call has returned and its stream is idle."""
     start = time.perf_counter()
     function()
     if torch.cuda.is_available():
@@ -97,7 +98,7 @@ def seconds_of(function: Callable[[], object]) -> float:
 
 
 class Trial:
-    """A worker that trains and saves.
+    """Trains and saves with one worker.
 
     Args:
         worker: built.
@@ -109,11 +110,11 @@ class Trial:
         self.worker, self.data, self.folder = worker, data, folder
 
     def train(self) -> float:
-        """Seconds of a step."""
+        """Trains one step and returns its seconds."""
         return seconds_of(lambda: self.worker.train(self.data, NLLLoss(), gbs=self.data.size, mbs=1))
 
     def prepare(self) -> str:
-        """Makes room, and waits for state that leaves, and until the disk has what was written before."""
+        """Makes room, waits for state that is being offloaded, and syncs earlier writes to the disk."""
         shutil.rmtree(self.folder, ignore_errors=True)
         self.folder.mkdir(parents=True)
         os.sync()
@@ -123,13 +124,13 @@ class Trial:
         return str(self.folder / "policy")
 
     def save_at_once(self) -> dict[str, TableValue]:
-        """One checkpoint, and the step behind it."""
+        """Saves one checkpoint synchronously, then trains a step."""
         path = self.prepare()
         exposed = seconds_of(lambda: self.worker.save_checkpoint(path, save_optimizer=True))
         return {"exposed_s": exposed, "step_s": self.train()}
 
     def save_beside(self) -> dict[str, TableValue]:
-        """One checkpoint, with as many steps beside it as it takes."""
+        """Saves one checkpoint in the background and trains until it is written."""
         path = self.prepare()
         start = time.perf_counter()
         taken = seconds_of(lambda: self.worker.start_checkpoint(path, save_optimizer=True))
@@ -148,16 +149,16 @@ class Trial:
         }
 
     def logprobs(self) -> torch.Tensor:
-        """Of the batch, by the policy as it is now."""
+        """Returns the log-probs of the batch under the current policy."""
         return self.worker.get_logprobs(self.data, mbs=1)["logprobs"]
 
     def written_gb(self) -> float:
-        """What the last checkpoint's files hold."""
+        """Returns the size of the last checkpoint's files."""
         return sum(path.stat().st_size for path in self.folder.rglob("*") if path.is_file()) / 1e9
 
 
 def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str, TableValue]]:
-    """The first save beside training, and the medians of each way.
+    """Measures the first background save, and the medians of each way.
 
     Args:
         scale: a key of `SCALES`.
@@ -198,13 +199,13 @@ def measure(scale: str, state: str, repeats: int, folder: Path) -> list[dict[str
 
 
 def beside_bound(figures: Mapping[str, Any], snapshot_gb: float, bound_s: float | None) -> dict[str, TableValue]:
-    """The figures of saves beside training, with their snapshot's time on the link; None without a GPU."""
+    """Adds the snapshot's size and time on the link to the figures of background saves."""
     ratio = None if bound_s is None else figures["exposed_s"] / bound_s
     return {**figures, "snapshot_gb": snapshot_gb, "bound_s": bound_s, "ratio_to_bound": ratio}
 
 
 def medians(turns: Sequence[Mapping[str, Any]]) -> dict[str, TableValue]:
-    """The medians of one way's figures."""
+    """Returns the medians of one way's figures."""
     return {name: statistics.median(turn[name] for turn in turns) for name in turns[0]}
 
 

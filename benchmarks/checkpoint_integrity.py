@@ -1,10 +1,10 @@
-"""What do checksums add to saving and loading a checkpoint?
+"""How much time do checksums add to saving and loading a checkpoint?
 
-One worker saves the same state in turn as megatron-core's own strategy does it, and as this package does it: hashed
-while it is written, with a manifest. Then it loads the same files in turn without and with reading them for their
-checksums before. Files leave the page cache before each load, so that both begin at the disk.
+One worker saves the same state in turn with megatron-core's own strategy and as this package does: hashed while it is
+written, with a manifest. Then it loads the same files in turn without checksums and after reading them for their
+checksums. Files are dropped from the page cache before each load, so that both start at the disk.
 
-    python benchmarks/checkpoint_integrity.py --folder build/integrity --out docs/results/checkpoint_integrity.json
+python benchmarks/checkpoint_integrity.py --folder build/integrity --out docs/results/checkpoint_integrity.json
 
 On a CPU take a smaller shape: `--layers 2 --vocab-size 32000`.
 """
@@ -45,7 +45,7 @@ CHECKSUMS: dict[str, Callable[[bytes], object]] = {
 
 
 def policy(layers: int, vocab_size: int) -> dict[str, Any]:
-    """The policy section of grpo_math_1B_megatron.yaml, with random weights; in fp32 on a CPU."""
+    """Returns the policy section of grpo_math_1B_megatron.yaml with random weights; in fp32 on a CPU."""
     overrides = ["policy.sequence_packing.enabled=false", "policy.megatron_cfg.empty_unused_memory_level=0"]
     on_gpu = torch.cuda.is_available()
     if not on_gpu:
@@ -57,7 +57,7 @@ def policy(layers: int, vocab_size: int) -> dict[str, Any]:
 
 
 def save_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
-    """Save as megatron-core does it alone."""
+    """Saves with megatron-core's own strategy."""
     filesystem_async._results_queue = queue.Queue()  # in place of a process that is started for it
     state = checkpoint.readable_state(worker.state, with_optimizer=True, read=worker.engine.checkpoint_reader())
     dist_checkpointing.save(state, str(folder), content_metadata=checkpoint.METADATA)
@@ -66,7 +66,7 @@ def save_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
 
 
 def save_with_checksums(worker: MegatronPolicyWorker, folder: Path) -> None:
-    """Save as a run does it."""
+    """Saves as a run does."""
     files = worker.save_checkpoint(str(folder), save_optimizer=True)
     for path in [folder, *folder.rglob("*")]:
         sync(path)
@@ -74,12 +74,12 @@ def save_with_checksums(worker: MegatronPolicyWorker, folder: Path) -> None:
 
 
 def load_plainly(worker: MegatronPolicyWorker, folder: Path) -> None:
-    """Load without looking at checksums."""
+    """Loads without checking checksums."""
     worker.load_checkpoint(str(folder))
 
 
 def load_with_checksums(worker: MegatronPolicyWorker, folder: Path) -> None:
-    """Load as a run does it."""
+    """Loads as a run does."""
     manifest = read_manifest(folder)
     assert manifest is not None
     assert worker.find_damage(str(folder), manifest) == []
@@ -87,7 +87,7 @@ def load_with_checksums(worker: MegatronPolicyWorker, folder: Path) -> None:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the next read of a folder's files begin at the disk."""
+    """Drops a folder's files from the page cache, so that the next read starts at the disk."""
     for path in folder.rglob("*"):
         if path.is_file():
             sync(path)
@@ -107,7 +107,7 @@ def timed(function: Callable[[], object]) -> float:
 
 
 def in_turn(ways: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Seconds of each way, `repeats` times; each is once first and once second. One more turn before is not counted."""
+    """Measures the seconds of each way, `repeats` times in alternating order, after one uncounted turn."""
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for turn in range(repeats + 1):
         for name in list(ways) if turn % 2 else list(ways)[::-1]:
@@ -140,7 +140,7 @@ def rows_of(
 
 
 def checksum_rows(num_bytes: int) -> list[dict[str, TableValue]]:
-    """How fast one core is with each checksum, of bytes in memory."""
+    """Measures the speed of each checksum on one core, over bytes in memory."""
     data = os.urandom(num_bytes)
     rows: list[dict[str, TableValue]] = []
     for name, digest in CHECKSUMS.items():
@@ -153,7 +153,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--layers", type=int, default=QWEN2_1_5B["num_hidden_layers"])
     parser.add_argument("--vocab-size", type=int, default=QWEN2_1_5B["vocab_size"])
-    parser.add_argument("--repeats", type=int, default=6, help="of each way, in turn")
+    parser.add_argument("--repeats", type=int, default=6, help="measurements of each way, in turn")
     parser.add_argument("--folder", type=Path, default=Path("build/integrity"), help="on the disk that is measured")
     parser.add_argument("--out", default="build/checkpoint_integrity.json")
     args = parser.parse_args()

@@ -1,26 +1,27 @@
-"""How long is the switch between trainer and vLLM on one GPU, ours and as NeMo-RL does it?
+"""How long does the switch between training and vLLM take on one GPU, in this package and in NeMo-RL's way?
 
-All settings run the same GRPO recipe, each in processes of its own, one after the other:
+All settings run the same GRPO recipe, each in its own processes, one after the other:
 
 - `ours`: the run as it is; vLLM stays awake where the plan has room for both;
 - `ours_asleep`: the same with an engine that sleeps while the policy computes;
-- `upstream_way`: NeMo-RL's calls, replayed in our code (`colocated_ways/upstream_*.py` and `engines.py` name each with
-  its file): vLLM sleeps at level 1, parameters, gradients and moments all move, one after the other, and the refit
-  goes through buckets that are made anew.
+- `upstream_way`: replays NeMo-RL's calls in our code (`colocated_ways/upstream_*.py` and `engines.py` name the file of
+  each): vLLM sleeps at level 1, parameters, gradients and moments all move, one after the other, and the refit
+  allocates its buckets anew.
 
-After the GRPO steps all switch to and fro without log-probs, training a step each time, and then generate greedily.
-Losses of all those steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the same.
-On a GPU they are equal bit for bit only with `--deterministic`, which takes kernels and micro-batches for that.
-Of the switch whose total is the median, a timeline says what driver, policy and engine did when.
+After the GRPO steps all settings switch back and forth without log-probs, training a step each time, and then generate
+greedily. The losses of all steps and the tokens are compared: `upstream_way` is a fair baseline only if it computes the
+same. On a GPU they are bit-equal only with `--deterministic`, which selects kernels and micro-batches for that. For the
+switch whose total is the median, a timeline shows what driver, policy and engine did when.
 
-    python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...]
-    python benchmarks/colocated.py --scale tiny --cycles 200 --settings ours --out build/cycles.json
+python benchmarks/colocated.py --out docs/results/colocated.json [key=value ...] python benchmarks/colocated.py --scale
+tiny --cycles 200 --settings ours --out build/cycles.json
 
-`--cycles` measures something else: that memory, threads, file descriptors and mappings do not grow over cycles of
-varying lengths; where they do, it names them and ends with 1. The engine sleeps in it whatever the setting, so that
-`ours` and `ours_asleep` are the same there. `--scale tiny` runs without a GPU, too.
+`--cycles` checks something else: that memory, threads, file descriptors and mappings do not grow over cycles of varying
+lengths. It names those that grow and then exits with 1. The engine sleeps in these cycles whatever the setting, so
+`ours` and `ours_asleep` are the same there. `--scale tiny` also runs without a GPU.
 
-A setting that is refused, or runs out of memory, has a row that says why. The others are run; it ends with 1 then, too.
+A setting that is refused or runs out of memory gets a row with the reason. The others still run; the exit status is
+then 1 as well.
 """
 
 import argparse
@@ -77,7 +78,7 @@ def _is_flatness(row: Mapping[str, TableValue]) -> bool:
 def parse_arguments() -> argparse.Namespace:
     """Reads the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--scale", choices=list(RECIPES), default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--scale", choices=list(RECIPES), default="full", help="tiny for a trial without a GPU")
     parser.add_argument("--config", type=Path, help="another GRPO recipe than the scale's")
     parser.add_argument("--model", help="its name in the rows; the recipe's policy.model_name where it is left out")
     parser.add_argument("--settings", nargs="+", choices=SETTINGS, default=list(SETTINGS))
@@ -85,8 +86,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--enforce-eager", action="store_true", help="vLLM without CUDA graphs, in every setting")
     parser.add_argument("--deterministic", action="store_true", help="kernels of which losses are equal, run by run")
     parser.add_argument("--steps", type=int, default=5, help="GRPO steps; the first is not counted; at least 2")
-    parser.add_argument("--switches", type=int, default=5, help="switches to and fro that count, behind a first one")
-    parser.add_argument("--cycles", type=int, default=0, help="measure so many cycles of varying lengths instead")
+    parser.add_argument("--switches", type=int, default=5, help="switches back and forth that count, after a first one")
+    parser.add_argument("--cycles", type=int, default=0, help="measure this many cycles of varying lengths instead")
     parser.add_argument("--out", type=Path, default=Path("build/colocated.json"), help="the result file")
     parser.add_argument("--child", nargs=2, metavar=("SETTING", "RESULT"), help=argparse.SUPPRESS)
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="overrides of the recipe")
@@ -97,7 +98,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure_here(setting: str, result: Path, arguments: argparse.Namespace) -> int:
-    """Measures one setting in this process; returns the process's exit status.
+    """Measures one setting in this process and returns the process's exit status.
 
     Args:
         setting: one of `SETTINGS`.
@@ -117,7 +118,7 @@ def measure_here(setting: str, result: Path, arguments: argparse.Namespace) -> i
 
 
 def in_own_process(setting: str, *, deterministic: bool) -> Measured:
-    """Runs this command again for one setting alone, and reads what it measured.
+    """Runs this command again for one setting alone and returns what it measured.
 
     Raises:
         RefusedError: it could not be measured.
@@ -135,7 +136,7 @@ def in_own_process(setting: str, *, deterministic: bool) -> Measured:
 def rows_of(
     found: Mapping[str, Measured], refused: Mapping[str, str], arguments: argparse.Namespace
 ) -> list[dict[str, TableValue]]:
-    """The result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`.
+    """Returns the rows of the result: `setting`, `gpus`, `model`, `metric`, `value`, `unit`.
 
     Args:
         found: what each setting gave.
@@ -162,7 +163,7 @@ def rows_of(
 
 
 def timeline_rows(found: Mapping[str, Measured], arguments: argparse.Namespace) -> list[dict[str, TableValue]]:
-    """Two rows a span of one switch of each setting: when it begins, and what it takes. A moment has the first."""
+    """Returns rows for each span of one switch of each setting: its start and, unless it is a moment, its duration."""
     rows = []
     for setting, measured in found.items():
         for direction, spans in measured.spans().items():

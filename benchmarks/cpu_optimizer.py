@@ -1,14 +1,14 @@
-"""What does optimizer state off the GPU during training cost: streamed through a window, or stepped on the CPU?
+"""What does it cost to keep optimizer state off the GPU during training: streamed, or stepped on the CPU?
 
-    python benchmarks/cpu_optimizer.py --out docs/results/cpu_optimizer.json [--cases 8B] [--ways streamed] [--append]
+python benchmarks/cpu_optimizer.py --out docs/results/cpu_optimizer.json [--cases 8B] [--ways streamed] [--append]
 
-Every case is tried in every way, each in a process of its own, in turn. `share_of_link` are the bytes of a step both
-ways over the time from the first copy's start to the last one's end, as a share of what the link did with copies in
-both directions at once, measured in the same process. `times_streamed` are the optimizer's seconds over those of the
-streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that steps
-the same fraction on the CPU: its kernel rounds otherwise. `host_mib` is page-locked, `peak_host_mib` the most that the
-whole process had. `plan_says` is what `nemo-offload-rl plan` says of this GPU and host. A way that does not fit on the
-GPU has a row that says so. At `--scale tiny` a tiny model is trained, also without a GPU.
+Every case runs in every way, each in a process of its own, in turn. `share_of_link` is a step's bytes in both
+directions over the time from the first copy's start to the last one's end, as a share of the link's speed with copies
+in both directions at once, measured in the same process. `times_streamed` is the optimizer's time divided by that of
+the streamed way. `bit_equal` compares each step's loss, gradient norm and parameters with those of the first way that
+steps the same fraction on the CPU, because the CPU kernel rounds differently. `host_mib` is page-locked memory,
+`peak_host_mib` the peak of the whole process. `plan_says` quotes `nemo-offload-rl plan` for this GPU and host. A way
+that does not fit on the GPU gets a row that says so. `--scale tiny` trains a tiny model, also without a GPU.
 """
 
 import argparse
@@ -37,7 +37,7 @@ LONG = ("refused", "plan_says")
 
 
 def scaled(case: Case, scale: str, steps: int | None = None) -> Case:
-    """The case itself, or the same with a tiny model and batch; with another number of measured steps if given."""
+    """Returns the case, or the same with a tiny model and batch; with other measured steps if given."""
     if scale == "tiny":
         tiny = {**case.hf_config, **TINY_SIZES}
         case = dataclasses.replace(case, hf_config=tiny, rows=4, mbs=2, seq_length=16, steps=2)
@@ -72,7 +72,7 @@ def _ratio(one: TableValue, other: TableValue) -> float | None:
 
 
 def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields what the CPU optimizer takes of all parameters beside streamed state: neither leaves state on the GPU."""
+    """Yields the CPU optimizer's time for all parameters beside streaming; neither leaves state on the GPU."""
     streamed = {row["case"]: row for row in rows if row["way"] == STREAMED}
     for row in rows:
         if row.get("fraction") == 1 and row.get("times_streamed") is not None:
@@ -85,7 +85,7 @@ def ratio_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def child(case: Case, way: Way, out: Path) -> None:
-    """Measures in this process, when it is its turn."""
+    """Measures in this process when it is its turn."""
     with my_turn():
         import torch
         from optimizer_ways.measure import measure
@@ -101,13 +101,13 @@ def child(case: Case, way: Way, out: Path) -> None:
         except torch.OutOfMemoryError as error:
             reason = str(error).splitlines()[0]
             save(({"case": case.name, "way": way.name, "fraction": way.fraction, "refused": reason}, []))
-        # What the error's traceback holds of the GPU is given back before the next process has its turn.
+        # Free the GPU memory that the error's traceback holds before the next process has its turn.
         gc.collect()
         torch.cuda.empty_cache()
 
 
 def plan_here(case: Case) -> Row:
-    """Returns what the plan says of the case for this machine, if it is asked; there is no answer without a GPU."""
+    """Returns what the plan says of the case on this machine, if the case asks for it; None without a GPU."""
     if not case.asks_plan:
         return {}
     import torch
@@ -144,7 +144,7 @@ def parsed_arguments() -> argparse.Namespace:
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES), help="some of the cases")
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS), help="some of the ways")
     parser.add_argument("--steps", type=int, metavar="N", help="measured steps, instead of those of each case")
-    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
     parser.add_argument("--child", nargs=2, metavar=("CASE", "WAY"), help=argparse.SUPPRESS)
     parser.add_argument("--out", type=Path, default=Path("build/cpu_optimizer.json"), help="the result file")
     parser.add_argument(

@@ -1,13 +1,13 @@
 """What do the phases of a DPO step cost in seconds and GPU memory, with and without offloading, on one GPU?
 
-Each way trains the same model on the same pairs in a process of its own: every answer has `--seq-length` tokens with
-its prompt. A step is a pass of the reference and one of training. Seconds are medians of the steps after the first.
-Memory is the driver's own reading, the largest in a phase; that of steps 2 to the last is also compared with step 1's,
-since NeMo-RL #2859 ran out of memory behind its first step. `losses_equal` compares every step's loss with that of the
+Each way trains the same model on the same pairs in its own process; every answer has `--seq-length` tokens including
+its prompt. A step is a reference pass and a training pass. Seconds are medians of the steps after the first. Memory is
+the largest reading of the driver's count in a phase. The readings from step 2 on are also compared with step 1's,
+because NeMo-RL #2859 ran out of memory after its first step. `losses_equal` compares every step's loss with that of the
 first way, with deterministic attention.
 
-    python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json
-    python benchmarks/dpo_phases.py --config examples/configs/dpo_tiny_cpu.yaml --seq-length 16
+python benchmarks/dpo_phases.py --out docs/results/dpo_1_5B.json python benchmarks/dpo_phases.py --config
+examples/configs/dpo_tiny_cpu.yaml --seq-length 16
 """
 
 import argparse
@@ -55,7 +55,7 @@ def main() -> None:
 
 
 def in_own_process(arguments: argparse.Namespace, way: str) -> Mapping[str, TableValue]:
-    """Measures a way in a process that it starts."""
+    """Starts a process and measures a way in it."""
     context = multiprocessing.get_context("spawn")
     ours, theirs = context.Pipe(duplex=False)
     process = context.Process(target=measure, args=(way, arguments, theirs))
@@ -133,7 +133,7 @@ def measured(way: str, arguments: argparse.Namespace) -> Mapping[str, TableValue
 
 
 def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> BatchedData:
-    """Random tokens: the prompt of a pair is an eighth of the row, and the same in both rows."""
+    """Creates pairs of random tokens; the prompt is an eighth of the row and the same in both rows of a pair."""
     generator = torch.Generator().manual_seed(seed)
     prompt = max(1, seq_length // 8)
     ids = torch.randint(0, vocab_size, (2 * num_pairs, seq_length), generator=generator)
@@ -149,7 +149,7 @@ def pairs(num_pairs: int, seq_length: int, vocab_size: int, seed: int) -> Batche
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the command line's."""
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--config", default="examples/configs/dpo.yaml", help="a DPO recipe")
     parser.add_argument("--ways", nargs="+", choices=list(WAYS), default=list(WAYS))

@@ -1,4 +1,4 @@
-"""How much GPU memory a machine's processes take together, by the driver's own count, while something is going on."""
+"""Measures how much GPU memory all processes of a machine take together, by the driver's own count."""
 
 import threading
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ SAMPLE_PERIOD_S = 0.01
 
 
 class GpuWatch:
-    """Samples the fullest GPU in a thread of its own; a context manager. Without a GPU it measures nothing.
+    """Samples the fullest GPU in its own thread; a context manager. Without a GPU it measures nothing.
 
-    What is in use when it is made, its own CUDA context included, does not count.
+    Memory in use when the watch is created, its own CUDA context included, does not count.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class GpuWatch:
 
     @contextmanager
     def peak(self, name: str, peaks_gib: dict[str, float]) -> Iterator[None]:
-        """Notes the largest reading inside the `with` block under a name; one that is there already, if it is larger.
+        """Records the largest reading inside the `with` block under a name, unless a larger one is already there.
 
         Args:
             name: Of the block; blocks of different names may nest.
@@ -74,7 +74,7 @@ class GpuWatch:
 
 
 class WatchedTimer(Timer):
-    """A timer that also notes the peak of GPU memory in each phase.
+    """Times phases and also records the peak of GPU memory in each.
 
     Args:
         watch: running.
@@ -88,6 +88,6 @@ class WatchedTimer(Timer):
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside the `with` block towards `name`, and the memory."""
+        """Adds the time inside the `with` block to the phase `name`, and records its memory peak."""
         with super().phase(name), self._watch.peak(name, self._peaks_gib):
             yield

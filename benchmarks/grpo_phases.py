@@ -1,14 +1,14 @@
-"""Where does a colocated GRPO step spend its seconds and its GPU memory, with and without the residency engine?
+"""Where does a colocated GRPO step spend its seconds and GPU memory, with and without pinned optimizer offloading?
 
-Runs the same recipe twice, one after the other on one machine, each time in fresh processes: with
-policy.use_pinned_optimizer_offload false (the host memory of optimizer state is not page-locked, and its copies are
-staged) and true. Seconds are medians of the steps after the first, which compiles and allocates. Memory is the largest
-reading in any of those steps of what the driver has given away, over all processes, on the fullest GPU.
+Runs the same recipe twice on one machine, one run after the other, each in fresh processes: with
+policy.use_pinned_optimizer_offload false (host memory of optimizer state is not page-locked, and copies go through a
+staging buffer) and true. Seconds are medians of the steps after the first, which compiles and allocates. Memory is the
+largest reading of the driver's count in any of those steps, over all processes, on the fullest GPU.
 
-    python benchmarks/grpo_phases.py --max-new-tokens 160 [--out docs/results/grpo_phases.json] [key=value ...]
+python benchmarks/grpo_phases.py --max-new-tokens 160 [--out docs/results/grpo_phases.json] [key=value ...]
 
-A step of the 1.5 B recipe takes 40 s of an H200 with its 480 new tokens. Shorter answers make both runs fit into
-minutes; the model, and with it what moves, stays the same. A machine without a GPU runs
+With its 480 new tokens, a step of the 1.5 B recipe takes 40 s on an H200. Shorter answers let both runs finish in
+minutes; the model, and with it the bytes moved, stays the same. A machine without a GPU runs
 examples/configs/grpo_tiny_cpu.yaml, with --config.
 """
 
@@ -39,7 +39,7 @@ from nemo_offload_rl.run.resident_state import smallest_gpu_bytes
 from nemo_offload_rl.run.setup import with_run_length
 
 RECIPE = Path(__file__).parent / "recipes" / "grpo_1_5B_random.yaml"
-# What the recipe's policy.use_pinned_optimizer_offload is for each way.
+# The value of policy.use_pinned_optimizer_offload in each way.
 WAYS = {"staged": False, "ours": True}
 WHOLE_STEP = "whole step"
 EXPOSED_SHARE_BAR = 0.20
@@ -48,7 +48,7 @@ HOST_MEMORY = {"host_rss_gib": "residency/host_rss_gib", "host_pinned_gib": "res
 
 @dataclass(frozen=True)
 class Measured:
-    """Steps of one way.
+    """Holds the measured steps of one way.
 
     Attributes:
         seconds: of each phase of each counted step.
@@ -62,16 +62,16 @@ class Measured:
 
     @property
     def phases(self) -> list[str]:
-        """In the order in which the phases of a step end, the whole step last."""
+        """Returns the phases in the order in which they end in a step, the whole step last."""
         return list(dict.fromkeys(phase for step in self.seconds for phase in step))
 
     def median_s(self, phase: str) -> float:
-        """Of the steps that have the phase."""
+        """Returns the median seconds over the steps that have the phase."""
         return statistics.median(step[phase] for step in self.seconds if phase in step)
 
     @property
     def moves(self) -> Moves:
-        """Medians."""
+        """Returns the medians of the moves between GPU and host."""
         return median_moves(self.metrics)
 
 
@@ -112,7 +112,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: Console) -> Measured:
-    """Runs the recipe's steps one way, in processes of its own."""
+    """Runs the recipe's steps in one way, in its own processes."""
     overrides = [f"policy.use_pinned_optimizer_offload={str(WAYS[way]).lower()}", *arguments.overrides]
     if arguments.max_new_tokens is not None:
         overrides.append(f"policy.generation.max_new_tokens={arguments.max_new_tokens}")
@@ -130,7 +130,7 @@ def measure(way: str, arguments: argparse.Namespace, watch: GpuWatch, console: C
 
 
 def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Console, way: str) -> Measured:
-    """Steps without validation and checkpoints."""
+    """Runs the steps without validation and checkpoints."""
     seconds: list[Mapping[str, float]] = []
     metrics: list[Mapping[str, float]] = []
     peaks_gib: dict[str, float] = {}
@@ -147,7 +147,7 @@ def run_steps(algorithm: grpo.GRPO, num_steps: int, watch: GpuWatch, console: Co
 
 
 def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, TableValue]]:
-    """The result: `case`, `way`, `metric`, `value`, and `bar` where there is one to reach."""
+    """Returns the rows of the result: `case`, `way`, `metric`, `value`, and `bar` where a bar is set."""
     rows: list[dict[str, TableValue]] = []
 
     def add(case: str, way: str, metric: str, value: float, bar: float | None = None) -> None:
@@ -177,10 +177,10 @@ def rows_of(ways: Mapping[str, Measured]) -> list[dict[str, TableValue]]:
 
 
 def exposed_shares(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Of optimizer state, the seconds that the step waited for its copy over those that it took; medians of the steps.
+    """Returns the exposed share of the copies of optimizer state, as medians over the steps.
 
     Returns:
-        By direction: it comes back for training (h2d), and leaves for whatever phase the recipe's table says (d2h).
+        Shares by direction: back to the GPU for training (h2d), and to the host for the recipe's phase (d2h).
     """
     shares: dict[str, list[float]] = {}
     for step in metrics:
@@ -192,12 +192,12 @@ def exposed_shares(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def ratio(ways: Mapping[str, Measured], phase: str) -> float:
-    """How many times longer a phase takes where optimizer state is not page-locked."""
+    """Returns how many times longer a phase takes where optimizer state is not page-locked."""
     return ways["staged"].median_s(phase) / ways["ours"].median_s(phase)
 
 
 def phases_table(ways: Mapping[str, Measured]) -> Table:
-    """The ways side by side, for people."""
+    """Formats the two ways side by side."""
     table = Table(title="A GRPO step: medians of seconds, peaks of GPU memory", title_justify="left")
     table.add_column("phase")
     for column in (*(f"{way} s" for way in ways), "ratio", *(f"{way} GiB" for way in ways)):

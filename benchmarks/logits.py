@@ -1,10 +1,11 @@
-"""What do logits in chunks cost, and how much memory do they save, beside logits of a whole micro-batch?
+"""What do logits in chunks cost in time, and how much memory do they save, compared with a whole micro-batch's logits?
 
-One worker computes log-probs of a micro-batch and trains on it, in turn with whole logits and with chunks of some
-sizes. The logits' part of a peak is what it exceeds that of the smallest chunk by, which is measured alone, once. Time
-stands beside that of whole logits; in training, beside what computing the output layer once more adds to its FLOPs.
+One worker computes log-probs of a micro-batch and trains on it, alternating between whole logits and chunks of some
+sizes. The logits' share of a peak is its difference from the peak with the smallest chunk, which is measured once by
+itself. Time is compared with that of whole logits; in training it is also compared with the FLOPs that computing the
+output layer once more adds.
 
-    python benchmarks/logits.py [--chunks 256 1024] [--temperature 0.7] [--scale tiny] [--out build/logits.json]
+python benchmarks/logits.py [--chunks 256 1024] [--temperature 0.7] [--scale tiny] [--out build/logits.json]
 """
 
 import argparse
@@ -35,7 +36,7 @@ WARM_UP = 2
 
 
 def make_worker(model: Mapping[str, Any], seq_length: int, temperature: float) -> MegatronPolicyWorker:
-    """A worker with random weights, as grpo_math_1B_megatron.yaml has it; in float32 on a CPU."""
+    """Creates a worker with random weights from grpo_math_1B_megatron.yaml; in float32 on a CPU."""
     on_gpu = torch.cuda.is_available()
     recipe = load(
         "examples/configs/grpo_math_1B_megatron.yaml",
@@ -54,7 +55,7 @@ def make_worker(model: Mapping[str, Any], seq_length: int, temperature: float) -
 
 
 def batch(model: Mapping[str, Any], rows: int, seq_length: int) -> BatchedData:
-    """Rows of random tokens."""
+    """Creates rows of random tokens."""
     ids = torch.randint(0, model["vocab_size"], (rows, seq_length), generator=torch.Generator().manual_seed(0))
     return BatchedData(
         input_ids=ids,
@@ -65,13 +66,13 @@ def batch(model: Mapping[str, Any], rows: int, seq_length: int) -> BatchedData:
 
 
 def with_chunks(passes: LogprobPasses, chunk_tokens: int | None) -> LogprobPasses:
-    """The passes with chunks of another size; None has whole logits."""
+    """Runs the passes with chunks of another size; None means whole logits."""
     fields = ((field.name, getattr(passes, field.name)) for field in dataclasses.fields(passes))
     return LogprobPasses(**{name: dataclasses.replace(of, chunk_tokens=chunk_tokens) for name, of in fields})
 
 
 def measured(function: Callable[[], object]) -> tuple[float, float | None]:
-    """Seconds of a call, and by how many MiB its peak exceeds what was allocated before it."""
+    """Returns the seconds of a call, and by how many MiB its peak exceeds the memory allocated before it."""
     has_gpu = torch.cuda.is_available()
     if has_gpu:
         torch.cuda.synchronize()
@@ -86,7 +87,7 @@ def measured(function: Callable[[], object]) -> tuple[float, float | None]:
 
 
 def recomputation(model: Mapping[str, Any], seq_length: int) -> float:
-    """FLOPs of the output layer's product over those of a training step."""
+    """Returns the FLOPs of the output layer's product as a share of those of a training step."""
     hidden, heads, kv_heads = model["hidden_size"], model["num_attention_heads"], model["num_key_value_heads"]
     attention = 2 * hidden**2 * (1 + kv_heads / heads) + hidden * seq_length  # half of the scores are masked
     layer = attention + 3 * hidden * model["intermediate_size"]
@@ -97,7 +98,7 @@ def recomputation(model: Mapping[str, Any], seq_length: int) -> float:
 def measure(
     scale: str, chunks: Sequence[int], smallest: int, repeats: int, temperature: float
 ) -> list[dict[str, TableValue]]:
-    """One row for each kind of pass and way; of whole logits, `chunk_tokens` is None."""
+    """Yields one row for each pass and chunk size; for whole logits, `chunk_tokens` is None."""
     model, num_rows, seq_length = SCALES[scale]
     worker = make_worker(model, seq_length, temperature)
     data = batch(model, num_rows, seq_length)
@@ -150,7 +151,7 @@ def measure(
 
 
 def logits_part(results: Sequence[tuple[float, float | None]], floor: float | None) -> float | None:
-    """MiB by which the highest peak exceeds that of the smallest chunk; None without a GPU."""
+    """Returns by how many MiB the highest peak exceeds that of the smallest chunk; None without a GPU."""
     peaks = [mib for _, mib in results if mib is not None]
     return max(peaks) - floor if peaks and floor is not None else None
 
@@ -159,7 +160,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scale", choices=SCALES, default="1.5B")
     parser.add_argument("--chunks", type=int, nargs="+", default=[256, 512, 1024, 2048])
-    parser.add_argument("--smallest", type=int, default=16, help="chunk whose peak counts as that without logits")
+    parser.add_argument("--smallest", type=int, default=16, help="chunk whose peak counts as the peak without logits")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--temperature", type=float, default=1.0)
     parser.add_argument("--out", type=Path, default=Path("build/logits.json"))

@@ -1,10 +1,10 @@
-"""Which models Megatron computes as transformers does: small twins of families with each of their flags.
+"""For which models does Megatron compute the same as transformers? Checks small copies of families with their flags.
 
-    python benchmarks/model_check.py [--family qwen2] [--output docs/results/model_check_cpu.json]
+python benchmarks/model_check.py [--family qwen2] [--output docs/results/model_check_cpu.json]
 
-Each case is what `python -m nemo_offload_rl.model_check` does for one config, all in one process: with the local layer
-specification where there is no GPU; with Transformer Engine's, padded and packed, where there is one. The settings of
-Megatron are those of examples/configs/grpo_math_1B_megatron.yaml. Beside the JSON it writes the table as Markdown.
+Each case runs the check of `python -m nemo_offload_rl.model_check` for one config, all in one process: with the local
+layer specification without a GPU; with Transformer Engine's, padded and packed, on a GPU. Megatron's settings are those
+of examples/configs/grpo_math_1B_megatron.yaml. The benchmark also writes the table as Markdown beside the JSON file.
 """
 
 import argparse
@@ -105,7 +105,7 @@ def main() -> None:
 
 
 def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
-    """Family, name of the flags, fields of the config."""
+    """Yields the family, the name of the flags and the fields of the config."""
     for family, flags in OF_FAMILY.items():
         if only in (None, family):
             for name, fields in {**EVERY_FAMILY, **flags}.items():
@@ -116,7 +116,7 @@ def cases(only: str | None) -> Iterator[tuple[str, str, Fields]]:
 
 
 def megatron_settings() -> dict[str, Any]:
-    """The recipe's policy.megatron_cfg, as it is on this machine."""
+    """Returns the recipe's policy.megatron_cfg, adapted to this machine."""
     config: Any = load(RECIPE).config
     config, _ = for_machine(config, has_gpus=torch.cuda.is_available())
     settings: dict[str, Any] = config["policy"]["megatron_cfg"]
@@ -124,7 +124,7 @@ def megatron_settings() -> dict[str, Any]:
 
 
 def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str, TableValue]:
-    """One case's row."""
+    """Checks one case and returns its row."""
     policy = {"model_name": family, "hf_config": {"model_type": family, **fields}, "megatron_cfg": megatron}
     row: dict[str, TableValue] = {"family": family, "flags": name}
     start = time.perf_counter()
@@ -147,12 +147,12 @@ def row_of(family: str, name: str, fields: Fields, megatron: Fields) -> dict[str
 
 
 def finite(value: float) -> float | None:
-    """The number, or None for what JSON has no number for."""
+    """Returns the number, or None if JSON cannot represent it."""
     return value if abs(value) < float("inf") else None
 
 
 def page_of(result: Mapping[str, Any], data: str) -> str:
-    """The result as a Markdown page.
+    """Formats the result as a Markdown page.
 
     Args:
         result: as in the JSON file.
@@ -163,48 +163,48 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     kinds = [kind for kind in ("padded", "packed") if any(f"{kind}_logprob" in row for row in rows)]
     counts = {verdict: sum(row["verdict"] == verdict for row in rows) for verdict in ("right", "WRONG", "refused")}
     lines = [
-        "# What Megatron computes as transformers does",
+        "# Does Megatron compute the same as transformers?",
         "",
-        "Of which families and flags does Megatron compute the log-probs and gradients that transformers computes? Of "
-        f"{len(rows)} cases {counts['right']} are right, {counts['WRONG']} wrong, which ends a run, and "
-        f"{counts['refused']} refused.",
+        "For which model families and config flags does Megatron compute the same log-probs and gradients as "
+        f"transformers? Of {len(rows)} cases, {counts['right']} are right, {counts['WRONG']} wrong (a run stops with "
+        f"an error), and {counts['refused']} refused.",
         "",
         table_line(["family", "right", "log-prob", "gradient", "wrong: log-prob, gradient", "refused"]),
         table_line(["---"] * 6),
         *(table_line(family_cells(family, rows)) for family in dict.fromkeys(row["family"] for row in rows)),
         "",
-        "Log-prob and gradient are the largest differences of the cases that are right: of a token's log-prob, and of "
-        "a parameter's gradient, relative.",
+        "The columns log-prob and gradient give the largest difference among the cases that are right: the difference "
+        "of a token's log-prob, and the relative difference of a parameter's gradient.",
         "",
-        "## Why others are refused",
+        "## Why cases are refused",
         "",
         *reasons(rows),
         "",
         "## How it was measured",
         "",
-        f"Small twins with random weights in float32, batches {' and '.join(kinds)}, layers: {', '.join(layers)}. A "
-        f"case is right up to {LOGPROB_LIMIT:g} and {GRADIENT_LIMIT:g}. [Model check](../model-check.md) tells how it "
-        "is done.",
+        f"The models are small copies with random weights in float32; batches are {' and '.join(kinds)}, layers: "
+        f"{', '.join(layers)}. A case is right if its log-prob differs by at most {LOGPROB_LIMIT:g} and its gradient "
+        f"by at most {GRADIENT_LIMIT:g}. [Model check](../model-check.md) describes the method.",
         "",
         f"- machine: {result['machine']}",
         f"- commit: {result['commit']}, {result['date']}",
         f"- command: `{result['command']}`",
-        f"- [{data}]({data}) has each case with its differences, the parameter, and the whole reason of a refusal.",
+        f"- [{data}]({data}) has each case with its differences, the parameter, and the full reason of a refusal.",
         "",
         "## What it does not say",
         "",
-        "Nothing of other precisions, of several ranks, or of kernels that small sizes do not take.",
+        "Other precisions, several ranks, and kernels that only larger sizes use were not checked.",
     ]
     return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
 
 
 def is_prose(line: str) -> bool:
-    """Whether lines may be broken in it."""
+    """Returns whether a line may be wrapped."""
     return not line.startswith(("#", "|", "- "))
 
 
 def family_cells(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A family's line of the table."""
+    """Returns the cells of a family's row in the table."""
     of_verdict = {
         verdict: [row for row in rows if row["family"] == family and row["verdict"] == verdict]
         for verdict in ("right", "WRONG", "refused")
@@ -222,7 +222,7 @@ def family_cells(family: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
-    """The largest difference over rows, padded and packed."""
+    """Returns the largest difference over rows, padded and packed."""
     found = [row[name] for row in rows for name in (f"padded_{what}", f"packed_{what}") if name in row]
     if not found:
         return "-"
@@ -230,7 +230,7 @@ def largest(rows: Sequence[Mapping[str, Any]], what: str) -> str:
 
 
 def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """A list of the reasons of refusals, the beginning of each, with their cases."""
+    """Lists the first words of each reason for a refusal, with the cases it applies to."""
     cases_of: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         if "why" in row:
@@ -243,7 +243,7 @@ def reasons(rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def names_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Families with the flags of theirs that are among the cases; the plain ones by the family alone."""
+    """Names the families of the cases with their flags; a family alone stands for its plain case."""
     flags: dict[str, list[str]] = {}
     for row in cases:
         flags.setdefault(row["family"], []).append(row["flags"])
@@ -251,7 +251,7 @@ def names_of(cases: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
+    """Formats one line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

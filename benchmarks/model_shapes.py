@@ -1,4 +1,4 @@
-"""Sizes of public models, from their config.json: benchmarks give them random weights, tests and docs count them."""
+"""Lists sizes of public models, from their config.json, for benchmarks (with random weights), tests and docs."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,7 +1,7 @@
-"""Writes small local data for recipes of NeMo-RL: folders with the columns of named datasets, and a tokenizer of it.
+"""Writes small local data for NeMo-RL's recipes: folders with the columns of named datasets, and a tokenizer.
 
-`data.dataset_root` names the folder that has the datasets. The rows of gsm8k are word problems written by hand, in the
-folder `word_problems`; all others are made from templates, the same in every run.
+`data.dataset_root` names the folder that contains the datasets. The rows of gsm8k are word problems written by hand, in
+the folder `word_problems`; all others are made from templates and are the same in every run.
 """
 
 import json
@@ -60,7 +60,7 @@ def write_datasets(root: Path) -> None:
 
 
 def datasets() -> Mapping[str, Mapping[str, Rows]]:
-    """The rows of each split of each dataset, with the columns that it has on the hub."""
+    """Returns the rows of each split of each dataset, with the columns that it has on the hub."""
     return {
         "OpenMathInstruct-2": {"train_1M": open_math_rows(OPEN_MATH_ROWS)},
         "HelpSteer3": {split: pair_rows(split, number) for split, number in PAIR_ROWS.items()},
@@ -69,7 +69,7 @@ def datasets() -> Mapping[str, Mapping[str, Rows]]:
 
 
 def open_math_rows(number: int) -> Rows:
-    """Rows of OpenMathInstruct-2: sums, products and word problems, with their solutions."""
+    """Creates rows of OpenMathInstruct-2: sums, products and word problems, with their solutions."""
     rows: Rows = []
     for question, solution, result in word_problems("open math", number):
         rows.append(
@@ -84,12 +84,12 @@ def open_math_rows(number: int) -> Rows:
 
 
 def written_rows(path: Path) -> Rows:
-    """Rows of a JSONL file."""
+    """Reads the rows of a JSONL file."""
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def pair_rows(split: str, number: int) -> Rows:
-    """Rows of HelpSteer3: a worked answer and a curt, wrong one, in either order."""
+    """Creates rows of HelpSteer3: a worked answer and a short, wrong one, in either order."""
     rows: Rows = []
     for index, (question, solution, result) in enumerate(word_problems(f"pairs {split}", number)):
         worked = f"{solution} The result is {result}."
@@ -110,11 +110,11 @@ def pair_rows(split: str, number: int) -> Rows:
 
 
 def word_problems(role: str, number: int) -> Iterator[tuple[str, str, int]]:
-    """Question, solution and result of each problem.
+    """Creates question, solution and result of each problem.
 
     Args:
-        role: other roles have other problems.
-        number: of them.
+        role: selects the problems; each role has different ones.
+        number: how many problems.
     """
     random = Random(f"{SEED} {role}")
     for _ in range(number):
@@ -129,7 +129,7 @@ def word_problems(role: str, number: int) -> Iterator[tuple[str, str, int]]:
 
 
 def in_hydra(value: Any) -> str:
-    """A value in the grammar of overrides."""
+    """Formats a value in Hydra's override grammar."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {in_hydra(item)}" for key, item in value.items()) + "}"
     return str(value).lower() if isinstance(value, bool) else str(value)

@@ -1,11 +1,11 @@
-"""How many of NeMo-RL's recipes load unchanged, and which keys keep the others from it.
+"""How many of NeMo-RL's recipes load unchanged, and which keys refuse the others?
 
-    python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
+python benchmarks/nemo_rl_recipes.py --folder nemo-rl-recipes [--deep] [--output docs/results/nemo_rl_recipes.json]
 
-The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. Every YAML file below is read as
-`nemo-offload-rl validate` reads it, without overrides. With --deep, those that load and name a model of a supported
-architecture are then read by `validate --deep`, with a local config, data and tokenizer (some minutes). Beside the JSON
-it writes the tables as Markdown.
+The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. The benchmark reads every YAML file below
+it as `nemo-offload-rl validate` does, without overrides. With --deep, recipes that load and name a model of a supported
+architecture are then checked by `validate --deep`, with a local config, data and tokenizer (some minutes). The
+benchmark also writes the tables as Markdown beside the JSON file.
 """
 
 import argparse
@@ -33,7 +33,7 @@ from nemo_offload_rl.config.recipe import read_recipe
 
 Row = dict[str, TableValue]
 
-# Families by the names of the models in the recipes; the first that fits. Models that see or hear are of none here.
+# Families by patterns of model names; the first match counts. Vision and audio models belong to none.
 FAMILY_OF_NAME: tuple[tuple[str, str], ...] = (
     (r"(-VL|-Omni)", "vision"),
     (r"^Qwen/Qwen2\.5-|^deepseek-ai/DeepSeek-R1-Distill-Qwen-", "qwen2"),
@@ -46,7 +46,7 @@ FAMILY_OF_NAME: tuple[tuple[str, str], ...] = (
     (r"^nvidia/.*Nemotron", "nemotron_h"),
     (r"^zai-org/GLM-", "glm"),
 )
-# What no recipe can ask for here: a key, and the values that do not ask for it. `*` asks wherever the key is.
+# Unsupported features: a key, and the values that leave the feature off. With `*` any value asks for it.
 NOT_BUILT: Mapping[str, Mapping[str, tuple[Any, ...]]] = {
     "another algorithm": {"ppo": (), "distillation": (), "rm": ()},
     "another generation backend": {"policy.generation.backend": ("vllm", "transformers")},
@@ -119,7 +119,7 @@ def row_of(path: Path, folder: Path) -> Row:
 
 
 def deep_verdict(row: Mapping[str, TableValue], folder: Path, work: Path) -> str | None:
-    """What `validate --deep` says of a recipe that loads, with the sizes of its model in place of the model.
+    """Runs `validate --deep` on a recipe that loads, with its model's sizes instead of its weights.
 
     Args:
         row: of the recipe.
@@ -146,7 +146,7 @@ def deep_verdict(row: Mapping[str, TableValue], folder: Path, work: Path) -> str
 
 
 def facts_of(config: Mapping[str, Any]) -> Row:
-    """What a recipe is about: its algorithm, its model, and what it asks for that is not built here."""
+    """Returns a recipe's algorithm, its model, and the unsupported features that it asks for."""
     name = value_at(config, "policy.model_name")
     family = next((family for pattern, family in FAMILY_OF_NAME if re.search(pattern, str(name))), None)
     algorithms = ("grpo", "sft", "dpo", "ppo", "distillation", "rm")
@@ -163,13 +163,13 @@ def facts_of(config: Mapping[str, Any]) -> Row:
 
 
 def asks(config: Mapping[str, Any], keys: Mapping[str, tuple[Any, ...]]) -> bool:
-    """Whether one of the keys is there with a value that turns its feature on."""
+    """Returns whether one of the keys has a value that turns its feature on."""
     values = ((value_at(config, key), off) for key, off in keys.items())
     return any(value is not ABSENT and value not in off for value, off in values)
 
 
 def page_of(result: Mapping[str, Any], data: str) -> str:
-    """The result as a Markdown page.
+    """Formats the result as a Markdown page.
 
     Args:
         result: as in the JSON file.
@@ -184,30 +184,30 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     lines = [
         "# NeMo-RL's recipes",
         "",
-        f"How many of NeMo-RL's recipes with a Megatron policy load here unchanged? Of {len(rows)}, {len(loaded)}. "
-        f"{len(built)} of them ask for nothing but what is built here; of these, "
-        f"{sum(row['loads'] for row in built)} load. {sum(row['architecture_supported'] for row in loaded)} of those "
-        "that load name a model of a family whose flags this package follows ([Models](../models.md)).",
+        f"How many of NeMo-RL's recipes with a Megatron policy load in this package unchanged? {len(loaded)} of "
+        f"{len(rows)}. {len(built)} recipes ask only for features that this package has; "
+        f"{sum(row['loads'] for row in built)} of these load. {sum(row['architecture_supported'] for row in loaded)} "
+        "of the recipes that load name a model of a supported family ([Models](../models.md)).",
         "",
         *deep_lines(rows),
-        table_line(["algorithm", "recipes", "load unchanged", "ask for what is built", "of these, load"]),
+        table_line(["algorithm", "recipes", "load unchanged", "ask only for supported features", "of these, load"]),
         table_line(["---"] * 5),
         *(table_line(algorithm_cells(name, rows)) for name in dict.fromkeys(row["algorithm"] for row in rows)),
         "",
         "## Which keys refuse recipes",
         "",
-        "Each refused recipe is listed under all of its keys; under `first` by the first in the order of the files; "
-        "under `alone` where no other key refuses it. Under `built`: of recipes that ask for nothing else than what is "
-        "built here.",
+        "A refused recipe counts in every row whose key refuses it. `first` counts the recipes that name this key "
+        "before any other refused key, `alone` those that no other key refuses, and `supported` those that ask only "
+        "for supported features.",
         "",
-        table_line(["key", "recipes", "first", "alone", "built"]),
+        table_line(["key", "recipes", "first", "alone", "supported"]),
         table_line(["---"] * 5),
         *key_lines(refused),
         "",
-        "## What recipes ask for that is not built here",
+        "## Unsupported features that recipes ask for",
         "",
-        "Under `alone`: recipes that ask for nothing else of these. A draft model is one for speculative decoding, "
-        "trained beside the policy (eagle3), or DeepSeek-V3's layer for multi-token prediction.",
+        "`alone` counts the recipes that ask for no other of these features. A draft model is a model for speculative "
+        "decoding that is trained with the policy (eagle3), or DeepSeek-V3's layer for multi-token prediction.",
         "",
         table_line(["feature", "recipes", "alone"]),
         table_line(["---"] * 3),
@@ -216,9 +216,9 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         *refused_lines([row for row in built if not row["loads"]]),
         "## How it was measured",
         "",
-        "Every file is read as `nemo-offload-rl validate` reads it, without overrides. The slowest takes "
-        f"{max(row['seconds'] for row in result['rows']):.2f} s. {others} more files of the folder have no Megatron "
-        "policy, or inherit from a recipe that is not in it.",
+        "The benchmark reads every file as `nemo-offload-rl validate` does, without overrides. The slowest file takes "
+        f"{max(row['seconds'] for row in result['rows']):.2f} s. {others} more files in the folder have no Megatron "
+        "policy, or inherit from a recipe that is not in the folder.",
         "",
         f"- machine: {result['machine']}",
         f"- commit: {result['commit']}, {result['date']}",
@@ -227,18 +227,18 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "",
         "## What it does not say",
         "",
-        "A recipe that loads may still name a model or data that cannot be reached; `validate --deep` looks for them.",
+        "A recipe that loads may still name a model or data that cannot be reached; `validate --deep` checks that.",
     ]
     return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
 
 
 def is_prose(line: str) -> bool:
-    """Whether lines may be broken in it."""
+    """Returns whether a line may be wrapped."""
     return not line.startswith(("#", "|", "- "))
 
 
 def algorithm_cells(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
-    """An algorithm's line of the first table."""
+    """Returns the cells of an algorithm's row in the first table."""
     own = [row for row in rows if row["algorithm"] == name]
     built = [row for row in own if not row["asks_for"]]
     counts = [len(own), sum(row["loads"] for row in own), len(built), sum(row["loads"] for row in built)]
@@ -246,7 +246,7 @@ def algorithm_cells(name: str, rows: Sequence[Mapping[str, Any]]) -> list[str]:
 
 
 def key_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """A line a key that refuses recipes, and one for those that refuse few."""
+    """Yields a line for each key that refuses recipes, and one line for all keys that refuse few."""
     of_recipe = [list(dict.fromkeys(general(key) for key in row["refused_keys"].split(", "))) for row in refused]
     total = Counter(key for keys in of_recipe for key in keys)
     first = Counter(keys[0] for keys in of_recipe)
@@ -264,44 +264,44 @@ def key_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def general(key: str) -> str:
-    """The key with NAME for what a recipe calls its environment."""
+    """Replaces a recipe's name for its environment in a key by NAME."""
     return re.sub(r"^env\.[^.]+\.", "env.NAME.", key)
 
 
 def deep_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What `validate --deep` said of recipes that load, where it was asked."""
+    """Yields what `validate --deep` said about recipes that load, if it was run."""
     verdicts = {row["recipe"]: row["deep"] for row in rows if row.get("deep")}
     if not verdicts:
         return
     passed = sum(verdict == "passes" for verdict in verdicts.values())
     yield (
-        f"`validate --deep` passes for {passed} of these {len(verdicts)} with the sizes of the model in "
-        "`policy.hf_config`, a tokenizer and datasets from local folders, and that tokenizer's end of sequence in "
-        "place of `stop_token_ids`: it reads data and prompts, builds Megatron's configs, and computes a small twin of "
-        "the model beside transformers."
+        f"`validate --deep` passes for {passed} of these {len(verdicts)} with four substitutes: the model's sizes in "
+        "`policy.hf_config`, a local tokenizer, local datasets, and that tokenizer's end of sequence instead of "
+        "`stop_token_ids`. It reads data and prompts, builds Megatron's configs, and compares a small copy of the "
+        "model with transformers."
     )
     yield from ("", *(f"- {recipe}: {verdict}" for recipe, verdict in verdicts.items() if verdict != "passes"))
     yield from ([""] if passed < len(verdicts) else [])
 
 
 def refused_lines(refused: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """The recipes that ask for no missing feature and are refused all the same, each with its keys and the reason."""
+    """Lists recipes that are refused although they ask for no unsupported feature, with keys and reason."""
     if not refused:
         return
-    yield from ("## Refused, but for none of these features", "")
-    yield from (table_line(["recipe", "refused keys", "why, of the first"]), table_line(["---"] * 3))
+    yield from ("## Refused, but not for an unsupported feature", "")
+    yield from (table_line(["recipe", "refused keys", "reason for the first key"]), table_line(["---"] * 3))
     for row in refused:
         yield table_line([row["recipe"], f"`{row['refused_keys'].replace(', ', '`, `')}`", row["why"]])
     yield ""
 
 
 def features_of(rows: Sequence[Mapping[str, Any]]) -> Counter[str]:
-    """How many recipes ask for each feature."""
+    """Counts the recipes that ask for each feature."""
     return Counter(feature for row in rows for feature in row["asks_for"].split(", ") if feature)
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
+    """Formats one line of a Markdown table."""
     return f"| {' | '.join(cells)} |"
 
 

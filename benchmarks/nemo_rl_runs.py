@@ -1,17 +1,18 @@
-"""Do recipes of NeMo-RL train here, on one GPU, with no change but what the machine and the time ask for?
+"""Do NeMo-RL's recipes train with this package on one GPU, changed only where the machine and the time require it?
 
-    python benchmarks/nemo_rl_runs.py --folder nemo-rl-recipes [--output docs/results/nemo_rl_runs.json]
+python benchmarks/nemo_rl_runs.py --folder nemo-rl-recipes [--output docs/results/nemo_rl_runs.json]
 
 The folder is a copy of examples/configs of NVIDIA-NeMo/RL, or a part of it. A GRPO, an SFT and a DPO recipe run one
-after the other by the scripts in examples/, then GRPO on word problems with gsm8k's columns. Steps are cut, the model
-is one of the recipe's architecture with random weights, and data and tokenizer are local. `--scale own` has the sizes
-of the recipe's model, `small` those of a small model of its family, `tiny` is for a try without a GPU. Overrides
-that were needed are in each row; beside the JSON the script writes them and the table as Markdown.
+after the other with the scripts in examples/, then GRPO on word problems with gsm8k's columns. The number of steps is
+cut, the model has the recipe's architecture with random weights, and data and tokenizer are local. `--scale own` uses
+the sizes of the recipe's model, `small` those of a small model of its family, and `tiny` is for a trial without a GPU.
+Each row lists the overrides that were needed; the script also writes them and the table as Markdown beside the JSON
+file.
 
-With `--append` a page keeps the rows of cases that are not run now, so that the cases may be run by several commands,
-one after the other or at the same time (each then with a `--work` folder of its own). `--merge OTHER.json` takes over
-the rows of other result files and runs no case unless `--cases` names some. Memory and readings of a GPU are of all
-processes on it: runs at the same time need GPUs of their own (CUDA_VISIBLE_DEVICES), or each row counts both.
+With `--append` a page keeps the rows of cases that are not run now, so that several commands may run the cases, one
+after the other or at the same time (each then with its own `--work` folder). `--merge OTHER.json` takes over the rows
+of other result files and runs no case unless `--cases` names some. Memory and GPU readings count all processes on a
+GPU: runs at the same time need separate GPUs (CUDA_VISIBLE_DEVICES), or each row counts both.
 """
 
 import argparse
@@ -55,7 +56,7 @@ NOT_PRINTED = ("overrides", *ORIGIN)
 END_S = 60
 """Seconds that a run has to end by itself once its time is over."""
 
-# A small model of each family, by its model_type, in place of the one that a recipe names.
+# A small model of each family, by model_type, that replaces the one a recipe names.
 SMALL: Mapping[str, Mapping[str, Any]] = {"qwen2": QWEN2_1_5B, "llama": LLAMA_1B}
 # A key, its value on one GPU without a network, and without checkpoints of random weights.
 ONE_GPU: Mapping[str, Any] = {
@@ -69,7 +70,7 @@ ONE_GPU: Mapping[str, Any] = {
     "logger.wandb_enabled": False,
     "checkpointing.enabled": False,
 }
-# Besides, by algorithm and scale: answers of random weights never end by themselves, and batches are for a GPU.
+# More, by algorithm and scale: answers of random weights never end by themselves, and batches are sized for a GPU.
 SHORTER: Mapping[str, Sequence[str]] = {"grpo": ["policy.generation.max_new_tokens=128"], "sft": [], "dpo": []}
 ON_A_CPU: Mapping[str, Sequence[str]] = {
     "grpo": [
@@ -83,7 +84,7 @@ ON_A_CPU: Mapping[str, Sequence[str]] = {
     "sft": ["policy.train_global_batch_size=16", "sft.val_global_batch_size=16"],
     "dpo": ["policy.train_global_batch_size=8"],
 }
-# Readings often enough that each step of a second has one.
+# Readings are frequent enough that each step of a second has one.
 GPU_READINGS: Sequence[str] = (
     "logger.monitor_gpus=true",
     "logger.gpu_monitoring.collection_interval=1",
@@ -103,13 +104,13 @@ WORD_PROBLEMS: Sequence[str] = (
     "data.default.system_prompt_file=examples/prompts/gsm8k.txt",
 )
 
-# Its vocabulary is the tokenizer's alone, so that some answers are right by chance and there is something to learn.
+# The vocabulary is only the tokenizer's, so that some answers are right by chance and the model can learn.
 GUESSING_MODEL: Mapping[str, Any] = QWEN2_0_5B | {"vocab_size": VOCABULARY}
 
 
 @dataclass(frozen=True)
 class Case:
-    """A run.
+    """Describes one run.
 
     Attributes:
         name: of the run.
@@ -144,7 +145,7 @@ def main() -> None:
 
 
 def add_row(output: Path, row: Row) -> None:
-    """Writes the row of a case that was run now into a result, in place of an older one of this case.
+    """Adds the row of a case that was run now to a result, in place of an older row of the same case.
 
     Args:
         output: The JSON file; rows of other cases stay.
@@ -157,9 +158,9 @@ def add_row(output: Path, row: Row) -> None:
 
 
 def merge(output: Path, other: Path) -> None:
-    """Takes the rows of another result over, in place of older ones of the same cases.
+    """Takes over the rows of another result, in place of older rows of the same cases.
 
-    Other commands may do so with the same `output` at the same time; a reader of it always finds a whole result.
+    Other commands may merge into the same `output` at the same time; a reader always finds a complete result.
     """
     with locked(output.parent):
         rows = [*(rows_of(output) if output.exists() else []), *rows_of(other)]
@@ -170,14 +171,14 @@ def merge(output: Path, other: Path) -> None:
 
 
 def rows_of(path: Path) -> list[Row]:
-    """The rows of a result, each with the machine, the commit, the command and the date that it was measured with."""
+    """Returns the rows of a result, each with the machine, commit, command and date of its measurement."""
     result = json.loads(path.read_text())
     origin = {name: result[name] for name in ORIGIN}
     return [{**origin, **row} for row in result["rows"]]
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that its name never stands for a part of it."""
+    """Writes a file atomically, so that a reader never sees a part of it."""
     partial = path.with_suffix(path.suffix + ".partial")
     partial.write_text(text)
     partial.replace(path)
@@ -196,7 +197,7 @@ def locked(folder: Path) -> Iterator[None]:
 
 
 def cases(arguments: argparse.Namespace) -> Iterator[Case]:
-    """The runs that the command line asks for."""
+    """Returns the runs that the command line asks for."""
     every = [
         Case("grpo", arguments.grpo, arguments.grpo_steps, GPU_READINGS),
         Case("sft", arguments.sft, arguments.sft_steps),
@@ -207,7 +208,7 @@ def cases(arguments: argparse.Namespace) -> Iterator[Case]:
 
 
 def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatch) -> Row:
-    """Runs a case to its end, or to the end of its time."""
+    """Runs a case until it ends or its time is up, and returns its row."""
     path = arguments.folder / case.recipe
     recipe = load(path)
     model_name = recipe.config["policy"]["model_name"]
@@ -245,7 +246,7 @@ def row_of(case: Case, arguments: argparse.Namespace, work: Path, watch: GpuWatc
 
 
 def overrides_of(case: Case, config: Mapping[str, Any], algorithm: str, scale: str, work: Path) -> list[str]:
-    """What a recipe has to be changed in for a run here.
+    """Returns the overrides that a recipe needs to run here.
 
     Args:
         case: the run.
@@ -274,7 +275,7 @@ def overrides_of(case: Case, config: Mapping[str, Any], algorithm: str, scale: s
 
 
 def hf_config(case: Case, model_name: str, scale: str) -> dict[str, Any]:
-    """The model's config: sizes of a scale, and room for the tokenizer."""
+    """Returns the model's config: the sizes of a scale, and a vocabulary that fits the tokenizer."""
     known = [name for name, sizes in SIZES_OF_NAME.items() if sizes["model_type"] in SMALL]
     if case.model is None and model_name not in known:
         raise SystemExit(f"{case.recipe} names the model {model_name}; sizes are known of {', '.join(known)}.")
@@ -286,7 +287,7 @@ def hf_config(case: Case, model_name: str, scale: str) -> dict[str, Any]:
 
 
 def status_of(command: Sequence[str], log: Path, limit_s: float) -> str:
-    """Runs a command with its output in a file.
+    """Runs a command and writes its output to a file.
 
     Args:
         command: of the run.
@@ -324,7 +325,7 @@ def status_of(command: Sequence[str], log: Path, limit_s: float) -> str:
 
 
 def figures(log_dir: Path) -> Row:
-    """What a run has logged, in the only folder of its log_dir."""
+    """Reads what a run has logged from the only folder of its log_dir."""
     rows = [row for row in read_metrics(log_dir / "exp_001" / METRICS_FILE) if "train/loss" in row]
 
     def logged(name: str) -> list[float]:
@@ -347,7 +348,7 @@ def figures(log_dir: Path) -> Row:
 
 
 def gpu_figures(rows: Sequence[MetricRow]) -> Row:
-    """What `logger.monitor_gpus` has written into the rows of steps, of all GPUs together.
+    """Summarizes what `logger.monitor_gpus` wrote into the rows of steps, over all GPUs together.
 
     Args:
         rows: Of metrics.jsonl; each has a value of what was read since the row before, a mean or the largest.

@@ -1,4 +1,4 @@
-"""Writes the page of benchmarks/nemo_rl_runs.py: a table with a line a run, and the overrides of each."""
+"""Formats the page of benchmarks/nemo_rl_runs.py: a table with one row for each run, and the overrides of each."""
 
 import shlex
 import textwrap
@@ -9,7 +9,7 @@ from nemo_rl_data import VOCABULARY
 
 
 def page_of(result: Mapping[str, Any], data: str) -> str:
-    """The result as a Markdown page.
+    """Formats the result as a Markdown page.
 
     Args:
         result: as in the JSON file.
@@ -34,37 +34,37 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
     lines = [
         "# Runs of NeMo-RL's recipes",
         "",
-        "Do recipes of NeMo-RL train here, on one GPU, with no change but what the machine and the time ask for? Of "
-        f"{len(rows)} runs {done} {'is' if done == 1 else 'are'} done.",
+        "Do NeMo-RL's recipes train with this package on one GPU, changed only where the machine and the time limit "
+        f"require it? Of {len(rows)} runs {done} {'is' if done == 1 else 'are'} done.",
         "",
         table_line(["run", *names.values()]),
         table_line(["---"] * (1 + len(names))),
         *(table_line([row["case"], *(cell(row, name) for name in names)]) for row in rows),
         "",
-        "## Overrides that were needed",
+        "## Overrides of each run",
         "",
         *(line for row in rows for line in override_lines(row)),
         "## How it was measured",
         "",
-        "Each run is a process of its own, by the script of `examples/` for its algorithm; its seconds contain its "
-        "start. Models have random weights. Data of the datasets' columns and a tokenizer of "
-        f"{VOCABULARY} tokens lie in a local folder: gsm8k's are 64 word problems written by hand "
-        "(`benchmarks/word_problems`), all others are made from templates. Memory is the largest reading of the "
-        "driver's count. GPU readings are those of `logger.monitor_gpus`, from metrics.jsonl: a step has the means of "
-        "utilisation and power, of which the table has the mean and the largest.",
+        "Each run is a process of its own, started with the script in `examples/` for its algorithm; its seconds "
+        f"include its start-up. Models have random weights. A local folder has a tokenizer of {VOCABULARY} tokens and "
+        "data with the columns of the recipes' datasets: 64 word problems written by hand for gsm8k "
+        "(`benchmarks/word_problems`), text made from templates for all others. Memory is the largest reading of the "
+        "driver's count. GPU readings come from `logger.monitor_gpus`, by way of metrics.jsonl: each step logs its "
+        "mean utilisation and mean power; the table shows the mean utilisation over the steps and the largest power.",
         "",
         *origin_lines(rows),
-        f"- [{data}]({data}) has each run with the whole of its overrides.",
+        f"- [{data}]({data}) has each run with all of its overrides.",
         "",
         "## What it does not say",
         "",
-        "Nothing of learning: a model with random weights earns next to no reward, and batches and steps are few.",
+        "Whether the models learn: with random weights they earn almost no reward, and batches and steps are few.",
     ]
     return "\n".join(textwrap.fill(line, 120) if is_prose(line) else line for line in lines) + "\n"
 
 
 def origin_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
-    """What each command measured, and with what, for runs that come from several."""
+    """Yields what each command measured, with machine and commit, for runs from several commands."""
     cases: dict[tuple[str, ...], list[str]] = {}
     for row in rows:
         origin = tuple(row[name] for name in ("machine", "commit", "date", "command"))
@@ -74,17 +74,17 @@ def origin_lines(rows: Sequence[Mapping[str, Any]]) -> Iterator[str]:
 
 
 def is_prose(line: str) -> bool:
-    """Whether lines may be broken in it."""
+    """Returns whether a line may be wrapped."""
     return not line.startswith(("#", "|", "-", " "))
 
 
 def cell(row: Mapping[str, Any], name: str) -> str:
-    """A row's value, `-` where it has none."""
+    """Returns a row's value as text, `-` where it has none."""
     return "-" if row.get(name) is None else str(row[name])
 
 
 def override_lines(row: Mapping[str, Any]) -> Iterator[str]:
-    """A run's recipe with its overrides, a line each."""
+    """Yields a run's recipe and its overrides, one on each line."""
     ending = "" if row["status"] == "done" else f" Its end: {row['status']}"
     yield f"`{row['case']}` runs `{row['recipe']}` with {row['sizes']}, for {row['named_model']}.{ending}"
     yield ""
@@ -96,5 +96,5 @@ def override_lines(row: Mapping[str, Any]) -> Iterator[str]:
 
 
 def table_line(cells: Sequence[str]) -> str:
-    """One line of a Markdown table."""
+    """Formats one line of a Markdown table."""
     return f"| {' | '.join(cells)} |"

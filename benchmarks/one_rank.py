@@ -1,4 +1,4 @@
-"""Makes the policy worker of a benchmark on one GPU, or on the CPU."""
+"""Creates the policy worker of a benchmark on one GPU, or on the CPU."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,7 +11,7 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 def one_rank_worker(
     policy: Mapping[str, Any], *, init_reference_model: bool = False, group_size: int = 1
 ) -> MegatronPolicyWorker:
-    """The only rank of a policy, in this process.
+    """Creates the only rank of a policy in this process.
 
     Args:
         policy: The policy section of a validated recipe, resolved for this machine.

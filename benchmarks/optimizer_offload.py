@@ -1,11 +1,12 @@
-"""How near to the link's limit does optimizer state move off the GPU and back, and what do other ways reach?
+"""How close to the link's limit does optimizer state move off the GPU and back, and what do other ways reach?
 
-    python benchmarks/optimizer_offload.py --out docs/results/optimizer_offload.json [--cases soak] [--scale 0.01]
+python benchmarks/optimizer_offload.py --out docs/results/optimizer_offload.json [--cases soak] [--scale 0.01]
 
-All in one run of some three minutes on an H200, medians of round trips in which memory is really given back and taken
-again: out is timed until the memory is the driver's, back until the GPU may read the data. torch_memory_saver is left
-out where it is not installed. Without a GPU, at a scale such as 0.01, tensors move between two places of host memory.
-The table of the page beside the JSON file is written anew; its prose is written by hand.
+One run takes about three minutes on an H200 and reports medians of round trips in which memory is really given back and
+taken again: the way out ends when the driver has the memory, the way back when the GPU may read the data.
+torch_memory_saver is skipped where it is not installed. Without a GPU, at a scale such as 0.01, tensors move between
+two places in host memory. The benchmark rewrites the table of the page beside the JSON file; the page's prose is
+written by hand.
 """
 
 import argparse
@@ -32,8 +33,8 @@ CASES: Mapping[str, Callable[[Setting], None]] = {
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--cases", default=",".join(CASES), help="some of the cases, with commas between")
-    parser.add_argument("--scale", type=float, default=1.0, help="of the sizes; the bars speak of 1")
+    parser.add_argument("--cases", default=",".join(CASES), help="cases to run, separated by commas")
+    parser.add_argument("--scale", type=float, default=1.0, help="scale of the sizes; the bars apply at 1")
     parser.add_argument("--out", type=Path, default=Path("build/optimizer_offload.json"), help="the result file")
     arguments = parser.parse_args()
     chosen = arguments.cases.split(",")

@@ -1,10 +1,10 @@
-"""What the framework adds to a GRPO step: the tiny recipe's step beside its passes in plain torch and Transformers.
+"""How much does the framework add to a GRPO step of the tiny recipe, compared with plain torch and transformers?
 
-    python benchmarks/overhead.py [--steps 20] [--rounds 3] [--output docs/results/overhead-cpu.json] [key=value ...]
+python benchmarks/overhead.py [--steps 20] [--rounds 3] [--output docs/results/overhead_cpu.json] [key=value ...]
 
-Both take turns in one run on one machine, with as many threads and the same problems, model, batch sizes and optimizer.
-A round is `steps` steps of each; a row is the median over all of its steps. The framework's part is what `make grpo`
-runs: a policy worker and a generation engine, each a Ray process.
+The two take turns in one run on one machine, with the same number of threads, problems, model, batch sizes and
+optimizer. A round is `steps` steps of each; a row is the median over all of its steps. The framework runs what `make
+grpo` runs: a policy worker and a generation engine, each in a Ray process.
 """
 
 import argparse
@@ -35,11 +35,11 @@ from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.run.setup import read_data, with_run_length
 
 RECIPE = Path(__file__).parents[1] / "examples" / "configs" / "grpo_tiny_cpu.yaml"
-# The recipe spares itself this pass; most recipes cannot, so both sides make it.
+# The recipe skips this pass; most recipes cannot, so both sides run it.
 LOG_PROB_PASS = "loss_fn.force_on_policy_ratio=false"
 WARM_UP_STEPS = 3
 WHOLE_STEP = "whole step"
-# The framework's names of the passes that both have.
+# The framework's names for the passes that both sides have.
 PASSES = {
     "generation": "generation",
     "rewards": "rewards and advantages",
@@ -94,7 +94,7 @@ def parse_arguments() -> argparse.Namespace:
 
 
 def plain_step(recipe: Any) -> Step:
-    """One step of the yardstick, on the recipe's problems in the recipe's order."""
+    """Runs one step of the plain baseline, on the recipe's problems in the recipe's order."""
     section, policy, loss = recipe["grpo"], recipe["policy"], recipe["loss_fn"]
     tokenizer = load_tokenizer(policy["tokenizer"]["name"])
     problems, _ = read_data(recipe["data"], section["seed"])
@@ -114,7 +114,7 @@ def plain_step(recipe: Any) -> Step:
 
 
 def tokenized(problems: ProblemLoader[Problem], size: int, tokenizer: Any) -> tuple[torch.Tensor, list[list[int]]]:
-    """The next prompts, int64 [size, length], and the answers' token ids with the end of sequence."""
+    """Returns the next prompts, int64 [size, length], and the answers' token ids with the end of sequence."""
     batch = problems.next_batch(size)
     prompts = [tokenizer(problem.prompt, add_special_tokens=False)["input_ids"] for problem in batch]
     answers = [tokenizer(problem.answer, add_special_tokens=False)["input_ids"] for problem in batch]
@@ -122,7 +122,7 @@ def tokenized(problems: ProblemLoader[Problem], size: int, tokenizer: Any) -> tu
 
 
 def framework_step(algorithm: grpo.GRPO) -> Step:
-    """One step as a run does it, its phases under the yardstick's names."""
+    """Runs one step as a run does; the phases have the baseline's names."""
     numbers = itertools.count(1)
 
     def step() -> Seconds:
@@ -136,7 +136,7 @@ def framework_step(algorithm: grpo.GRPO) -> Step:
 
 
 def take_turns(sides: dict[str, Step], num_steps: int, num_rounds: int) -> dict[str, list[Seconds]]:
-    """Warms both sides up, then lets them alternate, so that what else the machine does hits both."""
+    """Warms both sides up, then alternates between them, so that other load on the machine affects both."""
     for step in sides.values():
         for _ in range(WARM_UP_STEPS):
             step()
@@ -148,7 +148,7 @@ def take_turns(sides: dict[str, Step], num_steps: int, num_rounds: int) -> dict[
 
 
 def compare(plain: Sequence[Seconds], framework: Sequence[Seconds], num_threads: int) -> list[dict[str, float | str]]:
-    """One row a pass: the medians of both sides, and the framework's over the plain one's."""
+    """Returns one row for each pass: both medians, and the framework's divided by the plain one's."""
     rows: list[dict[str, float | str]] = []
     for name in [*PASSES.values(), WHOLE_STEP]:
         plain_s = statistics.median(seconds[name] for seconds in plain)
@@ -167,7 +167,7 @@ def compare(plain: Sequence[Seconds], framework: Sequence[Seconds], num_threads:
 
 
 def table_of(rows: Sequence[dict[str, float | str]]) -> Table:
-    """The rows for people, in milliseconds."""
+    """Formats the rows as a table in milliseconds."""
     table = Table(title="A GRPO step of the tiny recipe, median")
     for column in ("pass", "plain ms", "framework ms", "ratio"):
         table.add_column(column, justify="left" if column == "pass" else "right")

@@ -1,7 +1,8 @@
-"""The yardstick of overhead.py: a GRPO step on one process, in plain torch and transformers, with nothing around it.
+"""Implements the baseline of overhead.py: a GRPO step in one process, in plain torch and transformers.
 
-It does the passes of the framework's step and no more: sample with a KV cache, log-probs of the policy before the
-update, forward and backward in micro-batches, clipped AdamW, copy the weights to the sampler's model.
+It runs the passes of the framework's step and no more: sample with a KV cache, compute log-probs of the policy before
+the update, run forward and backward in micro-batches, step a clipped AdamW, and copy the weights to the sampler's
+model.
 """
 
 import time
@@ -14,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 
 class PlainGRPO:
-    """One policy and one sampler, each a Hugging Face model with random weights, on the CPU in fp32.
+    """Trains one policy with one sampler, each a Hugging Face model with random weights, on the CPU in fp32.
 
     Args:
         policy: The recipe's section `policy`: model, batch sizes, optimizer, generation.
@@ -105,14 +106,14 @@ class PlainGRPO:
         return torch.stack(sampled + missing * [sampled[-1]], dim=1)
 
     def _response_mask(self, responses: torch.Tensor) -> torch.Tensor:
-        """Float32 [B, R]: 1 up to and with the first end of sequence."""
+        """Returns float32 [B, R]: 1 up to and including the first end of sequence."""
         ended_before = (responses == self._eos).cumsum(dim=1) - (responses == self._eos).long()
         return (ended_before == 0).float()
 
     def _advantages(
         self, responses: torch.Tensor, mask: torch.Tensor, answers: Sequence[Sequence[int]]
     ) -> torch.Tensor:
-        """Float32 [B]: exact-match rewards, normalised in each prompt's group."""
+        """Returns float32 [B]: exact-match rewards, normalised in each prompt's group."""
         right = [
             row[: int(length)] == list(answers[index // self._num_generations])
             for index, (row, length) in enumerate(zip(responses.tolist(), mask.sum(dim=1), strict=True))
@@ -122,7 +123,7 @@ class PlainGRPO:
         return ((rewards - rewards.mean(dim=1, keepdim=True)) / (spread + 1e-6)).flatten()
 
     def _logprobs(self, input_ids: torch.Tensor, prompt_length: int) -> torch.Tensor:
-        """Float32 [B, R]: log-probs of the response's tokens."""
+        """Returns float32 [B, R]: log-probs of the response's tokens."""
         logits = self.policy(input_ids, use_cache=False).logits[:, prompt_length - 1 : -1].float()
         return -cross_entropy(logits.transpose(1, 2), input_ids[:, prompt_length:], reduction="none")
 
@@ -152,7 +153,7 @@ class PlainGRPO:
 
 
 class _Clock:
-    """Splits the time since it was made into phases."""
+    """Splits the time since its creation into phases."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}

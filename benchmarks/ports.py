@@ -1,4 +1,4 @@
-"""Finds ports for the rendezvous of a benchmark's ranks."""
+"""Finds free ports for the rendezvous of a benchmark's ranks."""
 
 import contextlib
 import random
@@ -6,7 +6,7 @@ import socket
 
 
 def free_port() -> int:
-    """A free port, below those of outgoing connections: runs may go on side by side."""
+    """Returns a free port below the range of outgoing connections, so that runs can go on side by side."""
     while True:
         port = random.SystemRandom().randrange(20_000, 32_000)
         with socket.socket() as probe, contextlib.suppress(OSError):

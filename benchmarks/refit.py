@@ -1,12 +1,11 @@
-"""How long does a refit take, in each way: from the driver's call until the engine has loaded every weight?
+"""How long does a refit take in each way, from the driver's call until the engine has loaded every weight?
 
-Policy and engine share the GPU, as in a run; the policy has no optimizer, and vLLM generates without CUDA graphs.
-Each refit is repeated, and the first, in which the export finds out what to convert and graphs are recorded, is not
-counted. `export_ms` and `load_ms` are parts of `send_ms`, of the rank alone, and overlap. `equal` says that checksums
-of what was sent and of what the engine has were compared after the last one, in that way.
+Policy and engine share the GPU, as in a run; the policy has no optimizer, and vLLM generates without CUDA graphs. Each
+refit is repeated. The first is not counted, because in it the export finds out what to convert and graphs are recorded.
+`export_ms` and `load_ms` are parts of `send_ms` on the rank alone, and overlap. `equal` says whether the checksums of
+the weights sent and of the engine's weights agreed after the last refit of that way.
 
-    python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json
-    python benchmarks/refit.py --scale tiny
+python benchmarks/refit.py --cases 1.5B --out docs/results/refit.json python benchmarks/refit.py --scale tiny
 
 | way | what it is |
 |---|---|
@@ -15,7 +14,7 @@ of what was sent and of what the engine has were compared after the last one, in
 | `graphs` | the same, replayed from CUDA graphs; where `replayed` is false, the log says why they could not be |
 | `broadcast` | with `--apart`, to an engine on a GPU of its own: two GPUs, over NCCL |
 
-At `--scale tiny` tiny models are sent, also without a GPU.
+`--scale tiny` sends tiny models, also without a GPU.
 """
 
 import argparse
@@ -71,13 +70,13 @@ _TINY_EXPERTS = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per
 
 @dataclass(frozen=True)
 class Sized:
-    """A transport with buckets of another size than the recipe's (see `RefitTransport`)."""
+    """Wraps a transport so that its buckets have another size than the recipe's (see `RefitTransport`)."""
 
     transport: RefitTransport
     buffers_gib: float
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender."""
+        """Creates a rank's sender."""
         return self.transport.connect(plan, rank=rank, bucket_bytes=int(self.buffers_gib * GIB))
 
 
@@ -93,7 +92,7 @@ def main() -> None:
 
 
 def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, TableValue]]:
-    """Yields a row a way and size of buffers."""
+    """Yields a row for each way and buffer size."""
     import torch
 
     largest = max(arguments.buffers_gib)
@@ -155,7 +154,7 @@ def measure(case: str, arguments: argparse.Namespace) -> Iterator[dict[str, Tabl
 
 
 def hf_config(case: str, scale: str) -> dict[str, Any]:
-    """The model's sizes."""
+    """Returns the model's sizes."""
     full = dict(CASES[case])
     if scale == "full":
         return full
@@ -164,7 +163,7 @@ def hf_config(case: str, scale: str) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def stopped_at_the_end(generation: GenerationInterface) -> Iterator[Any]:
-    """Ends an engine's processes, as the group's and the cluster's own contexts do theirs."""
+    """Ends an engine's processes, as the contexts of the group and the cluster end theirs."""
     try:
         yield generation
     finally:
@@ -172,7 +171,7 @@ def stopped_at_the_end(generation: GenerationInterface) -> Iterator[Any]:
 
 
 def _refit(group: PolicyWorkerGroup) -> dict[str, float]:
-    """Refits once: `seconds` as the driver sees it, and the metrics of the rank."""
+    """Refits once and returns `seconds` as the driver sees them, and the metrics of the rank."""
     start = time.perf_counter()
     group.send_weights()
     seconds = time.perf_counter() - start
@@ -180,21 +179,21 @@ def _refit(group: PolicyWorkerGroup) -> dict[str, float]:
 
 
 def _median_ms(refits: list[dict[str, float]], name: str) -> float | None:
-    """The median of a metric, which not every transport has."""
+    """Returns the median of a metric, which not every transport has."""
     if name not in refits[0]:
         return None
     return round(statistics.median(refit[name] for refit in refits) * 1e3, 2)
 
 
 def parse_arguments() -> argparse.Namespace:
-    """Returns the command line's."""
+    """Returns the arguments of the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--cases", nargs="+", default=list(CASES), choices=list(CASES))
     parser.add_argument("--backend", default="vllm", choices=["vllm", "transformers"])
     parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
-    parser.add_argument("--apart", action="store_true", help="the engine on a GPU of its own, in the way broadcast")
-    parser.add_argument("--buffers-gib", nargs="+", type=float, default=[1.0], help="GiB of buckets under way")
-    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a try without a GPU")
+    parser.add_argument("--apart", action="store_true", help="put the engine on its own GPU; refit by broadcast")
+    parser.add_argument("--buffers-gib", nargs="+", type=float, default=[1.0], help="GiB of buckets in flight")
+    parser.add_argument("--scale", choices=["full", "tiny"], default="full", help="tiny for a trial without a GPU")
     parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--out", type=Path, default=Path("build/refit.json"), help="the result file")
     return parser.parse_args()

@@ -1,4 +1,4 @@
-"""The form of every result: machine, commit, command and date, and one row a measured case."""
+"""Writes results in their common form: machine, commit, command and date, and one row for each measured case."""
 
 import json
 import os
@@ -41,7 +41,7 @@ def write_result(path: Path, rows: Sequence[Mapping[str, TableValue]], *, append
 def _appended(
     before: Mapping[str, Any], rows: Sequence[Mapping[str, TableValue]], fields: Sequence[str]
 ) -> list[Mapping[str, TableValue]]:
-    """Returns the rows of an earlier result, those that were measured again as they are now, and then all others."""
+    """Merges the rows of an earlier result with new ones, in place of rows that were measured again."""
 
     def case_of(row: Mapping[str, TableValue]) -> tuple[TableValue, ...]:
         return tuple(row.get(name) for name in fields)
@@ -53,7 +53,7 @@ def _appended(
 
 
 def print_rows(rows: Sequence[Mapping[str, TableValue]]) -> None:
-    """Prints rows as a table, a column a field."""
+    """Prints rows as a table with one column for each field."""
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [names, *([str(row[name]) if name in row else "-" for name in names] for row in rows)]
     widths = [max(len(line[column]) for line in lines) for column in range(len(names))]
@@ -62,7 +62,7 @@ def print_rows(rows: Sequence[Mapping[str, TableValue]]) -> None:
 
 
 def machine() -> str:
-    """Says what the figures were measured on: the GPUs if there are any, the processor, its cores, the memory."""
+    """Describes the machine of the figures: its GPUs if there are any, processor, cores and memory."""
     import torch
 
     gpus = [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())]
@@ -72,9 +72,9 @@ def machine() -> str:
 
 
 def commit() -> str:
-    """Returns the commit that is checked out, with `+changes` where tracked files differ from it.
+    """Returns the checked-out commit, with `+changes` where tracked files differ from it.
 
-    NEMO_OFFLOAD_RL_COMMIT names it on a machine that has a copy of the tree without its history.
+    NEMO_OFFLOAD_RL_COMMIT names the commit on a machine that has a copy of the tree without its history.
     """
     if "NEMO_OFFLOAD_RL_COMMIT" in os.environ:
         return os.environ["NEMO_OFFLOAD_RL_COMMIT"]

@@ -1,7 +1,7 @@
 """Gives the processes of a benchmark turns: all import what they need at once, then one after another measures.
 
-Imports take 25 s. In a run in which others imported meanwhile, half of the parameters took the CPU optimizer longer
-than all of them, which came last (docs/results/cpu_optimizer.md).
+Imports take 25 s. In a run where other processes imported meanwhile, the CPU optimizer took longer for half of the
+parameters than for all of them, which were measured last (docs/results/cpu_optimizer.md).
 """
 
 import contextlib
@@ -21,7 +21,7 @@ _SLOW_IMPORTS = ("transformer_engine.pytorch", "nemo_offload_rl.worker.worker")
 
 @contextlib.contextmanager
 def my_turn(imports: Iterable[str] = ()) -> Iterator[None]:
-    """Imports what takes long, then waits until no other process of the benchmark imports or measures.
+    """Imports slow modules, then waits until no other process of the benchmark imports or measures.
 
     Args:
         imports: modules beside those that all benchmarks need; one that cannot be imported is left to its user.
@@ -38,7 +38,7 @@ def my_turn(imports: Iterable[str] = ()) -> Iterator[None]:
 
 
 def in_turn[Name, Row](run: Callable[[Name], Row], names: Sequence[Name]) -> Iterator[list[Row]]:
-    """Yields, whenever a process has ended, what `run` has returned so far, in the order of the names.
+    """Yields all results of `run` so far whenever a process has ended, in the order of the names.
 
     Processes get their turn in any order.
 

@@ -27,7 +27,7 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 
 def policy(seq_length: int) -> dict[str, Any]:
-    """The policy section of grpo_math_1B_megatron.yaml, with random weights."""
+    """Returns the policy section of grpo_math_1B_megatron.yaml, with random weights."""
     from nemo_offload_rl.config import load
 
     recipe = load(
@@ -54,7 +54,7 @@ def batch(rows: int, seq_length: int) -> BatchedData:
 
 
 def bare_step(worker: MegatronPolicyWorker, data: BatchedData, mbs: int) -> float:
-    """One step with nothing of ours but the model and optimizer objects."""
+    """Runs one step that uses only this package's model and optimizer objects."""
     from megatron.core.pipeline_parallel import get_forward_backward_func
 
     state = worker.state
@@ -111,9 +111,9 @@ def median_of_ratios(pairs: Sequence[tuple[float, float]]) -> float:
 def interval_95(
     pairs: Sequence[tuple[float, float]], statistic: Callable[[Sequence[tuple[float, float]]], float]
 ) -> tuple[float, float]:
-    """Percentile bootstrap: a statistic of 10,000 draws of as many pairs, with replacement.
+    """Bootstraps a 95% percentile interval of a statistic from 10,000 draws of pairs with replacement.
 
-    It takes the pairs for independent, and knows nothing of what differs from one run or machine to the next.
+    The interval treats the pairs as independent and does not cover differences between runs or machines.
     """
     generator = random.Random(0)
     found = statistics.quantiles(
@@ -123,9 +123,9 @@ def interval_95(
 
 
 def compared(bare: Sequence[float], ours: Sequence[float]) -> dict[str, float]:
-    """Fields of a row: ratios of `ours` to `bare`, seconds of the same steps in turn, with 95% intervals.
+    """Returns fields of a row: ratios of `ours` to `bare` over the same steps in turn, with 95% intervals.
 
-    A pair's two steps ran one after the other, so what slows the host for longer than a step is in both.
+    A pair's two steps ran one after the other, so a slowdown of the host that outlasts a step affects both.
     """
     pairs = list(zip(bare, ours, strict=True))
     fields: dict[str, float] = {}

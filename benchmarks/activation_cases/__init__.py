@@ -1,1 +1,1 @@
-"""What benchmarks/activation_offload.py measures: a module a table, and what they share."""
+"""Implements benchmarks/activation_offload.py: a module for each table, and what they share."""

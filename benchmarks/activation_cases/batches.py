@@ -1,4 +1,4 @@
-"""Batches that depend on the step alone: the same for the runs that are compared."""
+"""Creates batches that depend only on the step, so that compared runs get the same ones."""
 
 import random
 
@@ -13,7 +13,7 @@ FEWEST, MOST = 2, 6
 
 
 def num_micro_batches(kind: str, step: int) -> int:
-    """Micro-batches of a step: `kind` itself, or where that is "changing" each number once in five steps."""
+    """Returns a step's micro-batches: `kind` itself, or for "changing" each number once in five steps."""
     if kind != "changing":
         return int(kind)
     numbers = list(range(FEWEST, MOST + 1))
@@ -22,19 +22,19 @@ def num_micro_batches(kind: str, step: int) -> int:
 
 
 def padded_lengths(rows: int, longest: int, seed: int) -> list[int]:
-    """Tokens of each row; the first is as long as can be, so that rows with and without graphs are padded alike."""
+    """Returns the tokens of each row; the first is as long as possible, so that all runs have the same padding."""
     generator = random.Random(seed)
     return [longest, *(generator.randint(longest // 4, longest) for _ in range(rows - 1))]
 
 
 def packed_lengths(num_bins: int, capacity: int, longest: int, seed: int, divisible_by: int = 1) -> list[int]:
-    """Tokens of samples that pack into so many rows.
+    """Returns the tokens of samples that pack into the given number of rows.
 
     Args:
         num_bins: rows.
         capacity: tokens of a row.
         longest: tokens of a sample at most; a quarter of the capacity or more.
-        seed: other lengths for another one.
+        seed: selects the lengths.
         divisible_by: samples are padded to a multiple of so many tokens.
     """
     generator = random.Random(seed)
@@ -51,7 +51,7 @@ def packed_lengths(num_bins: int, capacity: int, longest: int, seed: int, divisi
 
 
 def batch(lengths: list[int], vocab_size: int, seed: int) -> BatchedData:
-    """Random tokens; the first eighth of each row is a prompt, which is not trained on."""
+    """Creates random tokens; the first eighth of each row is a prompt, which is not trained on."""
     generator = torch.Generator().manual_seed(seed)
     width = max(lengths)
     columns, of_row = torch.arange(width)[None], torch.tensor(lengths)

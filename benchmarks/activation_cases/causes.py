@@ -1,14 +1,14 @@
-"""What of the cost of offloading is whose: one worker's steps in several ways, taken in turn.
+"""Splits the cost of offloading by its causes: one worker takes steps in several ways, in turn.
 
-- `plain`: offloading suspended.
-- `hooks`: everything is asked about, and stays: a fraction of 0.
-- `requests`: as `beside`, with 4 KiB in place of what each copy moves.
-- `beside`: all storages stay on the GPU and are copied out all the same, and as many bytes come back, by as many
-  requests, into memory that is not read; no stream waits for them.
-- `offloaded`: as users have it.
+- `plain`: offloading is suspended.
+- `hooks`: the hooks see every tensor, but all stay on the GPU: a fraction of 0.
+- `requests`: as `beside`, with 4 KiB in place of each copy's bytes.
+- `beside`: all storages stay on the GPU but are still copied out, and as many bytes come back, in as many requests,
+  into memory that is not read; no stream waits for them.
+- `offloaded`: as in a run.
 
-`paired_percent` is by how much a way's step is longer than the plain one beside it, the median of all pairs, with the
-bootstrap's interval of worker_train.py: these hosts change their pace by more than what is looked for.
+`paired_percent` says by how much a way's step is longer than the plain one beside it, as the median of all pairs, with
+the bootstrap's interval of worker_train.py: the speed of these hosts varies by more than the effect.
 """
 
 import contextlib
@@ -44,13 +44,13 @@ CASES: Mapping[str, tuple[Combination, int]] = {
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """A part a worker."""
+    """Returns one part for each worker."""
     return {name: functools.partial(_measure, setting, name, *case) for name, case in CASES.items()}
 
 
 @contextlib.contextmanager
 def training(combination: Combination, size: int) -> Iterator[tuple[MegatronPolicyWorker, Callable[[], object]]]:
-    """A worker of a case, and a step of it, always with the same data.
+    """Yields a worker of a case and a function that trains a step, always with the same data.
 
     Args:
         combination: what is on.
@@ -68,7 +68,7 @@ def _measure(setting: Setting, part: str, combination: Combination, size: int) -
     with training(combination, size) as (worker, train):
         active = offloader(worker)
         assert active is not None, f"{part} offloads"
-        train()  # which groups make requests is known from a whole pass on
+        train()  # the manager knows which groups make requests after one whole pass
 
         def step(way: Callable[[], contextlib.AbstractContextManager[object]]) -> None:
             with way():
@@ -98,11 +98,11 @@ def _row(combination: Combination, size: int, plain: list[float], taken: list[fl
 def ways(
     active: ActivationOffloader, device: torch.device
 ) -> Mapping[str, Callable[[], contextlib.AbstractContextManager[object]]]:
-    """How steps are taken while each is entered.
+    """Returns the ways; a step runs inside the context of its way.
 
     Args:
         active: offloads, on one pipeline stage.
-        device: has the memory that copies come back into beside a step.
+        device: holds the memory for copies that come back during a step.
     """
     return {
         "plain": functools.partial(suspended, active),
@@ -142,7 +142,7 @@ def _beside(active: ActivationOffloader, device: torch.device, *, at_most: int |
 
 
 class _Forgetful(InflightOffloads):
-    """Waits for nothing, and leaves on the GPU what is there."""
+    """Waits for nothing, and leaves all tensors on the GPU."""
 
     def release(self, max_held: int) -> None:
         while len(self._held) > max_held:
@@ -166,7 +166,7 @@ def _short(
 
 @contextlib.contextmanager
 def instead(owner: ActivationOffloader | CopyEngine, **attributes: Any) -> Iterator[None]:
-    """Attributes of one object, until the block ends."""
+    """Replaces attributes of one object until the block ends."""
     before = {name: vars(owner)[name] for name in attributes if name in vars(owner)}
     vars(owner).update(attributes)
     try:

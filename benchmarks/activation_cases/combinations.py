@@ -1,4 +1,4 @@
-"""Which combinations of settings are compared with plain runs: one factor at a time, then pairs of all factors."""
+"""Chooses the combinations of settings to compare with plain runs: single factors, then pairs of factors."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -17,13 +17,13 @@ ALL_OF_MOE = (*ALL_OF_DENSE, *EXPERTS)
 
 @dataclass(frozen=True)
 class Combination:
-    """Settings of one run; those of the same batches and model without the rest are its plain run.
+    """Holds the settings of one run; its plain run has the same model and batches and none of the other settings.
 
     Attributes:
         model: a recipe beside this module.
         modules: offloaded; none is a plain run.
-        fraction: of them that leaves.
-        graphs: captured parts of a layer.
+        fraction: of them that is offloaded.
+        graphs: parts of a layer that are captured.
         delay: delay_offload_until_cuda_graph.
         micro_batches: of a step; "changing" is 2 to 6, another number in each step.
         packed: rows are packed, with other lengths in each step.
@@ -49,7 +49,7 @@ class Combination:
 
     @property
     def name(self) -> str:
-        """What tells it from the others."""
+        """Returns the name that tells it from the others."""
         words = [self.model, "+".join(self.modules) or "plain"]
         words += [f"fraction={self.fraction:g}"] if self.fraction != 1 else []
         words += [f"graphs={'+'.join(self.graphs)}"] if self.graphs else []
@@ -62,11 +62,11 @@ class Combination:
         return "/".join(words)
 
     def plain(self) -> "Combination":
-        """The run that it has to be equal to."""
+        """Returns the run that it has to be equal to."""
         return replace(self, modules=(), fraction=1.0, graphs=(), delay=False, phases=False)
 
     def overrides(self) -> list[str]:
-        """Of its recipe."""
+        """Returns the overrides of its recipe."""
         megatron = "policy.megatron_cfg"
         found = list(self.extra)
         if self.modules:
@@ -146,7 +146,7 @@ PAIRWISE: Mapping[str, Levels] = {
 
 
 def are_allowed(values: Mapping[str, Any]) -> bool:
-    """Whether validation accepts these levels together; what it refuses is in `REFUSED`, for once each."""
+    """Returns whether validation accepts these levels together; `REFUSED` has each refused combination once."""
     graphs, modules = values["graphs"], values["modules"]
     if values["delay"] and not graphs:
         return False
@@ -157,7 +157,7 @@ def are_allowed(values: Mapping[str, Any]) -> bool:
 
 
 def single_gpu() -> list[Combination]:
-    """A control of each model, which offloads nothing, then one factor at a time, then the pairs; each once."""
+    """Returns a control of each model that offloads nothing, then single factors, then the pairs, each once."""
     found: list[Combination] = []
     for model, levels in ONE_AT_A_TIME.items():
         found.append(Combination(model))
@@ -170,7 +170,7 @@ def single_gpu() -> list[Combination]:
 
 
 def one_at_a_time(levels: Levels) -> Iterator[dict[str, Any]]:
-    """The base, and the base with another level of one factor; a delay comes with graphs."""
+    """Returns the base, and the base with another level of one factor; a delay comes with graphs."""
     base = {name: choices[0] for name, choices in levels.items()}
     yield base
     for name, choices in levels.items():
@@ -180,9 +180,9 @@ def one_at_a_time(levels: Levels) -> Iterator[dict[str, Any]]:
 
 
 def pairwise(levels: Levels, allowed: Callable[[Mapping[str, Any]], bool]) -> list[dict[str, Any]]:
-    """Rows in which every two levels of two factors meet that an allowed row can have; greedily few.
+    """Returns few rows in which all pairs of levels of two factors meet, as far as rows with them are allowed.
 
-    Each time the allowed row with the most new pairs is taken, of several the first in the order of the levels.
+    Greedily takes the allowed row with the most new pairs; of several, the first in the order of the levels.
     """
     rows = [dict(zip(levels, values, strict=True)) for values in itertools.product(*levels.values())]
     pairs_of = [frozenset(itertools.combinations(row.items(), 2)) for row in rows]
@@ -256,7 +256,7 @@ LAYOUTS: Mapping[str, tuple[int, Combination]] = {
 
 
 def several_gpus() -> dict[str, tuple[int, Combination]]:
-    """The layouts, each under its combination's name."""
+    """Returns the layouts, each under its combination's name."""
     found = {}
     for layout, (num_gpus, combination) in LAYOUTS.items():
         extra = (*combination.extra, f"cluster.gpus_per_node={num_gpus}")

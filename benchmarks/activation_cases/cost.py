@@ -1,18 +1,19 @@
-"""Table 3: what offloading costs and saves, of a dense model and of a mixture of experts.
+"""Measures table 3: what offloading costs and saves, for a dense model and a mixture of experts.
 
 Without graphs the two ways are `plain` and `offloaded`: one worker, whose offloading is suspended in every other step.
 With graphs they are `eager offloaded` and `graphs offloaded`: one worker, whose graphs are set aside in every other
-step. `overhead_percent` compares the second way with the first by medians of single steps, `overhead_low_95` and
-`overhead_high_95` are the bootstrap's of worker_train.py. Peaks come from steps that are not timed.
+step. `overhead_percent` compares the second way with the first by medians of single steps; `overhead_low_95` and
+`overhead_high_95` are the bootstrap interval of worker_train.py. Peaks come from steps that are not timed.
 
-`r` is the fall of torch's peak of allocated memory over the distinct bytes that should have left at the peak: of one
-micro-batch (one pipeline stage holds no more), all that the manager saw in the modules but what it kept by choice
-(`kept_mib`, as the last group of each module). Bytes that a module moves and another one keeps alive count as "should
-have left", so such a module has a low R. It is null with graphs, whose pools torch does not count as allocated.
+`r` is the fall of torch's peak of allocated memory divided by the distinct bytes that should be offloaded at the peak:
+of one micro-batch (one pipeline stage holds no more), all that the manager saw in the modules except what it kept on
+purpose (`kept_mib`, such as the last group of each module). Bytes that one module offloads while another keeps them
+alive count as "should be offloaded", so such a module has a low R. `r` is null with graphs, whose pools torch does not
+count as allocated.
 
-Bytes are those of a step; `link_ms`, `forward_ms` and `offloaded_forward_ms`, up to the logits, are of a micro-batch,
-`bound_percent` is `link_bound_percent` in figures.py, `bar_percent`, `forward_bar_ms` and `r_bar` what the issue asks
-for.
+Bytes are those of a step. `link_ms`, `forward_ms` and `offloaded_forward_ms`, up to the logits, are those of a
+micro-batch. `bound_percent` is `link_bound_percent` in figures.py; `bar_percent`, `forward_bar_ms` and `r_bar` are the
+bars.
 """
 
 import contextlib
@@ -44,7 +45,7 @@ _MODULES_WITH_BARS = (("qkv_linear",), ATTENTION, ("moe_act",))
 
 @dataclass(frozen=True)
 class Case:
-    """One worker.
+    """Describes one worker.
 
     Attributes:
         settings: its recipe and what is on.
@@ -56,7 +57,7 @@ class Case:
 
     @property
     def is_moe(self) -> bool:
-        """Whether the model has experts."""
+        """Returns whether the model has experts."""
         return self.settings.model == "moe"
 
 
@@ -82,13 +83,13 @@ CASES: Mapping[str, Case] = {
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """A part a worker; --micro-batches chooses among its sizes."""
+    """Returns one part for each worker; --micro-batches chooses among its sizes."""
     return {name: functools.partial(_measure_case, setting, name, case) for name, case in CASES.items()}
 
 
 def _measure_case(setting: Setting, part: str, case: Case) -> None:
     sizes = [size for size in case.sizes if not setting.micro_batches or size in setting.micro_batches]
-    # Captured graphs have one shape, and their memory is not to be in the next size's figures.
+    # Captured graphs have one shape, and their memory must not count in the next size's figures.
     workers = [[size] for size in sizes] if case.settings.graphs else [sizes] if sizes else []
     for of_worker in workers:
         largest = f"policy.train_micro_batch_size={max(of_worker)}"
@@ -101,7 +102,7 @@ def _measure_case(setting: Setting, part: str, case: Case) -> None:
 
 
 class _Measurement:
-    """One size of micro-batches on one worker."""
+    """Measures one size of micro-batches on one worker."""
 
     def __init__(
         self, setting: Setting, part: str, case: Case, worker: MegatronPolicyWorker, section: dict[str, Any], size: int
@@ -115,7 +116,7 @@ class _Measurement:
         self._has_bar = case.settings.modules in _MODULES_WITH_BARS
 
     def without_graphs(self) -> None:
-        """Plain steps and offloaded ones."""
+        """Measures plain steps and offloaded ones."""
         active = offloader(self._worker)
         assert active is not None, f"{self._part} offloads"
 
@@ -145,7 +146,7 @@ class _Measurement:
         self._add(rows)
 
     def with_graphs(self) -> None:
-        """Eager steps and replayed ones, both offloaded; the graphs' pools are in the peaks of both."""
+        """Measures eager steps and replayed ones, both offloaded; the graphs' pools are in the peaks of both."""
         self._capture()
 
         def eager() -> None:
@@ -229,7 +230,7 @@ class _Measurement:
 
 @contextlib.contextmanager
 def _eager(worker: MegatronPolicyWorker) -> Iterator[None]:
-    """Captured graphs are kept, and not replayed."""
+    """Keeps captured graphs without replaying them."""
     graphs, worker.graphs = worker.graphs, NoCudaGraphs()
     try:
         yield

@@ -1,4 +1,4 @@
-"""What is made of what was measured: overhead, R, the link's bound, and the bars; plain numbers in and out."""
+"""Computes overhead, R, the link's bound and the bars; plain numbers in and out."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -7,17 +7,17 @@ OVERHEAD_BAR_PERCENT = 0.3
 R_BAR = 0.99
 MOE_BAR_PERCENT = 3.0
 LINK_MARGIN = 1.1
-# Graphs with offloading against eager with offloading: at most so much slower.
+# How much slower graphs may be than eager steps, both with offloading.
 GRAPH_BARS_PERCENT = {"attn": 3.0, "attn, mlp": 10.0, "attn, moe_router": 0.0}
 
 
 def overhead_percent(base: Sequence[float], ours: Sequence[float]) -> float:
-    """By how much the median of `ours` is above that of `base`, in percent."""
+    """Returns by how many percent the median of `ours` is above that of `base`."""
     return (statistics.median(ours) / statistics.median(base) - 1) * 100
 
 
 def recovered_share(plain_peak: int, peak: int, should_leave: float) -> float | None:
-    """R: the part of what should have left at the peak by which the peak fell.
+    """Returns R: the fall of the peak as a share of the bytes that should be offloaded at the peak.
 
     Args:
         plain_peak: bytes of the step without offloading.
@@ -34,10 +34,10 @@ def recovered_share(plain_peak: int, peak: int, should_leave: float) -> float | 
 def link_bound_percent(
     moved: float, bytes_per_s: float, forward_s: float, *, num_micro_batches: int, plain_step_s: float
 ) -> float:
-    """The overhead that no schedule can avoid, in percent of the plain step.
+    """Returns the overhead that no schedule can avoid, in percent of the plain step.
 
-    The copies of a micro-batch run beside its forward pass up to the logits, one way, and what they exceed it by is
-    waited for.
+    The copies of a micro-batch run one way beside its forward pass up to the logits; the stream waits for the time by
+    which they take longer.
 
     Args:
         moved: bytes of a micro-batch, one way.
@@ -51,7 +51,7 @@ def link_bound_percent(
 
 
 def overhead_bar_percent(*, is_moe: bool, micro_batch: int, bound_percent: float) -> float | None:
-    """The most overhead that a run without graphs may have, where there is a bar.
+    """Returns the most overhead that a run without graphs may have, or None where there is no bar.
 
     A mixture of experts: 3%, or 1.1 times the link's bound where that is more. A dense model: 0.3% in micro-batches of
     4; in those of 1, and only where the link is the limit, 1.1 times its bound.
@@ -65,7 +65,7 @@ def overhead_bar_percent(*, is_moe: bool, micro_batch: int, bound_percent: float
 
 
 def forward_bar_ms(*, is_moe: bool, micro_batch: int, link_ms: float, forward_ms: float) -> float | None:
-    """The longest that a forward pass up to the logits may take with offloading, where there is a bar.
+    """Returns the longest time for an offloaded forward pass up to the logits, or None where there is no bar.
 
     Within 10% of the link's time: a dense model in micro-batches of 1, where the link is the limit. The overhead of the
     step has the stricter bar there: 10% more than what the link's time exceeds the plain forward pass by.
@@ -74,7 +74,7 @@ def forward_bar_ms(*, is_moe: bool, micro_batch: int, link_ms: float, forward_ms
 
 
 def next_length(fills: Mapping[int, float | None], start: int, step: int) -> int | None:
-    """Which sequence length to try next: as long as memory should reach, and bisection behind one that does not fit.
+    """Returns the sequence length to try next: the expected limit, then bisection after one that does not fit.
 
     Args:
         fills: of lengths that were tried, the part that they filled of the memory which a model at rest leaves free;

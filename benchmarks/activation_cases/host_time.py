@@ -1,14 +1,15 @@
-"""What the CPU spends inside the manager in a step, by what it does there.
+"""Measures what the CPU spends inside the manager in a step, by kind of call.
 
-Where the CPU sets the pace, each of its microseconds shows in the step. A row is a kind of call: `calls` a step, `us`,
-the median of single calls, and `ms` a step, the median of steps. Calls hold others, whose time is theirs as well:
+Where the CPU is the bottleneck, each of these microseconds lengthens the step. A row is a kind of call: `calls` in a
+step, `us`, the median of single calls, and `ms` in a step, the median of steps. The time of nested calls counts in the
+outer call as well:
 
-- `pack` and `unpack`, called by autograd for each tensor that is saved and used; the first `unpack` of a group holds
+- `pack` and `unpack`, called by autograd for each tensor that is saved and used; the first `unpack` of a group includes
   its `begin_backward`, others the `wait` for what has come back;
-- `commit`, the end of a group's forward pass, and `begin_backward`; they hold the requests `out` and `back`, and
+- `commit`, the end of a group's forward pass, and `begin_backward`; they include the requests `out` and `back`, and
   `commit` waits, too;
-- `wait`, of the GPU's stream for a request: how long it takes to say so, not how long the stream waits;
-- `forward plain` and `forward offloaded`: all that the CPU does from the begin of a micro-batch to its logits.
+- `wait`, of the GPU's stream for a request: the time of the call, not the time that the stream waits;
+- `forward plain` and `forward offloaded`: all CPU time from the start of a micro-batch to its logits.
 """
 
 import functools
@@ -33,7 +34,7 @@ NUM_STEPS = 20
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """A part a worker, of those whose causes are asked for."""
+    """Returns one part for each worker whose causes are requested."""
     return {name: functools.partial(_measure, setting, name, *case) for name, case in CASES.items()}
 
 
@@ -49,7 +50,7 @@ def _measure(setting: Setting, part: str, combination: Combination, size: int) -
 def seconds_inside(
     active: ActivationOffloader, step: Callable[[], object], num_steps: int
 ) -> Mapping[str, Mapping[str, float | int]]:
-    """Fields of a row for each kind of call.
+    """Returns fields of a row for each kind of call.
 
     Args:
         active: is timed; it is as before afterwards.
@@ -94,7 +95,7 @@ def _timed(call: Callable[..., Any], taken: list[float]) -> Callable[..., Any]:
 
 
 def _forward(active: ActivationOffloader, taken: list[float]) -> dict[str, Callable[..., None]]:
-    """What the manager is told at both ends of a micro-batch's forward pass."""
+    """Times a micro-batch's forward pass by the calls that the manager gets at both ends."""
     begin, end, starts = active.init_model_chunk_offload_handler, active.drain, [0.0]
 
     def begins(*arguments: Any, **named: Any) -> None:

@@ -1,4 +1,4 @@
-"""Copies that begin late, so that a wait that is missing shows in the numbers."""
+"""Delays copies, so that a missing wait shows in the numbers."""
 
 import contextlib
 from collections.abc import Iterable, Iterator
@@ -14,7 +14,7 @@ _CYCLES_PER_MS = 1_500_000  # an H200's clock is 1.98 GHz at most, lower under l
 
 @dataclass
 class Delays:
-    """What was delayed.
+    """Counts what was delayed.
 
     Attributes:
         num_copies: copies before which a kernel spins.
@@ -25,7 +25,7 @@ class Delays:
 
 @contextlib.contextmanager
 def late_copies(milliseconds: float) -> Iterator[Delays]:
-    """Before every copy of the offload engine, in either direction, its stream spins; nothing at 0."""
+    """Makes the stream of every copy of the offload engine spin first, in both directions; does nothing at 0."""
     delays = Delays()
     copy_all, copy_spans = CopyStream.copy_all, SpanCopyStream.copy_all
 

@@ -1,11 +1,11 @@
-"""Table 5: the longest sequence that one GPU trains the dense model on, to within 4,096 tokens.
+"""Measures table 5: the longest sequence that one GPU trains the dense model on, to within 4,096 tokens.
 
-Each length is tried in a process of its own, one row a try, so a later run goes on where one was stopped. A micro-batch
-is one sequence; the way `longest` has the answer, with the peaks of that try. Attention's activations leave, into at
-most 64 GiB of host memory; training state stays on the GPU.
+Each length is tried in its own process, one row for each try, so a later run continues where one was stopped. A
+micro-batch is one sequence; the way `longest` has the answer, with the peaks of that try. Attention's activations are
+offloaded, into at most 64 GiB of host memory; training state stays on the GPU.
 
-Kernels are those that a user gets, not the deterministic ones of the other tables: cuDNN's deterministic backward pass
-of attention takes 2 bytes x heads x tokens^2 of workspace, 61 GiB at 45,056 tokens of 16 heads, and would be the limit.
+Kernels are those of a run, not the deterministic ones of the other tables: cuDNN's deterministic backward pass of
+attention takes 2 bytes x heads x tokens^2 of workspace, 61 GiB at 45,056 tokens of 16 heads, and would be the limit.
 """
 
 import contextlib
@@ -41,7 +41,7 @@ _OUT_OF_MEMORY = ("out of memory", "alloc_failed")
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """A part a way to train."""
+    """Returns one part for each way to train."""
     return {name: functools.partial(_search, setting, name, combination) for name, combination in WAYS.items()}
 
 
@@ -69,7 +69,7 @@ def _search(setting: Setting, part: str, combination: Combination) -> None:
 
 @contextlib.contextmanager
 def any_kernels() -> Iterator[None]:
-    """Processes that are started meanwhile may choose kernels whose results differ from run to run."""
+    """Lets processes started in the block choose kernels whose results differ from run to run."""
     before = os.environ[DETERMINISTIC]
     os.environ[DETERMINISTIC] = "1"
     try:
@@ -84,7 +84,7 @@ def _row(combination: Combination, length: int) -> Row:
 
 
 def _try(_: int, combination: Combination, length: int) -> Row:
-    """A step that warms up, and two that are measured; with graphs the first of them captures."""
+    """Trains a warm-up step and two measured ones; with graphs the first measured step captures."""
     sizes = [
         f"policy.max_total_sequence_length={length}",
         "policy.train_micro_batch_size=1",
@@ -118,7 +118,7 @@ def _train(section: dict[str, Any], *, with_graphs: bool) -> Row:
             taken.append(time.perf_counter() - start)
 
         peaks = peaks_of(step)
-        # What graphs hold is not allocated by torch's count; without them the driver's has the allocator's slack in it.
+        # torch's count omits what graphs hold; without graphs the driver's count includes the allocator's slack.
         filled = peaks.driver - (total - free) if with_graphs else peaks.allocated - at_rest
         return {
             "fits": True,

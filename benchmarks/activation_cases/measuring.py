@@ -1,4 +1,4 @@
-"""Step times of several ways taken in turn, peaks of memory, the forward pass up to the logits."""
+"""Measures step times of several ways in turn, memory peaks, and the forward pass up to the logits."""
 
 import contextlib
 import gc
@@ -18,7 +18,7 @@ NUM_WARMUPS = 3
 
 
 def in_turn(ways: Mapping[str, Callable[[], object]], num_steps: int) -> dict[str, list[float]]:
-    """Seconds of each way's steps, after warm-ups; each goes first every other time."""
+    """Returns the seconds of each way's steps, after warm-ups; each way goes first every other time."""
     for _ in range(NUM_WARMUPS):
         for way in ways.values():
             way()
@@ -36,7 +36,7 @@ def in_turn(ways: Mapping[str, Callable[[], object]], num_steps: int) -> dict[st
 
 @contextlib.contextmanager
 def model_frozen() -> Iterator[None]:
-    """The garbage collector leaves alone what there is: 0.3 s for 800,000 objects, in the step of whichever way."""
+    """Makes the garbage collector skip existing objects: 800,000 of them take 0.3 s in any way's step."""
     gc.collect()
     gc.freeze()
     try:
@@ -47,7 +47,7 @@ def model_frozen() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Peaks:
-    """Of GPU memory, in bytes.
+    """Holds peaks of GPU memory, in bytes.
 
     Attributes:
         allocated: by torch's allocator, ranges of the residency engine not included.
@@ -60,7 +60,7 @@ class Peaks:
     driver: int
 
     def cells(self) -> dict[str, int]:
-        """Fields of a row; the peak without a name of its own is the driver's."""
+        """Returns fields of a row; the peak without a name of its own is the driver's."""
         return {
             "peak_mib": round(self.driver / MIB),
             "allocated_peak_mib": round(self.allocated / MIB),
@@ -70,7 +70,7 @@ class Peaks:
 
 
 def peaks_of(step: Callable[[], object]) -> Peaks:
-    """Over two steps that are not timed, from an empty cache on; the driver is asked every 10 ms."""
+    """Returns the peaks over two untimed steps, from an empty cache on; the driver is queried every 10 ms."""
     release_memory()
     torch.cuda.reset_peak_memory_stats()
     free, total = torch.cuda.mem_get_info()
@@ -87,9 +87,9 @@ def peaks_of(step: Callable[[], object]) -> Peaks:
 
 
 def forward_seconds(worker: MegatronPolicyWorker, step: Callable[[], object]) -> float:
-    """Median time on the GPU from the begin of a micro-batch's forward pass to its logits, over two steps.
+    """Returns the median GPU time from a micro-batch's start to its logits, over two steps.
 
-    Copies have so long: offloaded memory has to be free before the logits are made, or the peak would be no lower.
+    Copies have this much time: offloaded memory has to be free before the logits exist, or the peak is not lower.
     """
     begins: list[torch.cuda.Event] = []
     ends: list[torch.cuda.Event] = []

@@ -1,9 +1,10 @@
-"""A picture: GPU memory over one training step, with attention's activations on the GPU and with them offloaded.
+"""Records GPU memory over one training step, with attention's activations on the GPU and with them offloaded.
 
-The points are the ends of layers in forward and backward passes. At each the host notes a CUDA event and what torch has
-allocated; both follow the order of the stream, so they belong together. `NAME_memory.json` beside the result file NAME
-has a row a point: `ms` since the step began, `allocated_mib` at it, `peak_mib`, the most since the point before. The
-picture beside it shows the last of them. Ranges of the residency engine, which hold training state, are not in it.
+The points are the ends of layers in forward and backward passes. At each one the host records a CUDA event and torch's
+allocated memory; both follow the order of the stream, so they belong together. `NAME_memory.json` beside the result
+file NAME has a row for each point: `ms` since the step began, `allocated_mib` at the point, and `peak_mib`, the peak
+since the point before. The picture beside it shows `peak_mib`. Ranges of the residency engine, which hold training
+state, are not included.
 """
 
 import contextlib
@@ -31,12 +32,12 @@ MICRO_BATCH, NUM_MICRO_BATCHES = 4, 2
 
 @dataclass(frozen=True)
 class Point:
-    """A place in a step.
+    """Describes a place in a step.
 
     Attributes:
         doing: forward, backward or optimizer.
         number: of the micro-batch, from 1 on; none of the optimizer.
-        behind: what has just been queued.
+        behind: the work that has just been queued.
     """
 
     doing: str
@@ -46,7 +47,7 @@ class Point:
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes of torch's allocator: at a moment, and the most since it was last asked."""
+    """Holds bytes of torch's allocator: now, and the peak since the last query."""
 
     allocated: int
     peak: int
@@ -54,7 +55,7 @@ class Memory:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was noted at a point; `moment` is whatever the caller's clock gives."""
+    """Records memory at a point; `moment` is whatever the caller's clock returns."""
 
     point: Point
     moment: Any
@@ -62,12 +63,12 @@ class Sample:
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """One part, a worker that takes steps of both kinds."""
+    """Returns one part: a worker that takes steps of both kinds."""
     return {PART: functools.partial(_measure, setting)}
 
 
 def curve_file(result: Path) -> Path:
-    """Where the points go; the picture is beside it."""
+    """Returns the file for the points; the picture is beside it."""
     return result.with_name(f"{result.stem}_memory.json")
 
 
@@ -106,7 +107,7 @@ def _measure(setting: Setting) -> None:
 
 
 def allocated_by_torch() -> Memory:
-    """Asks torch's allocator, and lets it count its peak anew."""
+    """Queries torch's allocator, and resets its peak."""
     found = torch.cuda.memory_stats_as_nested_dict()["allocated_bytes"]["all"]
     torch.cuda.reset_peak_memory_stats()
     return Memory(found["current"], found["peak"])
@@ -121,7 +122,7 @@ def _event() -> torch.cuda.Event:
 def record(
     worker: MegatronPolicyWorker, step: Callable[[], object], memory: Callable[[], Memory], now: Callable[[], Any]
 ) -> list[Sample]:
-    """What `memory` and `now` say at the points of a step, in the order in which they came.
+    """Returns what `memory` and `now` report at the points of a step, in order.
 
     Args:
         worker: of one pipeline stage, without CUDA graphs.
@@ -145,9 +146,9 @@ def record(
 
 @contextlib.contextmanager
 def points_of(model: GPTModel, note: Callable[[Point], None]) -> Iterator[None]:
-    """Within the block, `note` is called at every layer's end in forward and backward passes; no tensor is touched.
+    """Calls `note` at every layer's end in forward and backward passes inside the block; touches no tensor.
 
-    A layer's backward pass is queued when the gradient of its input is there, which is the output of what precedes it.
+    A layer's backward pass is queued when its input, the output of the module before it, has its gradient.
     """
     number = 0
 
@@ -186,7 +187,7 @@ def points_of(model: GPTModel, note: Callable[[Point], None]) -> Iterator[None]:
 
 
 def cells(samples: Sequence[Sample], elapsed_ms: Callable[[Any, Any], float]) -> list[Row]:
-    """Samples as rows of a file.
+    """Returns samples as rows of a file.
 
     Args:
         samples: of one step.

@@ -19,11 +19,11 @@ _GIB_IN_MIB = 1024
 
 
 class CurveError(ValueError):
-    """A file that no picture can be drawn of."""
+    """Reports a file that no picture can be drawn from."""
 
 
 def draw(result: Path, picture: Path) -> None:
-    """Draw a file of points: memory over time, and below it what each step was doing.
+    """Draws a file of points: memory over time, and below it what each step was doing.
 
     Args:
         result: written by `--tables memory`.
@@ -57,7 +57,7 @@ def draw(result: Path, picture: Path) -> None:
 
 
 def by_way(rows: Sequence[Mapping[str, Any]]) -> Points:
-    """The rows of each way."""
+    """Returns the rows of each way."""
     ways: Points = {}
     for row in rows:
         ways.setdefault(str(row["way"]), []).append(dict(row))
@@ -106,7 +106,7 @@ def _draw_passes(axes: "Axes", ways: Points) -> None:
 
 
 def passes(points: Sequence[Mapping[str, Any]]) -> list[tuple[str, int | None, float, float]]:
-    """What a step was doing: (doing, number, begin, end), in ms, without gaps."""
+    """Returns what a step was doing: (doing, number, begin, end), in ms, without gaps."""
     found: list[tuple[str, int | None, float, float]] = []
     for before, point in itertools.pairwise(points):
         doing, number = point["doing"], point["number"]

@@ -1,7 +1,7 @@
 """Puts the tables of a result file into its page; the page's prose is written by hand.
 
-A table stands between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is one of page_tables.py's. All tables that
-have something to show must be on the page.
+A table is between `<!-- table: NAME -->` and `<!-- end -->`, where NAME is one of page_tables.py's. Every table that
+has rows must be on the page.
 """
 
 import json
@@ -18,11 +18,11 @@ _WITHOUT_ROWS = "Not measured."
 
 
 class PageError(ValueError):
-    """A page, or a result file, that no tables can be written into, or from."""
+    """Reports a page or a result file from which, or into which, no tables can be written."""
 
 
 def update_page(result: Path) -> Path:
-    """Write the tables of a result file into the page of its name beside it.
+    """Writes the tables of a result file into the page of the same name beside it.
 
     Args:
         result: a JSON file; its page ends in .md instead.
@@ -45,10 +45,10 @@ def update_page(result: Path) -> Path:
 
 
 def read_rows(result: Path) -> list[Row]:
-    """The rows of a result file.
+    """Reads the rows of a result file.
 
     Raises:
-        PageError: a row does not say what it is of.
+        PageError: a row does not name its table or part.
     """
     rows: list[Row] = json.loads(result.read_text(encoding="utf-8"))["rows"]
     for number, row in enumerate(rows, start=1):
@@ -61,7 +61,7 @@ def read_rows(result: Path) -> list[Row]:
 
 
 def with_tables(text: str, rows: Sequence[Row]) -> str:
-    """A page's text with its tables made anew.
+    """Returns a page's text with its tables replaced.
 
     Raises:
         PageError: a marker is missing, is there twice, has no end, or is of no table.

@@ -1,4 +1,4 @@
-"""Markdown tables from rows of results: columns, cells, what is said below them."""
+"""Formats Markdown tables from rows of results: columns, cells, and the text below them."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,19 +11,19 @@ MISSING = "\N{EN DASH}"
 
 @dataclass(frozen=True)
 class Column:
-    """Of a table: its heading, and what a row has there."""
+    """Describes a column: its heading, and how a row fills it."""
 
     title: str
     show: Cells
 
 
 def has_failed(row: Row) -> bool:
-    """Whether a row has nothing but an error."""
+    """Returns whether a row has only an error."""
     return row.get("error") is not None
 
 
 def shown(value: Any) -> str:
-    """A value as Markdown."""
+    """Formats a value as Markdown."""
     match value:
         case None:
             return MISSING
@@ -37,22 +37,22 @@ def shown(value: Any) -> str:
 
 
 def rounded(value: float | None, digits: int = 0) -> str:
-    """A number with so many digits behind the point."""
+    """Formats a number with the given number of decimals."""
     return MISSING if value is None else f"{value:,.{digits}f}"
 
 
 def field(name: str) -> Cells:
-    """A field as it is."""
+    """Shows a field as it is."""
     return lambda row: shown(row.get(name))
 
 
 def number(name: str, digits: int = 0) -> Cells:
-    """A field, rounded."""
+    """Shows a field, rounded."""
     return lambda row: rounded(row.get(name), digits)
 
 
 def names(name: str) -> Cells:
-    """A list of names, as table.as_list writes it."""
+    """Shows a list of names, as table.as_list writes it."""
 
     def cell(row: Row) -> str:
         value = row.get(name)
@@ -62,7 +62,7 @@ def names(name: str) -> Cells:
 
 
 def quotient(name: str, divisor: str, digits: int = 0) -> Cells:
-    """One field over another."""
+    """Shows one field divided by another."""
 
     def cell(row: Row) -> str:
         value, by = row.get(name), row.get(divisor)
@@ -72,7 +72,7 @@ def quotient(name: str, divisor: str, digits: int = 0) -> Cells:
 
 
 def difference(name: str, less: str) -> Cells:
-    """One field less another."""
+    """Shows one field minus another."""
 
     def cell(row: Row) -> str:
         value, other = row.get(name), row.get(less)
@@ -82,7 +82,7 @@ def difference(name: str, less: str) -> Cells:
 
 
 def verdict(name: str, bar: str) -> Cells:
-    """A bar, and whether a field is at most that."""
+    """Shows a bar, and whether a field meets it."""
 
     def cell(row: Row) -> str:
         value, limit = row.get(name), row.get(bar)
@@ -96,7 +96,7 @@ def verdict(name: str, bar: str) -> Cells:
 def section(
     rows: Sequence[Row], columns: Sequence[Column], summary: Callable[[Sequence[Row]], str] | None = None
 ) -> str | None:
-    """What the summary says, a table of all that was measured, what failed, and where rows were measured.
+    """Formats the summary, a table of all rows measured, the failures, and where rows were measured.
 
     Returns:
         None if there are no rows.
@@ -121,7 +121,7 @@ def section(
 
 
 def markdown(rows: Sequence[Row], columns: Sequence[Column]) -> str:
-    """A table, a line a row."""
+    """Formats a table, one line for each row."""
     lines = [f"| {' | '.join(column.title for column in columns)} |", "|---" * len(columns) + "|"]
     lines += [f"| {' | '.join(column.show(row) for column in columns)} |" for row in rows]
     return "\n".join(lines)

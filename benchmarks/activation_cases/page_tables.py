@@ -1,7 +1,7 @@
-"""The tables of the results page: which rows they have, and which columns. Fields are said in the tables' modules.
+"""Defines the rows and columns of the tables of the results page. The tables' modules explain the fields.
 
-The page is one screen. The single combinations of parity, the refused ones, memory over a step, the soak, the causes
-of overhead and the CPU's time are in the JSON file alone.
+The page is one screen. Only the JSON file has the single combinations of parity, the refused ones, memory over a step,
+the soak, the causes of overhead and the CPU's time.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -75,7 +75,7 @@ def _parity(rows: Sequence[Row]) -> str | None:
 
 
 def _counted(rows: Sequence[Row]) -> Row:
-    """One row for all combinations of one machine and commit."""
+    """Returns one row for all combinations of one machine and commit."""
     return {
         **{name: rows[0].get(name) for name in ("way", "machine", "commit")},
         "models": ", ".join(dict.fromkeys(str(row.get("model")) for row in rows)),
@@ -98,7 +98,7 @@ def _is_plain(row: Row) -> bool:
 
 
 def _count_equal(rows: Sequence[Row]) -> str:
-    """How many are equal, of all that were compared, failed ones too; plain runs and refused combinations apart."""
+    """Counts the equal runs among all compared, failed ones included; plain runs and refused ones count apart."""
     sentences = []
     compared = [row for row in rows if not _is_refused(row)]
     for words, of_way in (
@@ -189,7 +189,7 @@ def _of(table: str, rows: Sequence[Row]) -> list[Row]:
 
 
 def _pairs(rows: Sequence[Row], base: str, ours: str) -> list[Row]:
-    """Rows of the way `ours`, with what the base row of the same measurement has as `base_NAME`; and failed parts."""
+    """Returns rows of the way `ours`, with the base row's fields as `base_NAME`; and failed parts."""
     bases = {(row["part"], row.get("micro_batch")): row for row in rows if row["way"] == base}
     found: list[Row] = []
     for row in rows:

@@ -1,8 +1,9 @@
-"""Table 1: loss, gradient norm and parameter checksums bit-equal to the plain run, in every combination.
+"""Measures table 1: whether loss, gradient norm and parameter checksums are bit-equal to the plain run.
 
-`bit_equal` is true where all of them are, in every step and on every rank; null for what validation refuses, whose
-message is in `refused`. Ways: `offloaded`, and `late copies` with --delay-copies. A row named plain offloads nothing:
-it is a second plain run, a control of the kernels' determinism. Bytes are those of the last step on rank 0.
+`bit_equal` is true where all of them are, in every step and on every rank; it is null for combinations that validation
+refuses, with the message in `refused`. Ways are `offloaded`, and `late copies` with --delay-copies. A row named plain
+offloads nothing: it is a second plain run, a control of the kernels' determinism. Bytes are those of the last step on
+rank 0.
 """
 
 import functools
@@ -24,7 +25,7 @@ LAYOUT_TIMEOUT_S = 240
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """What can be compared here: layouts over several GPUs only where there are as many."""
+    """Returns what can be compared here; layouts over several GPUs only if the machine has as many."""
     plain_runs: dict[Combination, Trial] = {}
     found: dict[str, Callable[[], None]] = {}
     for name, combination in REFUSED.items():
@@ -64,7 +65,7 @@ def _layout(setting: Setting, combination: Combination, num_gpus: int) -> None:
 def _rank(
     rank: int, world_size: int, ports: list[int], combination: Combination, num_steps: int, late_ms: float
 ) -> tuple[Trial, Trial]:
-    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # what overlapped communication of tensor and pipeline ranks needs
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"  # overlapped communication of tensor and pipeline ranks needs this
     plain = run_trial(combination.plain(), num_steps, rank=rank, world_size=world_size, port=ports[0])
     return run_trial(combination, num_steps, late_ms, rank=rank, world_size=world_size, port=ports[1]), plain
 
@@ -93,7 +94,7 @@ def _way(setting: Setting) -> str:
 
 
 def describe(combination: Combination) -> dict[str, float | int | str | bool | None]:
-    """A combination as fields of a row."""
+    """Returns a combination as fields of a row."""
     return {
         "model": combination.model,
         "modules": as_list(combination.modules),

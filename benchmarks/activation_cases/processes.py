@@ -1,4 +1,4 @@
-"""Functions in processes of their own: ranks, and tries that may run out of memory."""
+"""Runs functions in their own processes: ranks, and trials that may run out of memory."""
 
 import pickle
 import tempfile
@@ -11,7 +11,7 @@ import torch.multiprocessing
 
 
 def run_processes(function: Callable[..., Any], num_processes: int, *arguments: Any, timeout_s: float) -> list[Any]:
-    """Call `function(rank, *arguments)` in so many new processes.
+    """Calls `function(rank, *arguments)` in new processes.
 
     Args:
         function: of a module that can be imported.

@@ -1,8 +1,8 @@
-"""Table 4: hundreds of steps with random packed lengths and numbers of micro-batches, log-probs now and then.
+"""Measures table 4: hundreds of steps with random packed lengths and micro-batches, and log-probs now and then.
 
-Flat are `pinned_mib` (the arena's, and torch's own page-locked memory) and `reserved_mib` from step 20 to the end; the
-row is written anew every 100 steps. `steps_with_all_offloaded` counts steps in which every micro-batch that was trained
-on took part, and everything that should leave left.
+`pinned_mib` (the arena's, and torch's own page-locked memory) and `reserved_mib` must not grow from step 20 to the end;
+the row is rewritten every 100 steps. `steps_with_all_offloaded` counts steps in which every micro-batch that was
+trained on took part, and everything that should be offloaded was.
 """
 
 import functools
@@ -34,7 +34,7 @@ CASES: Mapping[str, Combination] = {
 
 
 def parts(setting: Setting) -> Mapping[str, Callable[[], None]]:
-    """A part a model."""
+    """Returns one part for each model."""
     return {name: functools.partial(_soak, setting, name, combination) for name, combination in CASES.items()}
 
 
@@ -76,7 +76,7 @@ def _soak(setting: Setting, part: str, combination: Combination) -> None:
 
 
 def memory_mib(worker: MegatronPolicyWorker) -> dict[str, float]:
-    """What must not grow, in MiB."""
+    """Returns the quantities that must not grow, in MiB."""
     by_torch = int(torch.cuda.host_memory_stats()["allocated_bytes.current"])
     return {
         "pinned_mib": (worker.engine.context.arena.pinned_bytes + by_torch) / MIB,
@@ -85,7 +85,7 @@ def memory_mib(worker: MegatronPolicyWorker) -> dict[str, float]:
 
 
 def settled_and_now(settled: Mapping[str, float], now: Mapping[str, float]) -> Row:
-    """Fields of a row; those of the settled step are null until it has come."""
+    """Returns fields of a row; those of the settled step are null until it has come."""
     row: Row = {}
     for name, value in now.items():
         row |= {f"{name}_at_step_{SETTLED_STEP}": settled.get(name), f"{name}_at_end": round(value, 3)}

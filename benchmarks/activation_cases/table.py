@@ -1,4 +1,4 @@
-"""The result file, which grows row by row, in as many runs as it takes."""
+"""Stores results in a file that grows row by row, over as many runs as needed."""
 
 import json
 import math
@@ -14,7 +14,7 @@ from result_file import TableValue, commit, machine, write_result
 
 Row = dict[str, TableValue]
 
-# What every row has, null where it does not apply.
+# Fields of every row, null where they do not apply.
 FIELDS = (
     "table",
     "part",
@@ -48,7 +48,7 @@ KEY = ("table", "part", "way", "micro_batch")
 
 
 class ResultFile:
-    """Rows on disk after each `add`; a run that is stopped loses none of them.
+    """Writes rows to disk after each `add`, so that a run that is stopped loses none of them.
 
     Args:
         path: of the JSON file; rows that it holds stay.
@@ -59,7 +59,7 @@ class ResultFile:
         self.rows: list[Row] = json.loads(path.read_text())["rows"] if path.is_file() else []
 
     def add(self, table: str, part: str, way: str, fields: Mapping[str, TableValue]) -> Row:
-        """Add a row, or replace the one with the same key.
+        """Adds a row, or replaces the one with the same key.
 
         Args:
             table: parity, cost, soak, longest_sequence, memory, causes or host_time.
@@ -80,15 +80,15 @@ class ResultFile:
         return row
 
     def has(self, table: str, part: str, late: bool) -> bool:
-        """Whether some row of the part is there, failed or not; `late` asks for one with late copies."""
+        """Returns whether the part has a row, failed or not; `late` asks for one with late copies."""
         rows = [row for row in self.rows if row["table"] == table and row["part"] == part]
         return any((row["way"] == "late copies") == late for row in rows)
 
 
 def merged(rows: list[Row], row: Row) -> list[Row]:
-    """The rows with a new one, in the place of the one with the same key if there is one.
+    """Returns the rows with a new one added, in place of one with the same key if there is one.
 
-    A row of the same part that says it failed goes.
+    A failed row of the same part is removed.
     """
     part = (row["table"], row["part"])
     if row["way"] != FAILED:
@@ -102,11 +102,11 @@ def merged(rows: list[Row], row: Row) -> list[Row]:
 
 
 class ResultError(ValueError):
-    """A file that is no result."""
+    """Reports a file that is not a result."""
 
 
 def join(path: Path, others: Sequence[Path]) -> tuple[int, int]:
-    """Put the rows of other result files into one, each in the place of an older one of the same key.
+    """Merges the rows of other result files into one, each in place of an older one with the same key.
 
     Args:
         path: of the JSON file that takes them; its command stays.
@@ -147,26 +147,26 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _as_rows_say(rows: Sequence[Row], name: str) -> str:
-    """The one value that rows have, or all of them, the most frequent first."""
+    """Returns the value that all rows share, or all their values, the most frequent first."""
     values = [str(value) for value, _ in Counter(row[name] for row in rows).most_common()]
     return values[0] if len(values) == 1 else f"{'; '.join(values)}: as each row says"
 
 
 def share[Part](parts: Sequence[Part], number: int, of: int) -> Sequence[Part]:
-    """The number-th of so many shares, from 1 on: neighbours, which have plain runs in common."""
+    """Returns one share of the parts, numbered from 1; neighbouring parts have plain runs in common."""
     return parts[len(parts) * (number - 1) // of : len(parts) * number // of]
 
 
 @dataclass(frozen=True)
 class Setting:
-    """What every table is given.
+    """Holds what every table is given.
 
     Attributes:
         file: takes the rows.
         steps: instead of a table's own number of steps.
         micro_batches: instead of a table's own sizes.
-        late_ms: every copy between GPU and host comes so late; 0 for as they are.
-        deadline: nothing new is begun after it, in `time.monotonic()`'s seconds.
+        late_ms: by how much every copy between GPU and host is delayed.
+        deadline: nothing new starts after it, in `time.monotonic()`'s seconds.
     """
 
     file: ResultFile
@@ -176,14 +176,14 @@ class Setting:
     deadline: float = math.inf
 
     def num_steps(self, usual: int) -> int:
-        """How many steps to take."""
+        """Returns how many steps to take."""
         return usual if self.steps is None else self.steps
 
     def time_is_up(self) -> bool:
-        """Whether to begin nothing new."""
+        """Returns whether nothing new should start."""
         return time.monotonic() > self.deadline
 
 
 def as_list(names: tuple[str, ...]) -> str:
-    """Names in a cell."""
+    """Joins names in a cell."""
     return ", ".join(names) if names else "none"

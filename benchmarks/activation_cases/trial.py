@@ -1,4 +1,4 @@
-"""A training run of a combination, and what has to be equal to its plain run."""
+"""Trains a combination, and records what has to be equal to its plain run."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +14,7 @@ from nemo_offload_rl.worker.worker import MegatronPolicyWorker
 
 @dataclass(frozen=True)
 class Step:
-    """The numbers of a step."""
+    """Holds the numbers of a step."""
 
     loss: float
     grad_norm: float
@@ -24,7 +24,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Trial:
-    """A run.
+    """Holds the results of a run.
 
     Attributes:
         steps: what is compared.
@@ -50,7 +50,7 @@ def run_trial(
     world_size: int = 1,
     port: int | None = None,
 ) -> Trial:
-    """Train a new worker of the combination for some steps.
+    """Trains a new worker of the combination for some steps.
 
     Raises:
         RecipeError: validation refuses it.
@@ -73,12 +73,12 @@ def run_trial(
 
 
 def num_replays(worker: MegatronPolicyWorker) -> int:
-    """CUDA graphs replayed in the last training step."""
+    """Returns the CUDA graphs replayed in the last training step."""
     return int(worker.graphs.num_replays)
 
 
 def _visit_phases(worker: MegatronPolicyWorker, data: Any, step: int) -> None:
-    """As a GRPO step does, log-probs before the first training step included."""
+    """Visits all phases as a GRPO step does, including log-probs before the first training step."""
     worker.offload_before_refit()
     worker.offload_after_refit()
     worker.get_logprobs(data, mbs=batches.FEWEST)
@@ -91,7 +91,7 @@ def _checksums(worker: MegatronPolicyWorker) -> tuple[int, ...]:
 
 
 def first_difference(run: Trial, plain: Trial) -> str | None:
-    """Where a run differs from its plain run: the step from 1 on, and what; None where nothing does."""
+    """Returns where a run differs from its plain run: the step from 1 on, and what; None if nowhere."""
     for number, (ours, theirs) in enumerate(zip(run.steps, plain.steps, strict=True), start=1):
         if ours.loss != theirs.loss:
             return f"step {number}: loss {ours.loss!r} for {theirs.loss!r}"

@@ -1,4 +1,4 @@
-"""Workers of the recipes beside this module, and what a step of theirs took."""
+"""Builds workers from the recipes beside this module, and reports what their steps moved."""
 
 import contextlib
 import gc
@@ -27,7 +27,7 @@ STATE_STAYS = ("policy.offload_optimizer_for_refit=false", "policy.residency.tab
 
 
 def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
-    """The policy section of a recipe beside this module; without a GPU what needs one is off.
+    """Returns the policy section of a recipe beside this module; without a GPU, features that need one are off.
 
     Raises:
         RecipeError: validation refuses it.
@@ -39,10 +39,10 @@ def policy(recipe: str, overrides: Sequence[str] = ()) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
-    """The environment of a worker group's ranks, until the block ends.
+    """Sets the environment of a worker group's ranks until the block ends.
 
-    What is read as layers are built counts; what Transformer Engine reads on import is set before (but for its fused
-    experts of quantized models on later GPUs than an H200).
+    Only variables that are read while layers are built take effect; those that Transformer Engine reads on import are
+    set before (except for its fused experts of quantized models on GPUs later than an H200).
     """
     variables = library_environment(megatron_cfg)
     before = {name: os.environ[name] for name in variables if name in os.environ}
@@ -59,7 +59,7 @@ def environment_of(megatron_cfg: Mapping[str, Any]) -> Iterator[None]:
 def running(
     section: dict[str, Any], *, rank: int = 0, world_size: int = 1, port: int | None = None
 ) -> Iterator[MegatronPolicyWorker]:
-    """A worker that has given everything back when the block ends; one at a time in a process."""
+    """Yields a worker that frees everything when the block ends; one at a time in a process."""
     release_memory()
     with environment_of(section["megatron_cfg"]):
         worker = MegatronPolicyWorker(
@@ -80,7 +80,7 @@ def running(
 
 
 def release_memory() -> None:
-    """Give the GPU what torch caches."""
+    """Empties torch's cache of GPU memory."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
@@ -88,7 +88,7 @@ def release_memory() -> None:
 
 @dataclass(frozen=True)
 class Feed:
-    """The batches of a worker's training steps.
+    """Creates the batches of a worker's training steps.
 
     Args:
         worker: whose they are.
@@ -105,7 +105,7 @@ class Feed:
     full: bool = False
 
     def batch(self, step: int) -> BatchedData:
-        """This rank's rows of a step."""
+        """Returns this rank's rows of a step."""
         ranks = self.worker.parallel_ranks()
         seed = step * ranks["dp_size"] + ranks["dp_rank"]
         number, longest = batches.num_micro_batches(self.kind, step), self.section["max_total_sequence_length"]
@@ -120,19 +120,19 @@ class Feed:
         return batches.batch(lengths, self.section["hf_config"]["vocab_size"], seed)
 
     def train(self, data: BatchedData) -> dict[str, Any]:
-        """One optimizer step; collective."""
+        """Trains one step; collective."""
         whole = data.size * self.worker.parallel_ranks()["dp_size"]
         return self.worker.train(data, NLLLoss(), gbs=whole, mbs=self.rows)
 
 
 @dataclass(frozen=True)
 class Moved:
-    """The report of activation offloading in one step on one rank, in bytes; see `activation_offload/report.py`.
+    """Reports, in bytes, what one step offloaded on one rank; see `activation_offload/report.py`.
 
     Attributes:
         distinct: of storages that were large enough, each counted once.
         kept: of these, left on the GPU by choice.
-        refused: of these, left there since host memory was full.
+        refused: of these, left there because host memory was full.
         moved: copied out.
         duplicate: saved a second time, and not copied again.
         freed: seen gone between their copies.
@@ -153,23 +153,23 @@ class Moved:
 
     @property
     def should_leave(self) -> int:
-        """Distinct bytes that are to leave: all but those kept by choice."""
+        """Returns the distinct bytes that should be offloaded: all but those kept on purpose."""
         return self.distinct - self.kept
 
     def cells(self) -> dict[str, Any]:
-        """Fields of a row, of a whole step."""
+        """Returns fields of a row, for a whole step."""
         names = ("moved", "distinct", "kept", "refused", "duplicate", "freed", "late")
         return {f"{name}_mib": round(getattr(self, name) / MIB, 3) for name in names}
 
 
 def offloader(worker: MegatronPolicyWorker) -> ActivationOffloader | None:
-    """What offloads the worker's activations, if the recipe asks for it."""
+    """Returns the worker's activation offloader, or None if the recipe does not ask for one."""
     return worker.activations.offloader
 
 
 @contextlib.contextmanager
 def suspended(active: ActivationOffloader) -> Iterator[None]:
-    """Run the passes inside as if nothing were offloaded."""
+    """Runs the passes in the block without offloading."""
     active.disable_offload()
     try:
         yield
@@ -178,7 +178,7 @@ def suspended(active: ActivationOffloader) -> Iterator[None]:
 
 
 def moved_by(worker: MegatronPolicyWorker) -> Moved:
-    """What the worker's last training step moved; nothing if it does not offload."""
+    """Returns what the worker's last training step moved; all zeros if it does not offload."""
     active = offloader(worker)
     if active is None:
         return Moved()

@@ -1,1 +1,1 @@
-"""The ways in which trainers move training state, side by side."""
+"""Moves training state in the ways of several trainers, side by side."""

@@ -1,4 +1,4 @@
-"""What is moved: models with their gradients and optimizers, of random weights."""
+"""Builds what is moved: models with random weights, their gradients and optimizers."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,14 +33,14 @@ _TINY_EXPERTS = {"num_experts": 4, "moe_intermediate_size": 64}
 
 @dataclass(frozen=True)
 class Case:
-    """A model and how its optimizer keeps its state."""
+    """Describes a model and how its optimizer keeps its state."""
 
     name: str
     hf_config: Mapping[str, Any]
     overrides: tuple[str, ...]
 
     def scaled(self, scale: str) -> "Case":
-        """Returns it, or ("tiny") the same with a tiny model."""
+        """Returns the case, or ("tiny") the same case with a tiny model."""
         if scale == "full":
             return self
         tiny = _TINY | (_TINY_EXPERTS if "num_experts" in self.hf_config else {})

@@ -29,7 +29,7 @@ Made = list[float | int]
 
 @dataclass(frozen=True)
 class Cycle:
-    """Out and back once: seconds until done, seconds until the call returned, bytes that the driver got."""
+    """Records one cycle: seconds until done, seconds until the call returned, bytes returned to the driver."""
 
     out_s: float
     out_waited_s: float
@@ -41,10 +41,10 @@ class Cycle:
 
 
 def measure(case: Case, way: str, *, cycles: int) -> tuple[dict[str, TableValue], Made]:
-    """Measure in this process.
+    """Measures one way in this process.
 
     Returns:
-        The row, and what the last step has made: loss, gradient norm and checksums, to be compared.
+        The row, and the last step's loss, gradient norm and checksums, which are compared between ways.
 
     Raises:
         ImportError: the way's package is not installed.
@@ -61,7 +61,7 @@ def measure(case: Case, way: str, *, cycles: int) -> tuple[dict[str, TableValue]
 
 
 def _region(way: str) -> contextlib.AbstractContextManager[None]:
-    """What is allocated while a model is built belongs to torch_memory_saver, if that is the way."""
+    """Lets torch_memory_saver own what is allocated while a model is built, if it is the way."""
     if way not in SAVER_WAYS:
         return contextlib.nullcontext()
     from torch_memory_saver import torch_memory_saver
@@ -79,7 +79,7 @@ def _measured(
     release_unused(device)
     host_before = psutil.Process(os.getpid()).memory_info().rss
     trips = _cycles(way, device, cycles)
-    moved = _tensors(way, device)  # some ways put others in the optimizer's state
+    moved = _tensors(way, device)  # some ways replace the tensors in the optimizer's state
     row: dict[str, TableValue] = {"case": case.name, "way": name, "gb": nbytes / 1e9, "tensors": len(moved)}
     row |= {"first_out_s": trips[0].out_s, "first_back_s": trips[0].back_s}
     for field in ("out_s", "out_waited_s", "back_s", "back_waited_s"):
@@ -98,10 +98,10 @@ def _measured(
 
 
 def link_fields(trips: Sequence[Cycle], nbytes: int, freed_bytes: int, link: LinkSpeed | None) -> dict[str, TableValue]:
-    """Returns the medians' shares of the link and what stays on the GPU.
+    """Returns the medians' shares of the link, and how many bytes stay on the GPU.
 
     Args:
-        trips: the cycles behind the first.
+        trips: the cycles after the first.
         nbytes: the bytes that are there to move.
         freed_bytes: these and what is there to drop.
         link: the link's speed; None, as all these fields are then, without a GPU and where nothing moves.
@@ -118,7 +118,7 @@ def link_fields(trips: Sequence[Cycle], nbytes: int, freed_bytes: int, link: Lin
 
 
 def _tensors(way: Way, device: torch.device) -> list[torch.Tensor]:
-    """Parameters' buffers, masters and moments: all that a trainer may move, the same for every way."""
+    """Returns parameter buffers, masters and moments: all that a trainer may move, the same for every way."""
     state = [tensor for _, tensor in state_tensors(way.optimizer, device)]
     params = [buffer.param_data for buffer in ddp_buffers(way.model) if buffer.param_data is not None]
     known = {tensor.untyped_storage().data_ptr() for tensor in params}
@@ -126,7 +126,7 @@ def _tensors(way: Way, device: torch.device) -> list[torch.Tensor]:
 
 
 def _cycles(way: Way, device: torch.device, at_most: int) -> list[Cycle]:
-    """The first, and then so many that they have taken `_ENOUGH_S`: some ways take ten seconds."""
+    """Runs the first cycle, then as many as take `_ENOUGH_S`: some ways need ten seconds for one."""
     trips = [_cycle(way, device), _cycle(way, device)]
     while len(trips) <= at_most and sum(trip.out_s + trip.back_s for trip in trips[1:]) < _ENOUGH_S:
         trips.append(_cycle(way, device))
@@ -151,7 +151,7 @@ def _cycle(way: Way, device: torch.device) -> Cycle:
 
 
 def _step(way: Way, device: torch.device, *, seed: int) -> Made:
-    """Train on random tokens; returns loss, gradient norm, and a checksum of parameters and optimizer state."""
+    """Trains on random tokens; returns loss, gradient norm, and a checksum of parameters and optimizer state."""
     from megatron.core.distributed import finalize_model_grads
 
     (model,) = way.model

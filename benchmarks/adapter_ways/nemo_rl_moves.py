@@ -1,8 +1,8 @@
-"""How NeMo-RL's Megatron worker moves state, written anew.
+"""Reimplements how NeMo-RL's Megatron worker moves state.
 
-The names are those of its nemo_rl/models/policy/workers/megatron_policy_worker.py: `move_model` moves the buffers of
-megatron-core's DistributedDataParallel by their own methods, `move_optimizer` moves an optimizer's moments one by one.
-fp32 masters that are no entry of that state stay where they are, as they do there.
+The names are those of NeMo-RL's nemo_rl/models/policy/workers/megatron_policy_worker.py: `move_model` moves the buffers
+of megatron-core's DistributedDataParallel by their own methods, `move_optimizer` moves an optimizer's moments one by
+one. fp32 masters that are not in the optimizer's state stay where they are, as in NeMo-RL.
 """
 
 import gc
@@ -13,7 +13,7 @@ import torch
 
 
 def move_model(model: Sequence[Any], device: str, *, move_params: bool, move_grads: bool) -> None:
-    """Move buffers to "cpu", where gradients are dropped, or to "cuda", where they come back as zeros.
+    """Moves buffers to "cpu", which drops gradients, or to "cuda", where gradients come back as zeros.
 
     Without a GPU parameters stay: megatron-core would ask for page-locked memory.
     """
@@ -28,7 +28,7 @@ def _buffers(model: Sequence[Any]) -> Iterator[Any]:
 
 
 def move_optimizer(optimizer: Any, device: str) -> None:
-    """Move moments to "cpu" or "cuda", synchronously and through pageable memory."""
+    """Moves moments to "cpu" or "cuda", synchronously and through pageable memory."""
     for part in getattr(optimizer, "chained_optimizers", [optimizer]):
         for state in part.optimizer.state.values():
             for name, value in state.items():
@@ -37,7 +37,7 @@ def move_optimizer(optimizer: Any, device: str) -> None:
 
 
 def release() -> None:
-    """Give the GPU back what torch's allocator keeps."""
+    """Empties the cache of torch's allocator."""
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""verl's Megatron engine, its own or the adapter's, on a model and an optimizer that are there already."""
+"""Creates verl's Megatron engine, its own or the adapter's, on an existing model and optimizer."""
 
 import types
 from typing import Any
@@ -7,7 +7,7 @@ import torch
 
 
 class _Given:
-    """Comes before an engine in a class's bases: what it builds was given."""
+    """Overrides what an engine builds, as its first base class, with objects that exist already."""
 
     given: tuple[list[torch.nn.Module], Any]
 
@@ -27,7 +27,7 @@ class _Given:
 
 
 def engine(model: list[torch.nn.Module], optimizer: Any, *, adapter: bool) -> Any:
-    """An initialised engine that offloads everything; it does so at once, and everything has come back.
+    """Returns an initialised engine that offloads everything; it has done so once, and everything is back.
 
     Raises:
         ImportError: verl is not installed.
@@ -49,7 +49,7 @@ def engine(model: list[torch.nn.Module], optimizer: Any, *, adapter: bool) -> An
         model_type="language_model",
     )
     if not torch.cuda.is_available():
-        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log; it takes a machine without any GPU for one with
+        torch.cuda.mem_get_info = lambda *_: (0, 0)  # for verl's log, which assumes a GPU on every machine
     made = type("Engine", (_Given, Engine), {"given": (model, optimizer)})(
         model_config=model_config,
         engine_config=McoreEngineConfig(param_offload=True, optimizer_offload=True, use_dist_checkpointing=True),

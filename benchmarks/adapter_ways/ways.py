@@ -1,4 +1,4 @@
-"""How trainers move a model's and an optimizer's state: theirs as it is called there, and the engine in its place."""
+"""Moves training state as each trainer does, with the trainer's own calls and with the engine in their place."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
@@ -28,31 +28,31 @@ class Way:
         self.optimizer = optimizer
 
     def leave(self) -> None:
-        """Move to the host and give the memory back, as the trainer does before it calls its generator."""
+        """Moves state to the host and frees GPU memory, as the trainer does before it calls its generator."""
 
     def come_back(self) -> None:
-        """Move to the GPU, as the trainer does before it trains."""
+        """Moves state to the GPU, as the trainer does before it trains."""
 
     def arrive(self) -> None:
-        """Wait until the optimizer's step could begin."""
+        """Waits until the optimizer's step could begin."""
 
     def close(self) -> None:
-        """Give back what the way has taken; the model is of no use afterwards."""
+        """Frees what the way has allocated; the model is unusable afterwards."""
 
     @property
     def pinned_bytes(self) -> int | None:
-        """Host memory that is page-locked; None where that is not known."""
+        """Returns the page-locked host memory; None where it is not known."""
         return _torch_pinned_bytes()
 
 
 class Resident(Way):
-    """Moves nothing; what the other ways are compared with."""
+    """Moves nothing; the other ways are compared with it."""
 
     moves = False
 
 
 class Verl(Way):
-    """verl's engine: what its training context does at its end and at its beginning."""
+    """Calls verl's engine as its training context does at its beginning and end."""
 
     adapter: ClassVar[bool] = False
     imports = ("verl.trainer.config", "verl.workers.engine.megatron")
@@ -73,7 +73,7 @@ class Verl(Way):
 
 
 class MegatronCore(Way):
-    """megatron-core's methods; parameters stay."""
+    """Calls megatron-core's own methods, which leave parameters on the GPU."""
 
     def leave(self) -> None:
         """See `Way`."""
@@ -89,7 +89,7 @@ class MegatronCore(Way):
 
 
 class NemoRl(Way):
-    """NeMo-RL's calls around a refit, written anew: buffers by megatron-core's methods, moments one by one."""
+    """Repeats NeMo-RL's calls around a refit: buffers by megatron-core's methods, moments one by one."""
 
     def leave(self) -> None:
         """See `Way`."""
@@ -106,7 +106,7 @@ class NemoRl(Way):
 
 
 class Engine(Way):
-    """The engine, however it was put there."""
+    """Moves state with the engine, whichever adapter installed it."""
 
     state: AdoptedState
 
@@ -125,7 +125,7 @@ class Engine(Way):
 
 
 class OursInVerl(Engine, Verl):
-    """The same calls of the adapter's engine."""
+    """Makes verl's calls on the adapter's engine."""
 
     adapter = True
     imports = (*Verl.imports, "nemo_offload_rl.adapters.verl")
@@ -136,7 +136,7 @@ class OursInVerl(Engine, Verl):
 
 
 class OursInMegatronCore(Engine, MegatronCore):
-    """The same calls of megatron-core's methods, which the adapter has replaced."""
+    """Calls megatron-core's methods after the adapter has replaced them."""
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         super().__init__(model, optimizer)
@@ -144,7 +144,7 @@ class OursInMegatronCore(Engine, MegatronCore):
 
 
 class OursInNemoRl(Engine):
-    """What NeMo-RL's worker calls, of the facade that its adapter calls."""
+    """Makes the calls of NeMo-RL's worker on the facade that its adapter uses."""
 
     def __init__(self, model: list[torch.nn.Module], optimizer: Any) -> None:
         super().__init__(model, optimizer)
@@ -165,7 +165,7 @@ class OursInNemoRl(Engine):
 
 
 class MemorySaver(Way):
-    """torch_memory_saver: everything that was allocated while the model was built, gradients among it."""
+    """Uses torch_memory_saver for everything allocated while the model was built, including gradients."""
 
     def leave(self) -> None:
         """See `Way`."""
@@ -181,7 +181,7 @@ class MemorySaver(Way):
 
     @property
     def pinned_bytes(self) -> None:
-        """See `Way`; its library does not say."""
+        """Returns None: torch_memory_saver does not report it (see `Way`)."""
         return
 
 

@@ -1,1 +1,1 @@
-"""What benchmarks/colocated.py is made of: three settings of one GRPO run, and what is measured in them."""
+"""Implements benchmarks/colocated.py: three settings of one GRPO run, and what is measured in them."""

@@ -1,4 +1,4 @@
-"""What two settings say together: whether they compute the same, and how much longer one takes."""
+"""Compares two settings: whether they compute the same, and how much longer one takes."""
 
 from collections.abc import Iterator, Mapping
 
@@ -18,10 +18,10 @@ Comparison = tuple[str, str, float | bool, str]
 
 
 def comparisons(found: Mapping[str, Measured]) -> Iterator[Comparison]:
-    """Compares each of ours with `upstream_way`, and ours awake with ours asleep, of the settings that were run.
+    """Compares ours with `upstream_way`, and ours awake with ours asleep, where both settings were run.
 
     Args:
-        found: what each setting gave in steps and switches; of those without switches there are no ratios.
+        found: what each setting gave in steps and switches; settings without switches have no ratios.
     """
     for setting, called in _OF_PAIRS.items():
         if setting in found and UPSTREAM in found:

@@ -1,4 +1,4 @@
-"""When the copies of each target between GPU and host began and ended."""
+"""Records when the copies of each target between GPU and host began and ended."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ from nemo_offload_rl.residency.metrics import Meter, Started
 
 
 class CopyMarks:
-    """Notes a span `copy TARGET to PLACEMENT` for each move of a policy's state that copies.
+    """Records a span `copy TARGET to PLACEMENT` for each move of a policy's state that copies.
 
     Args:
         meter: is told of each move.
@@ -27,7 +27,7 @@ class CopyMarks:
         self._tell_meter(started)
 
     def resolve(self) -> None:
-        """Write down the copies that have been queued; waits for these."""
+        """Writes down the copies that have been queued; waits for them."""
         waiting = [started for started in self._moves if not started.move.is_queued]
         for started in self._moves:
             if started.move.is_queued and not started.move.has_failed:
@@ -45,5 +45,5 @@ class CopyMarks:
             self._marks.note(f"copy {started.target} to {started.goal}", end_s, end_s - begin_s)
 
     def _at_s(self, event: Any) -> float | None:
-        """An event of `memory.streams`, which on a CPU has the time itself, by the same clock as `Marks`."""
+        """Returns when an event of `memory.streams` was reached; on a CPU the event holds the time itself."""
         return event._time if hasattr(event, "_time") else self._moments.at_s(event._event)

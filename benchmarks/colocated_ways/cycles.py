@@ -1,4 +1,4 @@
-"""Cycles of refit, generation and training without log-probs."""
+"""Runs cycles of refit, generation and training without log-probs."""
 
 import math
 import random
@@ -22,7 +22,7 @@ MOST_ROWS = 32
 
 @dataclass(frozen=True)
 class Lengths:
-    """Sizes of one cycle.
+    """Gives the sizes of one cycle.
 
     Attributes:
         num_prompts: rows of the generation request.
@@ -57,24 +57,24 @@ class Cycles:
         self.policy = algorithm._policy
 
     def prepare(self, lengths: Lengths) -> tuple[GenerationRequest, BatchedData]:
-        """Makes what a cycle generates from and trains on: the rows of one optimizer step."""
+        """Creates what a cycle generates from and trains on: the rows of one optimizer step."""
         return self._request(lengths, temperature=1.0), self._batch(lengths, self._sizes.train_global)
 
     def prepare_short(self, lengths: Lengths) -> tuple[GenerationRequest, BatchedData]:
-        """The same with few rows, so that many cycles take minutes."""
+        """Creates the same with few rows, so that many cycles take only minutes."""
         micro = self._sizes.train_micro
         return self._request(lengths, temperature=1.0), self._batch(lengths, max(1, MOST_ROWS // micro) * micro)
 
     def run(
         self, request: GenerationRequest, batch: BatchedData, while_asleep: Callable[[], None] | None = None
     ) -> dict[str, Any]:
-        """Refit, generate, train; returns what `train` does.
+        """Refits, generates and trains; returns what `train` returns.
 
         Args:
             request: what is generated.
             batch: what is trained on.
-            while_asleep: called while the engine sleeps and nothing else has moved; without, the policy's state comes
-                back beside the release, as in a GRPO step.
+            while_asleep: called while the engine sleeps and nothing else has moved; if not given, the policy's state
+                comes back during the release, as in a GRPO step.
         """
         self._weights.mark_stale()
         self._weights.refresh()
@@ -89,7 +89,7 @@ class Cycles:
         return result
 
     def greedy(self, lengths: Lengths) -> GenerationOutput:
-        """The likeliest tokens under the policy as it is."""
+        """Returns the most likely tokens under the current policy."""
         self._weights.mark_stale()
         self._weights.refresh()
         output: GenerationOutput = self.generation.generate(self._request(lengths, temperature=0.0))
@@ -97,7 +97,7 @@ class Cycles:
         return output
 
     def varying(self, number: int) -> Lengths:
-        """Lengths of a cycle, by its number."""
+        """Returns the lengths of a cycle by its number."""
         choose = random.Random(number)
         prompt = choose.randint(1, self._max_tokens // 2)
         row = choose.randint(self._max_tokens // 4 + 1, self._max_tokens)
@@ -126,7 +126,7 @@ class Cycles:
         return batch
 
     def processes(self) -> dict[str, psutil.Process]:
-        """The first rank of the policy and of the engine."""
+        """Returns the first rank of the policy and of the engine."""
         actors = {"policy": self.policy._actors[0], "engine": self.generation.receivers[0].actor}
         places = {name: ray.get(actor.process.remote()) for name, actor in actors.items()}
         return {name: psutil.Process(pid) for name, (_, pid) in places.items()}

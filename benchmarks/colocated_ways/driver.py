@@ -1,4 +1,4 @@
-"""What the driver waits for in a switch."""
+"""Records what the driver waits for in a switch."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ from colocated_ways.marks import Marks, with_tags
 
 
 def watch_driver(algorithm: Any, marks: Marks) -> None:
-    """Have a run's handles on engine, policy and weights note each call.
+    """Makes a run's handles on engine, policy and weights record each call.
 
     Args:
         algorithm: a `GRPO` that is built.

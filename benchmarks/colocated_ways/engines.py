@@ -1,6 +1,6 @@
-"""Generation engines that note their moments; for `upstream_way` vLLM sleeps and wakes as NeMo-RL has it do.
+"""Defines generation engines that record their moments; for `upstream_way` vLLM sleeps and wakes as in NeMo-RL.
 
-What is replayed is named with its file of NeMo-RL, below nemo_rl/models/generation/vllm/.
+Each replayed call names its file in NeMo-RL, below nemo_rl/models/generation/vllm/.
 """
 
 import gc
@@ -16,7 +16,7 @@ from nemo_offload_rl.refit.interface import WeightBucket
 
 
 class MarkedCalls:
-    """Notes the calls of an engine's actor; `build` makes `_marks`."""
+    """Records the calls of an engine's actor; `build` sets `_marks`."""
 
     _marks: Marks
 
@@ -32,7 +32,7 @@ class MarkedCalls:
 
 
 class MarkedVllmActor(MarkedCalls, VllmActor):
-    """The actor of a run, whose `vllm.LLM` notes its own moments."""
+    """Runs a run's actor with a `vllm.LLM` that records its own moments."""
 
     like_upstream = False
 
@@ -53,17 +53,17 @@ class MarkedVllmActor(MarkedCalls, VllmActor):
 
 
 class UpstreamVllmActor(MarkedVllmActor):
-    """An engine that sleeps at level 1."""
+    """Runs an engine that sleeps at level 1."""
 
     like_upstream = True
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """See `VllmActor.call`; NeMo-RL's policy leaves the GPU before the KV cache is mapped, always."""
+        """See `VllmActor.call`; NeMo-RL's policy always leaves the GPU before the KV cache is mapped."""
         result = super().call(verb, *arguments)
         return False if verb == "prepare_for_generation" else result
 
     def complete_refit(self) -> None:
-        """Replays vllm_backend.py, update_weights_via_ipc_zmq, on the message that all has been sent."""
+        """Replays vllm_backend.py, update_weights_via_ipc_zmq, at the message that all weights have been sent."""
         from vllm.config import set_current_vllm_config
         from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
@@ -73,7 +73,7 @@ class UpstreamVllmActor(MarkedVllmActor):
 
 
 def marked_llm(base: Any, marks: Marks, *, like_upstream: bool) -> Any:
-    """Derives a class from `vllm.LLM`.
+    """Derives a class from `vllm.LLM` that records its moments.
 
     Args:
         base: the class.

@@ -1,4 +1,4 @@
-"""Figures of refit, sleep, switch and start-up, from the marks; and what the run has decided for this GPU."""
+"""Computes figures of refit, sleep, switch and start-up from the marks, and lists what the run decided for this GPU."""
 
 import statistics
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ _ENGINE_IMPORT = "vllm_import"
 
 
 class Driver(StrEnum):
-    """Names what the driver does before anything is built, one behind the other, and the moment when that begins."""
+    """Names the driver's steps before anything is built, one after the other, and when they begin."""
 
     IMPORTS = "imports"
     READ_RECIPE = "recipe"
@@ -30,7 +30,7 @@ _MILESTONES = (Driver.RAY, "engine_built", "policy_build", "first_token")
 
 
 def figures_of_marks(marks: Sequence[Mark], start_s: float, counted: Sequence[Switch]) -> Iterator[Figure]:
-    """Figures of refit, sleep, switch and start-up.
+    """Computes the figures of refit, sleep, switch and start-up.
 
     Args:
         marks: of all processes, the earliest first.
@@ -72,7 +72,7 @@ def _starts(marks: Sequence[Mark], name: str) -> list[float]:
 
 
 def figures_of_policy(policy: Mapping[str, Any]) -> Iterator[Figure]:
-    """What the run has decided, or the recipe says: engine, row tokens and KV cache, as far as it has these.
+    """Returns what the run or the recipe decided: engine, row tokens and KV cache, as far as they are set.
 
     Args:
         policy: the section of the recipe, with all that is left to the GPU's size resolved.

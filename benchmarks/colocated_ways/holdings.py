@@ -1,4 +1,4 @@
-"""What the processes of a run hold after each of many cycles, and whether it grows."""
+"""Checks whether the resources that a run's processes hold grow over many cycles."""
 
 import statistics
 from collections.abc import Mapping, Sequence
@@ -10,7 +10,7 @@ import torch
 from colocated_ways.cycles import Cycles
 from nemo_offload_rl.memory.units import GIB
 
-# Of `memory_stats`: quantities of the GPU that have to be flat, by what they are called here.
+# Quantities of `memory_stats` that must not grow, by their names here.
 _OF_GPU = {
     "gpu_reserved_gib": "reserved GPU GiB",  # of a sleeping vLLM, without what it has given back
     "gpu_driver_gib": "used GPU GiB, by the driver",
@@ -19,7 +19,7 @@ _OF_GPU = {
     "host_pools_gib": "host GiB of vLLM's pools",
 }
 
-# What a quantity may grow by from the first tenth of the cycles to the last, medians both, by the end of its name.
+# Tolerated growth from the median of the first tenth of the cycles to that of the last, by the end of the name.
 # Streams and IPC handles show as file descriptors and mappings; host memory grows with gaps between its blocks.
 _TOLERANCES = (
     ("threads", 0.0), ("file descriptors", 0.0), ("memory mappings", 64.0), ("host memory GiB", 0.5), ("", 0.25),
@@ -60,7 +60,7 @@ def _num_mappings(process: psutil.Process) -> int:
 
 
 def flatness(readings: Sequence[Mapping[str, float]]) -> list[tuple[str, float, str]]:
-    """Of each quantity the first, last and largest value, its growth, and whether that is within its tolerance.
+    """Computes first, last and largest value and growth of each quantity, and whether it stays within its tolerance.
 
     Args:
         readings: of the cycles that count, the earliest first.

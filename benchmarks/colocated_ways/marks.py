@@ -1,4 +1,4 @@
-"""Moments of several processes on one clock: each process appends its own to a file, one JSON object a line."""
+"""Records moments of several processes on one clock: each appends JSON lines to its own file."""
 
 import contextlib
 import functools
@@ -18,7 +18,7 @@ FOLDER_VARIABLE = "COLOCATED_MARKS"
 
 @dataclass(frozen=True)
 class Mark:
-    """Something that happened.
+    """Describes something that happened.
 
     Attributes:
         name: what.
@@ -34,7 +34,7 @@ class Mark:
 
 
 class Marks:
-    """Notes moments of this process.
+    """Records moments of this process.
 
     Args:
         process: names the file.
@@ -45,7 +45,7 @@ class Marks:
         self._path = None if folder is None else Path(folder) / f"{process}-{os.getpid()}.jsonl"
 
     def note(self, name: str, at_s: float | None = None, seconds: float = 0.0) -> None:
-        """Append a mark; the present moment where `at_s` is None."""
+        """Appends a mark, at the present moment where `at_s` is None."""
         if self._path is None:
             return
         mark = Mark(name, time.monotonic() if at_s is None else at_s, seconds)
@@ -54,14 +54,14 @@ class Marks:
 
     @contextlib.contextmanager
     def span(self, name: str) -> Iterator[None]:
-        """Note how long the `with` block takes."""
+        """Records how long the `with` block takes."""
         start = time.monotonic()
         yield
         end = time.monotonic()
         self.note(name, end, end - start)
 
     def watch(self, thing: object, methods: Mapping[str, str | Callable[..., str]]) -> None:
-        """Note how long each call of some methods takes, of one object alone.
+        """Records how long each call of some methods of one object takes.
 
         Args:
             thing: whose methods are replaced.
@@ -80,7 +80,7 @@ class Marks:
 
 
 def with_tags(verb: str, tags: Sequence[str] | None) -> str:
-    """Names a call for some kinds of an engine's memory."""
+    """Names a call by the kinds of an engine's memory that it concerns."""
     return f"{verb} {' and '.join(tags or ['all'])}"
 
 
@@ -95,7 +95,7 @@ def read_marks(folder: Path) -> list[Mark]:
 
 
 class StreamMoments:
-    """Notes when the current stream comes to a place in its work, without waiting for it there.
+    """Records when the current stream reaches a place in its work, without waiting for it there.
 
     Args:
         device: where the work is; on a CPU a place is reached when it is noted.
@@ -109,14 +109,14 @@ class StreamMoments:
         self._pending: list[_Place] = []
 
     def anchor(self) -> None:
-        """Tie the stream's clock to the machine's; waits for the stream, so call it while that is idle."""
+        """Ties the stream's clock to the machine's; it waits for the stream, so call it while the stream is idle."""
         event = _record() if self._on_gpu else None
         if event is not None:
             event.synchronize()
         self._anchor = _Anchor(event, time.monotonic())
 
     def note(self, name: str, *, again: bool = False) -> None:
-        """Note the end of what was queued until now.
+        """Records the end of the work queued so far.
 
         Args:
             name: what for.
@@ -129,11 +129,11 @@ class StreamMoments:
         self._pending.append(_Place(name, self._anchor, _record() if self._on_gpu else None, time.monotonic()))
 
     def at_s(self, event: Any) -> float | None:
-        """When a `torch.cuda.Event` was reached, by the machine's clock; None before the first `anchor`."""
+        """Returns when a `torch.cuda.Event` was reached, on the machine's clock; None before the first `anchor`."""
         return None if self._anchor is None else self._anchor.at_s(event)
 
     def resolve(self) -> None:
-        """Write down what has been noted; waits for it."""
+        """Writes down the recorded moments; waits for them."""
         for place in self._pending:
             if place.event is not None:
                 place.event.synchronize()

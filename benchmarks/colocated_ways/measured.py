@@ -1,4 +1,4 @@
-"""What one setting's process hands to the one that compares the settings."""
+"""Holds what one setting's process hands to the process that compares the settings."""
 
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,7 +11,7 @@ Figure = tuple[str, float, str]
 
 @dataclass
 class Measured:
-    """What one setting gave.
+    """Holds what one setting gave.
 
     Attributes:
         figures: (metric, value, unit).
@@ -30,7 +30,7 @@ class Measured:
     timelines: dict[str, list[dict[str, Any]]] = field(default_factory=dict)
 
     def add(self, metric: str, value: float | None, unit: str) -> None:
-        """Add a figure, if there is one."""
+        """Adds a figure, if there is one."""
         if value is not None:
             self.figures.append((metric, value, unit))
 

@@ -1,4 +1,4 @@
-"""The GPU memory that the plan gives each phase of a GRPO step, beside which its peak is reported."""
+"""Computes the GPU memory that the plan gives each phase of a GRPO step, for comparison with its peak."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -20,7 +20,7 @@ _TIMED = {
 
 
 def planned_gib(config: Mapping[str, Any], gpu_bytes: int) -> dict[str, float]:
-    """Returns GiB by the timer's name of a phase; nothing where the plan has no vLLM.
+    """Returns GiB by the timer's name of a phase; empty where the plan has no vLLM.
 
     Args:
         config: the recipe as the run resolves it.

@@ -1,4 +1,4 @@
-"""Policy workers that note when their GPU's work begins and ends; one of them moves its state as NeMo-RL does."""
+"""Defines policy workers that record when their GPU's work begins and ends; one moves its state as NeMo-RL does."""
 
 from typing import Any
 from unittest import mock
@@ -17,10 +17,10 @@ _PARTS = ("read_hf_config", "bind_to_gpu", "build", "make_engine", "make_graphs"
 
 
 class MarkedWorker(CheckedPolicyWorker):
-    """The worker of a run.
+    """Runs the worker of a run and records its moments.
 
-    It notes `first_training_kernel` and `last_optimizer_kernel` of each training, how long each refit takes (from the
-    first weight's export to the engine's word that all are loaded), and spans of all else that happens in a switch.
+    It records `first_training_kernel` and `last_optimizer_kernel` of each training, how long each refit takes (from the
+    first weight's export until the engine reports that all are loaded), and spans of everything else in a switch.
     """
 
     def __init__(self, config: Any, *, rank: int, local_rank: int, **arguments: Any) -> None:
@@ -46,7 +46,7 @@ class MarkedWorker(CheckedPolicyWorker):
             },
         )
         marks.watch(self.batcher, {"cut": "cut the batch", "_common": "agree on its sizes"})
-        # Not at the end of `train`, which gives torch's cache back behind the update and waits for the GPU meanwhile.
+        # Not at the end of `train`, which empties torch's cache after the update and waits for the GPU to do so.
         update: Any = self.state.optimizer
         step = update.step_with_ready_grads
 
@@ -89,7 +89,7 @@ class MarkedWorker(CheckedPolicyWorker):
 
 
 class UpstreamWorker(MarkedWorker):
-    """The same without the residency engine."""
+    """Runs the same worker without the residency engine."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         with mock.patch("nemo_offload_rl.worker.worker.make_engine", UpstreamEngine):

@@ -1,4 +1,4 @@
-"""Why a setting could not be measured, in one line, from its process to the one that started it."""
+"""Passes on why a setting could not be measured, in one line, from its process to the one that started it."""
 
 import dataclasses
 import json
@@ -21,7 +21,7 @@ class RefusedError(RuntimeError):
 
 
 def reason(error: BaseException) -> str:
-    """Returns the line of what went wrong first, without tracebacks.
+    """Returns the line that names the first cause, without tracebacks.
 
     Args:
         error: of the driver; that of a rank or an engine has its `cause`.
@@ -34,7 +34,7 @@ def reason(error: BaseException) -> str:
     lines = [line.strip() for line in str(cause).splitlines() if line.strip()]
     if not lines:
         return type(cause).__name__
-    # Ray's text is a traceback, or ends with how a process died; others go on with tables and advice.
+    # Ray's text is a traceback, or ends with how a process died; other errors go on with tables and advice.
     return f"{type(cause).__name__}: {lines[-1] if isinstance(cause, RayError) else lines[0]}"
 
 

@@ -1,4 +1,4 @@
-"""A reward that makes a model with random weights learn something: it is never right, and all its advantages were 0."""
+"""Defines a reward for models with random weights, which never answer right and would have advantages of 0."""
 
 import itertools
 import random
@@ -7,5 +7,5 @@ _CALLS = itertools.count()
 
 
 def by_number(response: str, answer: str) -> float:
-    """A number between 0 and 1 that only depends on how many answers were judged before."""
+    """Returns a number between 0 and 1 that depends only on how many answers were judged before."""
     return random.Random(next(_CALLS)).random()

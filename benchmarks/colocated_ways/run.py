@@ -1,4 +1,4 @@
-"""One setting's run, in a process of its own: GRPO steps, greedy tokens, then the switch alone, or many cycles."""
+"""Runs one setting in its own process: GRPO steps, greedy tokens, then the switch alone, or many cycles."""
 
 import argparse
 import dataclasses
@@ -122,7 +122,7 @@ def run_setting(setting: str, arguments: argparse.Namespace) -> Measured:
 
 
 def overrides(setting: str, arguments: argparse.Namespace) -> list[str]:
-    """Those of the scale and the setting, then the command line's."""
+    """Returns the overrides of the scale and the setting, then those of the command line."""
     of_scale = [] if arguments.config is not None else OVERRIDES[arguments.scale]
     eager = str(arguments.enforce_eager).lower()
     if arguments.deterministic and arguments.scale == "full":
@@ -136,12 +136,12 @@ def overrides(setting: str, arguments: argparse.Namespace) -> list[str]:
 
 
 def engine_has_to_sleep(setting: str, arguments: argparse.Namespace) -> bool:
-    """Whether sleep is a part of the setting, or of what is asked: cycles read what an engine holds while it sleeps."""
+    """Returns whether the setting or the cycles need a sleeping engine; cycles read what it holds asleep."""
     return setting != OURS or bool(arguments.cycles)
 
 
 def check_engine_sleeps(policy: Mapping[str, Any], setting: str, arguments: argparse.Namespace) -> None:
-    """Refuse an override that keeps vLLM awake where it has to sleep.
+    """Refuses an override that keeps vLLM awake where it has to sleep.
 
     Args:
         policy: the section of the resolved recipe.
@@ -157,14 +157,14 @@ def check_engine_sleeps(policy: Mapping[str, Any], setting: str, arguments: argp
 
 
 def make_cycles(algorithm: Any, policy: Mapping[str, Any]) -> Cycles:
-    """Cycles of what is built."""
+    """Creates cycles from the parts that are built."""
     return Cycles(
         algorithm, vocab_size=policy["hf_config"]["vocab_size"], max_tokens=policy["max_total_sequence_length"]
     )
 
 
 def fitting(lengths: Lengths, policy: Mapping[str, Any]) -> Lengths:
-    """The same lengths where sequences may be that long, else shorter ones."""
+    """Returns the same lengths if sequences may be that long, otherwise shorter ones."""
     most = policy["max_total_sequence_length"]
     prompt = min(lengths.prompt_tokens, most // 2)
     new, row = min(lengths.new_tokens, most - prompt), min(lengths.row_tokens, most)
@@ -172,7 +172,7 @@ def fitting(lengths: Lengths, policy: Mapping[str, Any]) -> Lengths:
 
 
 def switch_alone(cycles: Cycles, policy: Mapping[str, Any], num: int, measured: Measured) -> None:
-    """Cycles of one length, which is short, as only what is between generation and training counts."""
+    """Runs cycles of one short length, because only the time between generation and training counts."""
     lengths = fitting(Lengths(num_prompts=64, prompt_tokens=8, new_tokens=16, row_tokens=64), policy)
     request, batch = cycles.prepare(lengths)
     for _ in range(num + 1):
@@ -185,10 +185,10 @@ def switch_alone(cycles: Cycles, policy: Mapping[str, Any], num: int, measured: 
 
 
 def many_cycles(cycles: Cycles, num: int) -> list[Figure]:
-    """Cycles of varying lengths; whether what the processes hold while the engine sleeps grows over those that count.
+    """Runs cycles of varying lengths and checks whether the processes' holdings grow.
 
-    It is read in every other one, where nothing comes back meanwhile, as that would show in it; in the others the
-    policy's state comes back beside the release, as in a GRPO step.
+    Holdings are read while the engine sleeps, in every other cycle. No state comes back in these cycles, since it would
+    show in the reading; in the others the policy's state comes back during the release, as in a GRPO step.
     """
     holdings = Holdings(cycles)
     readings: list[dict[str, float]] = []

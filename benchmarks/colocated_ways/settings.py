@@ -1,6 +1,6 @@
-"""The settings of a run: ours as it is, ours with an engine that sleeps, and `upstream_way`.
+"""Defines the settings of a run: ours as it is, ours with an engine that sleeps, and `upstream_way`.
 
-The last one replaces the verbs around refit and generation.
+`upstream_way` replaces the calls around refit and generation.
 """
 
 import contextlib
@@ -22,7 +22,7 @@ _WORKER, _WORKER_LIKE_UPSTREAM = "colocated_ways.policy:MarkedWorker", "colocate
 
 @contextlib.contextmanager
 def built_as(setting: str, backend: str) -> Iterator[None]:
-    """Have what is built in the context note its moments, and for `upstream_way` do what NeMo-RL does.
+    """Makes what is built in the context record its moments, and for `upstream_way` do what NeMo-RL does.
 
     Args:
         setting: one of `SETTINGS`.
@@ -52,7 +52,7 @@ def built_as(setting: str, backend: str) -> Iterator[None]:
 
 
 def _make_generation_like_upstream(*arguments: Any) -> Any:
-    """Has one thing follow the other: `finish_generation` does all of it."""
+    """Creates generation whose `finish_generation` does the whole release, as in NeMo-RL."""
     generation: Any = make_generation(*arguments)
     generation.start_finish_generation = list
     return generation

@@ -1,4 +1,4 @@
-"""GRPO steps: how long their phases take, what they reach, and how long the longest response is."""
+"""Runs GRPO steps and records the time of their phases, their results, and the longest response."""
 
 import statistics
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ NUM_TOKENS = "train/num_tokens"
 
 
 class ResponseLengths:
-    """Notes the longest response of each generation, which no metric of a step has.
+    """Records the longest response of each generation, which no metric of a step has.
 
     Args:
         generation: whose `generate` is watched from now on.
@@ -34,7 +34,7 @@ class ResponseLengths:
 
 
 def run_steps(algorithm: Any, num_steps: int, watch: GpuWatch, measured: Measured, setting: str) -> None:
-    """GRPO steps, of which the first counts for losses and gradient norms alone."""
+    """Runs GRPO steps; the first counts only for losses and gradient norms."""
     responses = ResponseLengths(algorithm._generation)
     seconds: list[Mapping[str, float]] = []
     metrics: list[Mapping[str, float]] = []
@@ -62,7 +62,7 @@ def run_steps(algorithm: Any, num_steps: int, watch: GpuWatch, measured: Measure
 
 
 def _add_metrics(metrics: list[Mapping[str, float]], measured: Measured) -> None:
-    """Adds medians of the metrics that say what a step reaches, and what it was."""
+    """Adds medians of the metrics that describe a step's speed and size."""
     for name in metrics[-1]:
         if name.startswith((TFLOPS_PREFIX, UTILIZATION_PREFIX)):
             unit = "TFLOP/s" if name.startswith(TFLOPS_PREFIX) else "share of the peak"

@@ -1,4 +1,4 @@
-"""The switch between trainer and generator, from the marks of the processes."""
+"""Computes the switch between trainer and generator from the marks of the processes."""
 
 import statistics
 from collections.abc import Iterable, Sequence
@@ -9,7 +9,7 @@ from colocated_ways.marks import Mark
 
 @dataclass(frozen=True)
 class Switch:
-    """One cycle's moments, by the machine's clock.
+    """Holds one cycle's moments, on the machine's clock.
 
     Attributes:
         last_token_s: the last token was generated.
@@ -25,17 +25,17 @@ class Switch:
 
     @property
     def to_training_s(self) -> float:
-        """From the last generated token to the first kernel of training."""
+        """Returns the time from the last generated token to the first kernel of training."""
         return self.training_s - self.last_token_s
 
     @property
     def to_generation_s(self) -> float:
-        """From the last kernel of the optimizer to the first of the next prefill."""
+        """Returns the time from the last kernel of the optimizer to the first of the next prefill."""
         return self.prefill_s - self.update_s
 
     @property
     def both_s(self) -> float:
-        """Both ways."""
+        """Returns the sum of both ways."""
         return self.to_training_s + self.to_generation_s
 
 
@@ -57,7 +57,7 @@ def switches(marks: Sequence[Mark], start_s: float) -> list[Switch]:
 
 
 def _of_the_last(marks: Sequence[Mark], name: str, first_s: float) -> list[float]:
-    """When each cycle came to a mark; with several ranks or engines, when the last of them did."""
+    """Returns when each cycle reached a mark; with several ranks or engines, when the last one did."""
     by_process: dict[str, list[float]] = {}
     for mark in marks:
         if mark.name == name and mark.at_s >= first_s:
@@ -72,5 +72,5 @@ def median_seconds(marks: Iterable[Mark], name: str, start_s: float = 0.0) -> fl
 
 
 def names_of_spans(marks: Iterable[Mark], beginning: str) -> list[str]:
-    """Returns the names of marks that begin so, each once."""
+    """Returns the names of marks that begin with a prefix, each once."""
     return list(dict.fromkeys(mark.name for mark in marks if mark.name.startswith(beginning)))

@@ -1,4 +1,4 @@
-"""What the processes do in one switch: a span each, from the marks."""
+"""Computes what the processes do in one switch, as spans from the marks."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +15,7 @@ _PROCESS_FILE = re.compile(r"(?P<process>[a-z]+)(-(?P<rank>\d+))?-\d+")
 
 @dataclass(frozen=True)
 class Span:
-    """Something that a process did.
+    """Describes something that a process did.
 
     Attributes:
         process: driver, policy or engine.
@@ -31,12 +31,12 @@ class Span:
 
     @property
     def end_ms(self) -> float:
-        """When it ended."""
+        """Returns when the span ended."""
         return self.start_ms + (self.takes_ms or 0.0)
 
 
 def median_switch(found: Sequence[Switch]) -> Switch:
-    """Returns the switch whose total is the median; of an even number the shorter of the two."""
+    """Returns the switch with the median total; of an even number, the shorter of the two in the middle."""
     return sorted(found, key=lambda one: one.both_s)[(len(found) - 1) // 2]
 
 
@@ -49,10 +49,10 @@ def timelines(marks: Sequence[Mark], switch: Switch) -> dict[str, list[Span]]:
 
 
 def spans_between(marks: Sequence[Mark], start_s: float, end_s: float) -> list[Span]:
-    """Finds what was under way between two moments, of the driver and of the first rank and engine.
+    """Finds what the driver, the first rank and the first engine did between two moments.
 
-    Spans of one name that follow one another in a process are one, with the time between them; others of that name
-    have a number.
+    Consecutive spans of one name in a process are merged, including the time between them; other spans of that name
+    get a number.
 
     Args:
         marks: of all processes.
@@ -74,7 +74,7 @@ def spans_between(marks: Sequence[Mark], start_s: float, end_s: float) -> list[S
 
 
 def table(spans: Sequence[Span]) -> list[str]:
-    """The lines of a table of milliseconds."""
+    """Formats the spans as lines of a table, in milliseconds."""
     lines = [f"{'start':>9} {'end':>9} {'takes':>9}  what"]
     for span in spans:
         takes = "" if span.takes_ms is None else f"{span.takes_ms:.1f}"

@@ -1,4 +1,4 @@
-"""A transformers engine that notes its moments, for a try without a GPU; importing it takes seconds."""
+"""Defines a transformers engine that records its moments, for a trial without a GPU; importing it takes seconds."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ from nemo_offload_rl.generation.transformers_generator import TransformersGenera
 
 
 class MarkedGeneratorActor(MarkedCalls, GeneratorActor):
-    """The actor of a run, whose generator notes its moments."""
+    """Runs a run's actor with a generator that records its moments."""
 
     def build(self, model: Mapping[str, Any], **arguments: Any) -> None:
         """See `GeneratorActor.build`."""
@@ -23,11 +23,11 @@ class MarkedGeneratorActor(MarkedCalls, GeneratorActor):
         self._marks.note("engine_built")
 
     def complete_refit(self) -> None:
-        """This engine takes weights as they are."""
+        """Does nothing: this engine uses weights as they arrive."""
 
 
 class MarkedTransformersGenerator(TransformersGenerator):
-    """A generator that notes what `marked_llm` does."""
+    """Records the same moments as `marked_llm`."""
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         super().__init__(*arguments, **named)

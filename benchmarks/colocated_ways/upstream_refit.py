@@ -1,7 +1,7 @@
-"""NeMo-RL's refit of an engine on the same GPU: buckets of torch's memory in turn, handed over by torch's CUDA IPC.
+"""Replays NeMo-RL's refit of an engine on the same GPU: alternating torch buffers, shared by torch's CUDA IPC.
 
-Each function names what it replays, in files of NeMo-RL below nemo_rl/. Its messages on ZeroMQ sockets are calls of Ray
-actors here, as in our own transports.
+Each function names what it replays, in files of NeMo-RL below nemo_rl/. NeMo-RL's messages on ZeroMQ sockets are calls
+of Ray actors here, as in our own transports.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ class UpstreamWeightSync(WeightSync):
     """Replays weight_sync/ipc_weight_synchronizer.py, lines 75 to 106 (`sync_weights`) at commit 00fa128513dc."""
 
     def refresh(self) -> None:
-        """Send the weights whenever it is called, one call after the other."""
+        """Sends the weights whenever it is called, one call after the other."""
         self._policy.offload_before_refit()
         self._generation.prepare_for_generation(["weights"])
         self._policy.send_weights()
@@ -50,7 +50,7 @@ class UpstreamTransport:
     receivers: Sequence[Receiver]
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender; `bucket_bytes` counts where there is no GPU whose free memory could."""
+        """Creates a rank's sender; `bucket_bytes` counts only where there is no GPU whose free memory could."""
         receivers = [receiver for receiver in self.receivers if receiver.ranks[0] == rank]
         return UpstreamSender(plan, receivers, bucket_bytes) if receivers else DrawingSender()
 
@@ -64,7 +64,7 @@ class UpstreamSender(RefitSender):
         self._bucket_bytes = bucket_bytes
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Pack, hand over and wait, with two buffers in turn; then have the engine process its weights."""
+        """Packs, hands over and waits, alternating two buffers; then the engine processes its weights."""
         weights = iter(weights)
         free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         nbytes = (self._bucket_bytes if free is None else int(free * MEMORY_RATIO)) // 2
@@ -103,7 +103,7 @@ def _make_buffer(nbytes: int) -> SharedBuffer:
 
 
 class TorchBuffer:
-    """GPU memory of torch's allocator (see `SharedBuffer`).
+    """Holds GPU memory of torch's allocator (see `SharedBuffer`).
 
     Args:
         nbytes: size.
@@ -120,7 +120,7 @@ class TorchBuffer:
         return TorchHandle(reduce_tensor(self.tensor)[1])
 
     def close(self) -> None:
-        """Give the memory back to torch."""
+        """Gives the memory back to torch."""
         del self.tensor
 
 

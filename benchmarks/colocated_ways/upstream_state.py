@@ -1,6 +1,6 @@
-"""NeMo-RL's moves of training state around generation, in place of the residency engine.
+"""Replays NeMo-RL's moves of training state around generation, in place of the residency engine.
 
-Each method names what it replays, all of nemo_rl/models/policy/workers/megatron_policy_worker.py (class
+Each method names the method that it replays, all from nemo_rl/models/policy/workers/megatron_policy_worker.py (class
 MegatronPolicyWorkerImpl) at NeMo-RL's commit 001759a9acf020907d76e61ffd27baa9c8ae9a90.
 """
 
@@ -35,7 +35,7 @@ class UpstreamResidency:
         self.phase: Phase | None = None
 
     def enter(self, phase: Phase, *, wait: bool = True) -> None:
-        """Make the calls of a phase; NeMo-RL's driver makes them once a phase, so twice in a row is a no-op."""
+        """Makes the calls of a phase; NeMo-RL's driver makes them once a phase, so a repeated call does nothing."""
         if phase is self.phase:
             return
         moves = {
@@ -51,13 +51,13 @@ class UpstreamResidency:
         self.phase = phase
 
     def prefetch(self, phase: Phase, reserve_bytes: int = 0, *, with_dropped: bool = False) -> None:
-        """Nothing comes early there."""
+        """Does nothing: NeMo-RL starts no copies to the GPU early."""
 
     def start_leaving(self, phase: Phase) -> None:
-        """Nothing leaves early there."""
+        """Does nothing: NeMo-RL starts no copies to the host early."""
 
     def wait_until_released(self) -> None:
-        """Nothing is under way when a call returns."""
+        """Does nothing: every call returns with its moves complete."""
 
     def _prepare_for_training(self) -> None:
         """Replays `prepare_for_training`: parameters and gradients, then moments."""
@@ -90,7 +90,7 @@ class UpstreamResidency:
 
 
 class UpstreamReference:
-    """The weights of the start, which `use_reference_model` copies over the policy's own and back.
+    """Keeps the initial weights, which `use_reference_model` copies over the policy's own and back.
 
     Args:
         model: the chunks, with the weights that are kept.
@@ -127,7 +127,7 @@ def _tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 class UpstreamEngine:
-    """Stands where the worker has the residency engine.
+    """Takes the place of the worker's residency engine.
 
     Args:
         state: model and optimizer.
@@ -162,9 +162,9 @@ class UpstreamEngine:
         self.reference = UpstreamReference(state.model) if with_reference else None
 
     def load_all_to_gpu(self) -> None:
-        """Bring everything to the GPU."""
+        """Brings everything to the GPU."""
         self.residency.enter(Phase.TRAIN)
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Does nothing: the engine holds no memory."""
         self.context.arena.close()

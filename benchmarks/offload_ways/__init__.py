@@ -1,1 +1,1 @@
-"""What benchmarks/optimizer_offload.py is made of: ways to move tensors, cases to move, bars to reach."""
+"""Implements benchmarks/optimizer_offload.py: ways to move tensors, cases to move, bars to reach."""

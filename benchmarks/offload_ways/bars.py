@@ -1,4 +1,4 @@
-"""What has to be reached, as data."""
+"""Lists the bars of the figures, as data."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True)
 class Bar:
-    """A limit of one figure."""
+    """Limits one figure."""
 
     bar: float
     bar_is: Literal["at_least", "at_most"]
@@ -37,7 +37,7 @@ _METRICS: Mapping[tuple[str, str], Bar] = {
     ("setup", PINNED_OF_STATE): Bar(1.01, "at_most"),
     ("soak", PAGE_LOCKINGS): Bar(0, "at_most"),
     ("soak", GROWTH.format(what="pinned memory")): Bar(0, "at_most"),
-    # The interpreter's own heap moves by a few pages.
+    # The interpreter's own heap varies by a few pages.
     ("soak", GROWTH.format(what="resident memory")): Bar(8 * _MIB, "at_most"),
     ("soak", GROWTH.format(what="memory that torch reserves")): Bar(0, "at_most"),
     ("soak", GROWTH.format(what="memory that the driver counts")): Bar(0, "at_most"),
@@ -54,14 +54,14 @@ _RELEASED = Bar(0.99, "at_least")
 
 
 def of_speed(case: str, way: str, direction: str) -> dict[str, Any]:
-    """The bar of a share of the link, if there is one, as fields of a row."""
+    """Returns the bar of a share of the link as fields of a row; empty if there is none."""
     if way != "ours" or (case, direction) not in SHARES_OF_LINK:
         return {}
     return asdict(Bar(SHARES_OF_LINK[case, direction], "at_least"))
 
 
 def of_metric(case: str, way: str, metric: str) -> dict[str, Any]:
-    """The bar of a figure, if there is one, as fields of a row."""
+    """Returns the bar of a figure as fields of a row; empty if there is none."""
     if not way.startswith("ours"):
         return {}
     if case == "residue":

@@ -1,4 +1,4 @@
-"""What is moved: tensors of an optimizer's sizes, a real optimizer's state, ten thousand small tensors."""
+"""Defines what is moved: tensors of an optimizer's sizes, a real optimizer's state, ten thousand small tensors."""
 
 import contextlib
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +17,7 @@ NO_GPU = "this machine has no GPU"
 
 @dataclass
 class Setting:
-    """What every case is given.
+    """Holds what every case is given.
 
     Attributes:
         device: the GPU, or the CPU.
@@ -33,17 +33,17 @@ class Setting:
 
     @property
     def has_gpu(self) -> bool:
-        """Whether there is a link."""
+        """Returns whether there is a link."""
         return self.device.type == "cuda"
 
     def random_tensors(self, sizes: Sequence[int]) -> list[torch.Tensor]:
-        """fp32 tensors of so many elements."""
+        """Creates fp32 tensors with the given numbers of elements."""
         return [torch.rand(size, device=self.device) for size in sizes]
 
 
 @dataclass(frozen=True)
 class Rounds:
-    """How often the ways of a case are measured, and how often before that."""
+    """Says how often the ways of a case are measured, and how often they run before that."""
 
     quick: int
     slow: int
@@ -51,19 +51,19 @@ class Rounds:
 
 
 def moments_sizes(scale: float) -> list[int]:
-    """fp32 elements of two moments of 99 parameters: 198 tensors, 6.2 GB."""
+    """Returns the fp32 elements of two moments of 99 parameters: 198 tensors, 6.2 GB."""
     hidden, ffn, vocab = 1536, 7168, 151936
     layer = [hidden * 2048, 2048, hidden * hidden, hidden, hidden, 2 * hidden * ffn, hidden * ffn]
     return [max(1, round(size * scale)) for size in 2 * [vocab * hidden, *(14 * layer)]]
 
 
 def small_sizes(scale: float) -> list[int]:
-    """fp32 elements of 10,000 tensors of 100 to 300 KB each: 2 GB."""
+    """Returns the fp32 elements of 10,000 tensors of 100 to 300 KB each: 2 GB."""
     return [max(1, round((25_000 + number * 7919 % 50_001) * scale)) for number in range(10_000)]
 
 
 def link(setting: Setting) -> None:
-    """The link's limit; asked at the beginning and at the end of a run."""
+    """Measures the link's limit, at the beginning and at the end of a run."""
     if not setting.has_gpu:
         setting.report.leave_out("link", "link", NO_GPU)
         return
@@ -72,17 +72,17 @@ def link(setting: Setting) -> None:
 
 
 def tensors_198(setting: Setting) -> None:
-    """6.2 GB in 198 tensors."""
+    """Moves 6.2 GB in 198 tensors."""
     _tensors(setting, "tensors_198", moments_sizes(setting.scale), Rounds(quick=7, slow=3, slow_warmups=0))
 
 
 def tensors_10000(setting: Setting) -> None:
-    """2 GB in 10,000 tensors."""
+    """Moves 2 GB in 10,000 tensors."""
     _tensors(setting, "tensors_10000", small_sizes(setting.scale), Rounds(quick=7, slow=3, slow_warmups=0))
 
 
 def optimizer_state(setting: Setting) -> None:
-    """The state of a real DistributedOptimizer, 18 GB with its masters."""
+    """Moves the state of a real DistributedOptimizer, 18 GB with its masters."""
     from nemo_offload_rl.residency.optimizer_state import state_tensors
 
     case, rounds = "optimizer_state", Rounds(quick=5, slow=1, slow_warmups=0)
@@ -105,7 +105,7 @@ def optimizer_state(setting: Setting) -> None:
 
 
 def torch_memory_saver(setting: Setting) -> None:
-    """What the other cases asked of torch_memory_saver, in a process for each way to run it."""
+    """Runs what the other cases requested of torch_memory_saver, in a process for each way to run it."""
     for way in memory_saver.WAYS:
         jobs = [job for job in setting.saver_jobs if job.way == way]
         cases = ", ".join(job.case for job in jobs)

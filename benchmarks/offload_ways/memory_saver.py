@@ -1,4 +1,4 @@
-"""torch_memory_saver, in a child process for each way to run it, since it hooks into a process by LD_PRELOAD."""
+"""Runs torch_memory_saver in a child process for each way, because it hooks into a process by LD_PRELOAD."""
 
 import json
 import os
@@ -22,7 +22,7 @@ _ENVIRONMENT_LOCK = threading.Lock()
 
 @dataclass(frozen=True)
 class Job:
-    """Tensors to move, and how often."""
+    """Describes tensors to move, and how often."""
 
     case: str
     way: str
@@ -33,7 +33,7 @@ class Job:
 
 
 def preloading(way: str) -> Mapping[str, str]:
-    """Return the environment of a process that runs a way; torch_memory_saver's own names its library there.
+    """Returns the environment of a process that runs a way; torch_memory_saver's own names its library there.
 
     Raises:
         ImportError: torch_memory_saver is the way, and not installed.
@@ -42,12 +42,15 @@ def preloading(way: str) -> Mapping[str, str]:
         return {}
     import torch_memory_saver
 
-    with _ENVIRONMENT_LOCK, torch_memory_saver.configure_subprocess():  # it changes this process' while it lasts
+    with (
+        _ENVIRONMENT_LOCK,
+        torch_memory_saver.configure_subprocess(),
+    ):  # it changes our environment while it lasts
         return os.environ | WAYS[way] | {"LD_LIBRARY_PATH": _library_path()}
 
 
 def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
-    """Round trips of each job of one way, by case, in a child process.
+    """Returns the round trips of each job of one way, by case, from a child process.
 
     Raises:
         ImportError: torch_memory_saver is not installed.
@@ -74,7 +77,7 @@ def run(way: str, jobs: Sequence[Job]) -> dict[str, list[Trip]]:
 
 
 def _library_path() -> str:
-    """With the folder of the CUDA runtime that torch has loaded: a preloaded library needs it before torch is there."""
+    """Returns LD_LIBRARY_PATH with the folder of torch's CUDA runtime, which a preloaded library needs first."""
     maps = Path("/proc/self/maps").read_text().splitlines()
     folders = {str(Path(line.split()[-1]).parent) for line in maps if "libcudart" in line}
     return ":".join([*sorted(folders), *os.environ.get("LD_LIBRARY_PATH", "").split(":")]).strip(":")

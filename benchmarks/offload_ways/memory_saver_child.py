@@ -1,4 +1,4 @@
-"""The child of memory_saver.py: reads jobs on its input, and prints their round trips as the last line."""
+"""Runs as the child of memory_saver.py: reads jobs from its input and prints their round trips as the last line."""
 
 import json
 import sys
@@ -15,7 +15,7 @@ from offload_ways.trips import round_trips
 
 
 class MemorySaver:
-    """Pause and resume of the allocations that were made in a region."""
+    """Pauses and resumes the allocations that were made in a region."""
 
     name = "torch_memory_saver"
 

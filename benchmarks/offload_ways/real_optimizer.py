@@ -1,4 +1,4 @@
-"""A DistributedOptimizer of megatron-core, of Qwen2.5-1.5B's sizes, with the state that it has after a step."""
+"""Builds a DistributedOptimizer of megatron-core with Qwen2.5-1.5B's sizes and the state it has after a step."""
 
 import contextlib
 import io
@@ -18,7 +18,7 @@ OVERRIDES = [
 
 
 def model_sizes(scale: float) -> dict[str, Any]:
-    """The model's sizes; below a scale of 1 fewer layers and a smaller vocabulary of a far narrower model."""
+    """Returns the model's sizes; below a scale of 1, fewer layers and a smaller vocabulary of a far narrower model."""
     sizes = dict(QWEN2_1_5B)
     if scale < 1:
         sizes |= {
@@ -32,7 +32,7 @@ def model_sizes(scale: float) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
-    """Model and optimizer of Qwen2.5-1.5B's sizes; see `model_and_optimizer`."""
+    """Builds model and optimizer with Qwen2.5-1.5B's sizes; see `model_and_optimizer`."""
     with model_and_optimizer(model_sizes(scale), OVERRIDES) as made:
         yield made
 
@@ -41,7 +41,7 @@ def real_optimizer(scale: float) -> Iterator[tuple[list[torch.nn.Module], Any]]:
 def model_and_optimizer(
     hf_config: Mapping[str, Any], overrides: Sequence[str]
 ) -> Iterator[tuple[list[torch.nn.Module], Any]]:
-    """Model and optimizer in process groups of one rank, its state primed and filled with random numbers.
+    """Builds model and optimizer in process groups of one rank; their state has random values.
 
     Args:
         hf_config: the model's sizes.
@@ -68,7 +68,7 @@ def model_and_optimizer(
         seed=0,
         te_rng_tracker=False,
     )
-    torch.manual_seed(0)  # megatron-core makes routers on the CPU, by this generator; other weights by that of ranks
+    torch.manual_seed(0)  # megatron-core creates routers with the CPU's generator, other weights with the ranks' own
     try:
         yield _build(policy)
     finally:

@@ -1,4 +1,4 @@
-"""Rows of the result, the tables that are printed, and the page's table."""
+"""Collects the rows of the result, and formats the printed tables and the page's table."""
 
 import contextlib
 import logging
@@ -48,7 +48,7 @@ class Report:
 
     @contextlib.contextmanager
     def attempt(self, case: str, way: str) -> Iterator[None]:
-        """A way that fails is a row that says why."""
+        """Runs a way; if it fails, adds a row with the reason."""
         try:
             yield
         except WAY_FAILURES as error:
@@ -56,16 +56,16 @@ class Report:
             self.leave_out(case, way, f"{type(error).__name__}: {error}")
 
     def leave_out(self, case: str, way: str, why: str) -> None:
-        """Name what was not measured."""
+        """Records what was not measured."""
         self.rows.append({"case": case, "way": way, "not_run": why})
 
     def add_link(self, seconds_per_byte: dict[str, list[float]]) -> None:
-        """More samples of what the link can do."""
+        """Adds samples of the link's speed."""
         for direction, samples in seconds_per_byte.items():
             self._link[direction] += samples
 
     def add_trips(self, case: str, way: str, nbytes: int, trips: Sequence[Trip], has_driver: bool) -> None:
-        """Medians of round trips, a row a direction, and what was released."""
+        """Adds medians of round trips, a row for each direction, and the memory released."""
         released = min(trip.released_bytes for trip in trips) / nbytes
         for direction, seconds in {
             "d2h": [trip.out_s for trip in trips],
@@ -87,12 +87,12 @@ class Report:
             self.add("residue", way, f"{case}: rise of the driver's free memory over bytes that left", released)
 
     def add(self, case: str, way: str, metric: str, value: float | bool) -> None:
-        """A single figure, with its bar if it has one."""
+        """Adds a single figure, with its bar if it has one."""
         row: Row = {"case": case, "way": way, "metric": metric, "value": value}
         self.rows.append(row | bars.of_metric(case, way, metric))
 
     def finished(self) -> list[Row]:
-        """All rows, with the link's own first and each way's share of it."""
+        """Returns all rows, with the link's own first and each way's share of it."""
         link = {direction: 1 / statistics.median(samples) / 1e9 for direction, samples in self._link.items() if samples}
         rows: list[Row] = [
             {
@@ -114,7 +114,7 @@ class Report:
         return rows
 
     def write(self) -> None:
-        """The JSON file and the page's table, as far as it has come; the page's prose is written by hand."""
+        """Writes the JSON file and the page's table so far; the page's prose is written by hand."""
         rows = self.finished()
         write_result(self._path, rows)
         page = self._path.with_suffix(".md")
@@ -123,7 +123,7 @@ class Report:
 
 
 def with_table(text: str, rows: Sequence[Row]) -> str:
-    """A page's text with its table made anew.
+    """Returns a page's text with its table replaced.
 
     Raises:
         ValueError: the page has no BEGIN with an END below it.
@@ -136,7 +136,7 @@ def with_table(text: str, rows: Sequence[Row]) -> str:
 
 
 def summary(rows: Sequence[Row]) -> str:
-    """One line for each case and direction, how many bars are met, and those that are missed."""
+    """Formats one line for each case and direction, the number of bars met, and the bars missed."""
     head = "| case | direction | ours, GB/s | of the link | bar | fastest other way | its share of the link |"
     lines = [head, "|---|---|---|---|---|---|---|"]
     for ours, best in _compared(rows):
@@ -152,7 +152,7 @@ def summary(rows: Sequence[Row]) -> str:
 
 
 def markdown(rows: Sequence[Row]) -> list[str]:
-    """Three tables: speeds, single figures, what was not run."""
+    """Formats three tables: speeds, single figures, and what was not run."""
     speeds = [row for row in rows if "direction" in row]
     lines = ["| case | way | direction | GB/s | of the link | bar | released |", "|---|---|---|---|---|---|---|"]
     for row in speeds:
@@ -176,7 +176,7 @@ def _percent(row: Row, key: str) -> str:
 
 
 def verdicts(rows: Sequence[Row]) -> list[str]:
-    """A line for each bar, and one for each comparison with the fastest other way."""
+    """Returns a line for each bar, and one for each comparison with the fastest other way."""
     lines = [f"{'met' if _is_met(row) else 'MISSED'}: {_against_bar(row)}" for row in rows if "bar" in row]
     for ours, best in _compared(rows):
         ratio = ours["gb_per_s"] / best["gb_per_s"]
@@ -203,7 +203,7 @@ def _value(row: Row) -> float:
 
 
 def _compared(rows: Sequence[Row]) -> list[tuple[Row, Row]]:
-    """Our speed of each case and direction, beside that of the fastest other way that really releases."""
+    """Yields our speed for each case and direction beside that of the fastest other way that really releases."""
     pairs = []
     speeds = [row for row in rows if "share_of_link" in row and row["case"] != "link"]
     for case, direction in dict.fromkeys((row["case"], row["direction"]) for row in speeds):

@@ -1,4 +1,4 @@
-"""What surrounds a move: the host's set-up, a stream that computes beside it, fifty cycles."""
+"""Measures what surrounds a move: the host's set-up, a compute stream beside it, fifty cycles."""
 
 import statistics
 import time
@@ -21,7 +21,7 @@ MATRIX = 8192
 
 
 def setup(setting: Setting) -> None:
-    """Seconds to a usable host buffer for 18 GB, ours and torch's, and what they pin."""
+    """Measures the seconds to a usable host buffer for 18 GB, ours and torch's, and how much they pin."""
     nbytes = round(STATE_BYTES * setting.scale)
     # A virtual machine's memory is slow to touch the first time.
     with PinnedArena(pin=False) as arena:
@@ -45,7 +45,7 @@ def setup(setting: Setting) -> None:
 
 
 def _arena_setup(nbytes: int, huge_pages: bool) -> tuple[float, int]:
-    """Median seconds, and bytes pinned."""
+    """Returns the median seconds, and the bytes pinned."""
     samples = []
     for _ in range(3):
         with PinnedArena(huge_pages=huge_pages) as arena:
@@ -59,7 +59,7 @@ def _arena_setup(nbytes: int, huge_pages: bool) -> tuple[float, int]:
 
 
 def _torch_setup(nbytes: int) -> tuple[float, int]:
-    """Seconds, and bytes pinned; once, since it takes long. The block stays cached for the next who wants as much."""
+    """Returns the seconds, and the bytes pinned; measured once, since it is slow. torch's cache keeps the block."""
     start = time.perf_counter()
     buffer = torch.empty(nbytes, dtype=torch.uint8, pin_memory=True)
     taken = time.perf_counter() - start
@@ -68,7 +68,7 @@ def _torch_setup(nbytes: int) -> tuple[float, int]:
 
 
 def beside_compute(setting: Setting) -> None:
-    """A transition while another stream multiplies matrices: what each costs the other."""
+    """Measures a move beside a stream that multiplies matrices, and how much each delays the other."""
     if not setting.has_gpu:
         setting.report.leave_out("beside_compute", "ours", NO_GPU)
         return
@@ -82,24 +82,24 @@ def beside_compute(setting: Setting) -> None:
 
 
 class MatrixProduct:
-    """A kernel that uses all of the GPU: its power and its memory as well, of which copies take a share."""
+    """Multiplies matrices, which uses the GPU's power and part of its memory bandwidth, as copies do."""
 
     def __init__(self, device: torch.device) -> None:
         self._left, self._right = (torch.randn(MATRIX, MATRIX, device=device, dtype=torch.bfloat16) for _ in range(2))
         self._result = torch.empty_like(self._left)
 
     def __call__(self) -> None:
-        """Start it on the current stream."""
+        """Starts it on the current stream."""
         torch.mm(self._left, self._right, out=self._result)
 
 
 def spin() -> None:
-    """A kernel that only counts cycles: nothing but a stream that is held up delays it."""
+    """Starts a kernel that only counts cycles, so that only a blocked stream delays it."""
     torch.cuda._sleep(2_000_000)
 
 
 class Queue:
-    """A stream with kernels queued on it.
+    """Queues kernels on a stream.
 
     Args:
         work: what the report calls the kernel.
@@ -116,14 +116,14 @@ class Queue:
         self.one_s = self.run(lambda: None) / self._length
 
     def last_for(self, duration_s: float) -> None:
-        """Make the queue so long."""
+        """Makes the queue last for some seconds."""
         self._length = max(1, round(duration_s / self.one_s))
 
     def run(self, beside: Callable[[], None]) -> float:
-        """Seconds that the queue takes on the GPU while the caller does something else.
+        """Returns the seconds that the queue takes on the GPU while the caller does something else.
 
-        The same kernels run as long before, so that every queue follows the same: after an idle time a queue of matrix
-        products was some 4% faster than after another queue.
+        The same kernels run for as long before, so that every queue starts under the same conditions: after an idle
+        time a queue of matrix products was about 4% faster than after another queue.
         """
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         torch.cuda.synchronize()
@@ -180,7 +180,7 @@ def _transitions(setting: Setting, ours: Ours, queue: Queue) -> None:
 
 
 class CountingLocker:
-    """Page-locks, and counts how often."""
+    """Page-locks memory and counts the calls."""
 
     def __init__(self, locker: PageLocker) -> None:
         self._locker = locker
@@ -197,7 +197,7 @@ class CountingLocker:
 
 
 def soak(setting: Setting) -> None:
-    """Fifty cycles, the last compared with the first."""
+    """Runs fifty cycles and compares the last with the first."""
     with setting.report.attempt("soak", "ours"):
         tensors = setting.random_tensors(moments_sizes(setting.scale))
         locker = CountingLocker(CudaPageLocker()) if setting.has_gpu else None

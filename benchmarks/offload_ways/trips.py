@@ -1,4 +1,4 @@
-"""How every way is timed: the same round trips, with memory really given back and taken again."""
+"""Times every way by the same round trips, with memory really given back and taken again."""
 
 import gc
 import time
@@ -10,28 +10,28 @@ import torch
 
 
 class Way(Protocol):
-    """A way to move tensors off a device and back."""
+    """Moves tensors off a device and back."""
 
     name: str
     nbytes: int
     """Of the tensors, without padding."""
 
     def leave(self) -> None:
-        """Move to the host; returns when the device's memory has been given back."""
+        """Moves tensors to the host; returns when the device's memory has been given back."""
         ...
 
     def come_back(self) -> None:
-        """Move to the device; what the current stream is given next finds everything in place."""
+        """Moves tensors to the device; work queued on the current stream afterwards finds everything in place."""
         ...
 
     def close(self) -> None:
-        """Free everything."""
+        """Frees everything."""
         ...
 
 
 @dataclass(frozen=True)
 class Trip:
-    """A round trip."""
+    """Holds the figures of a round trip."""
 
     out_s: float
     back_s: float
@@ -40,18 +40,18 @@ class Trip:
 
 
 def settle(device: torch.device) -> None:
-    """Wait until nothing runs."""
+    """Waits until nothing runs."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
 
 def driver_free(device: torch.device) -> int:
-    """Free memory as cudaMemGetInfo sees it; 0 without a GPU."""
+    """Returns the free memory by cudaMemGetInfo; 0 without a GPU."""
     return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else 0
 
 
 def release_unused(device: torch.device) -> None:
-    """Give the device and the host what torch's allocators cache."""
+    """Empties the caches of torch's allocators, on the device and on the host."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -59,7 +59,7 @@ def release_unused(device: torch.device) -> None:
 
 
 def seconds(action: Callable[[], None], wait: Callable[[], None]) -> float:
-    """Wall time from an idle device until an action's work is done."""
+    """Returns the wall time from an idle device until an action's work is done."""
     wait()
     start = time.perf_counter()
     action()
@@ -68,7 +68,7 @@ def seconds(action: Callable[[], None], wait: Callable[[], None]) -> float:
 
 
 def round_trip(way: Way, device: torch.device) -> Trip:
-    """Out and back, each timed alone."""
+    """Moves out and back, each timed by itself."""
 
     def wait() -> None:
         settle(device)
@@ -82,7 +82,7 @@ def round_trip(way: Way, device: torch.device) -> Trip:
 def round_trips(
     way: Way, tensors: Sequence[torch.Tensor], device: torch.device, *, rounds: int, warmups: int
 ) -> list[Trip]:
-    """Several, whose contents are compared at the end.
+    """Makes several round trips, and compares the contents at the end.
 
     Raises:
         RuntimeError: something came back changed.
@@ -97,10 +97,10 @@ def round_trips(
 
 @torch.no_grad()
 def checksum(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    """int64 [number of tensors]: sums, modulo 2**64, of their 8-byte words and of the bytes that are left."""
+    """Returns int64 [number of tensors]: sums, modulo 2**64, of the 8-byte words and of the remaining bytes."""
     return torch.stack([_checksum(tensor.detach().reshape(-1).view(torch.uint8)) for tensor in tensors])
 
 
 def _checksum(flat: torch.Tensor) -> torch.Tensor:
-    whole = flat.numel() // 8 * 8  # int64 is summed without a copy of another type
+    whole = flat.numel() // 8 * 8  # int64 is summed without a copy to another type
     return flat[:whole].view(torch.int64).sum() + flat[whole:].sum()

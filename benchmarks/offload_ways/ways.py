@@ -1,4 +1,4 @@
-"""The ways that run in this process: tensor by tensor, one torch pinned buffer, ours."""
+"""Defines the ways that run in this process: tensor by tensor, one pinned buffer of torch's, and ours."""
 
 import time
 from collections.abc import Iterable, Sequence
@@ -18,7 +18,7 @@ LINK_BLOCK_BYTES = 2**30
 
 
 class Pageable:
-    """Every tensor alone through fresh pageable memory, as upstream does."""
+    """Moves each tensor by itself through freshly allocated pageable memory, as upstream does."""
 
     name = "pageable"
 
@@ -45,7 +45,7 @@ class Pageable:
 
 
 class TorchPinned:
-    """One buffer of torch's pinned memory, a copy a tensor; storages are resized to nothing and back."""
+    """Uses one buffer of torch's pinned memory and a copy for each tensor; resizes storages to nothing and back."""
 
     name = "torch_pinned"
 
@@ -82,7 +82,7 @@ def _flat_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Ours:
-    """The engine: tensors live in a range and move as one."""
+    """Uses the engine: tensors live in a range and move as one."""
 
     name = "ours"
 
@@ -94,7 +94,7 @@ class Ours:
         self._housed = self._house(tensors)
         settle(device)
         if device.type == "cuda":
-            torch.cuda.empty_cache()  # what the tensors lived in before
+            torch.cuda.empty_cache()  # where the tensors lived before
 
     def _house(self, tensors: Sequence[torch.Tensor]) -> FlatBufferTarget:
         entries = [
@@ -112,7 +112,7 @@ class Ours:
         self._housed.start(Placement.GPU).wait_on_current_stream()
 
     def copy_only(self, direction: str) -> None:
-        """The same copies, with nothing given back or taken: what the link alone does to others."""
+        """Makes the same copies without giving memory back or taking it: the cost of the link alone to other work."""
         if direction == "d2h":
             self.mover.save(self.flat_buffer.backed_ranges)
         else:
@@ -126,7 +126,7 @@ class Ours:
 
 
 class OursForOptimizer(Ours):
-    """The engine's optimizer-state target, which looks for new state at every leave."""
+    """Uses the engine's optimizer-state target, which looks for new state in every `leave`."""
 
     def __init__(
         self, optimizer: Any, model: Iterable[torch.nn.Module], tensors: Sequence[torch.Tensor], device: torch.device
@@ -141,7 +141,7 @@ class OursForOptimizer(Ours):
 
 
 def link_seconds_per_byte(device: torch.device, *, samples: int, copies: int = 4) -> dict[str, list[float]]:
-    """What the link can do: pinned blocks of 1 GiB, one direction at a time.
+    """Measures the link's limit: pinned blocks of 1 GiB, one direction at a time.
 
     Returns:
         Samples of seconds a byte, by direction (d2h, h2d).

@@ -1,1 +1,1 @@
-"""What benchmarks/cpu_optimizer.py compares."""
+"""Implements what benchmarks/cpu_optimizer.py compares."""

@@ -32,13 +32,13 @@ Measured = tuple[Row, list[dict[str, Any]]]
 
 
 def measure(case: Case, way: Way, save: Callable[[Measured], None]) -> None:
-    """Train in this process.
+    """Trains in this process and saves what was measured.
 
     Args:
         case: what is trained.
         way: to step the optimizer.
-        save: gets what was measured, and once more with the largest micro-batch where larger ones were tried: what goes
-            wrong in them does not cost the row.
+        save: gets what was measured, and again with the largest micro-batch where larger ones were tried, so that an
+            error in these does not lose the row.
 
     Raises:
         torch.OutOfMemoryError: the way does not fit on this GPU.
@@ -55,7 +55,7 @@ def measure(case: Case, way: Way, save: Callable[[Measured], None]) -> None:
 
 
 def two_way_bytes_per_s() -> float | None:
-    """Measures the link with copies in both directions at once, added up; None without a GPU."""
+    """Measures the link with copies in both directions at once, as their sum; None without a GPU."""
     if not torch.cuda.is_available():
         return None
     with PinnedArena() as arena:
@@ -109,7 +109,7 @@ def _measured(worker: MegatronPolicyWorker, case: Case, way: Way, two_way: float
 
 
 def _logprob_s(worker: MegatronPolicyWorker, case: Case) -> float:
-    """Returns the seconds of the second of two passes over a batch: the first brings the phase about."""
+    """Returns the seconds of the second of two passes over a batch; the first one enters the phase."""
     batch = _batch(case, 0)
     worker.get_logprobs(batch, case.mbs)
     start = _now()
@@ -118,7 +118,7 @@ def _logprob_s(worker: MegatronPolicyWorker, case: Case) -> float:
 
 
 def _largest_mbs(worker: MegatronPolicyWorker, case: Case) -> int:
-    """Returns the most rows that a micro-batch may have; each size is tried in one step, of as many rows at least."""
+    """Returns the largest micro-batch in rows; each size is tried in one step of at least as many rows."""
     largest = case.mbs
     for mbs in case.larger_mbs:
         larger = replace(case, rows=max(case.rows, mbs))
@@ -132,7 +132,7 @@ def _largest_mbs(worker: MegatronPolicyWorker, case: Case) -> int:
 
 @contextmanager
 def _timed_optimizer(worker: MegatronPolicyWorker) -> Iterator[list[float]]:
-    """Yields a list that gets the seconds which the optimizer's step took of the stream that computes."""
+    """Yields a list that gets the seconds of the optimizer's step on the compute stream."""
     optimizer: Any = worker.state.optimizer
     step, marks, seconds = optimizer.step_with_ready_grads, [], []
 
@@ -179,12 +179,12 @@ def _batch(case: Case, seed: int) -> BatchedData:
 
 
 def _checksum(worker: MegatronPolicyWorker) -> int:
-    """Of the bits of every parameter; int64 sums are exact, modulo 2**64."""
+    """Returns a checksum of the bits of every parameter; int64 sums are exact modulo 2**64."""
     sums = [p.detach().view(torch.int16).sum(dtype=torch.int64) for _, p in worker.state.parameters()]
     return int(torch.stack([total * (index + 1) for index, total in enumerate(sums)]).sum())
 
 
 def _peak_mib(worker: MegatronPolicyWorker, verb: str) -> int | None:
-    """Returns the most that the last call of a verb has taken, ranges of the engine included; None without a GPU."""
+    """Returns the peak of the last call of a worker method, with the engine's ranges; None without a GPU."""
     peak_gib = worker.memory_stats().get(f"gpu_peak_{verb}_gib")
     return None if peak_gib is None else round(peak_gib * 1024)

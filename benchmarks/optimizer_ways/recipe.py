@@ -1,4 +1,4 @@
-"""The recipe of a case in one of its ways, and what `nemo-offload-rl plan` says of it."""
+"""Builds the recipe of a case in one of its ways, and asks `nemo-offload-rl plan` about it."""
 
 import os
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from optimizer_ways.ways import Case, Way
 
 RECIPE = Path(__file__).parents[2] / "examples" / "configs" / "grpo_math_1B_megatron.yaml"
-# Nothing is sent or generated: without these, host memory would be taken for what leaves the GPU then.
+# Nothing is refitted or generated: without these, host memory would be reserved for state offloaded in those phases.
 _NOTHING_LEAVES = ("policy.offload_optimizer_for_refit=false", "++policy.residency.table.generate.params=gpu")
 _NO_REFERENCE = "loss_fn.reference_policy_kl_penalty=0"
 

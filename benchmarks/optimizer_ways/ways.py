@@ -1,4 +1,4 @@
-"""Ways to have optimizer state off the GPU, each as overrides of a recipe, and the models that they are tried on."""
+"""Defines ways to keep optimizer state off the GPU, as overrides of a recipe, and the models to try them on."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ _OPTIMIZER = "++policy.megatron_cfg.optimizer"
 
 @dataclass(frozen=True)
 class Way:
-    """A way to step an optimizer.
+    """Describes a way to step an optimizer.
 
     Attributes:
         name: of the row.
@@ -46,7 +46,7 @@ _GPU_WAYS = tuple(way.name for way in ON_GPU)
 
 @dataclass(frozen=True)
 class Case:
-    """A model and batches to train it on.
+    """Describes a model and the batches to train it on.
 
     Attributes:
         name: of the row.
@@ -54,7 +54,7 @@ class Case:
         rows: of a global batch.
         mbs: rows of a micro-batch.
         seq_length: tokens of a row.
-        steps: that are measured, behind two that are not.
+        steps: that are measured, after two that are not.
         ways: that are tried.
         overrides: of the recipe.
         environ: of the process.
@@ -102,7 +102,7 @@ CASES: Mapping[str, Case] = {
             "1.5B, deterministic",
             QWEN2_1_5B,
             rows=8,
-            steps=18,  # behind two others: 20 are compared
+            steps=18,  # after two others: 20 are compared
             environ=_DETERMINISTIC,
         ),
         Case(
