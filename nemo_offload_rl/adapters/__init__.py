@@ -1,1 +1,1 @@
-"""The residency engine in other trainers; each module is imported only where it is asked for by name."""
+"""Adapters that run the residency engine in other trainers; import the module of a trainer by name."""

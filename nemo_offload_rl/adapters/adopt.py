@@ -1,4 +1,4 @@
-"""Gives the engine to trainers that move each kind of state alone, by `adopt(model, optimizer)`."""
+"""Runs the residency engine in trainers that move each kind of state separately: `adopt(model, optimizer)`."""
 
 import contextlib
 import dataclasses
@@ -20,17 +20,16 @@ Device = str | torch.device
 
 
 class AdoptedState:
-    """Moves parameters, gradients and optimizer state of an adopted model to the host and back, each alone.
+    """Moves parameters, gradients and optimizer state of an adopted model to the host and back, each separately.
 
-    To the host ("cpu") parameters and optimizer state are copied, and gradients dropped; a call returns when the GPU
-    memory is the driver's again, so that another process may take it. On the way back ("cuda") parameters, and
-    gradients of zeros, are in place for the current stream when the call returns. The optimizer's `step`,
-    `state_dict` and `load_state_dict` wait for its state, and refuse while it is away; so do the methods of
-    megatron-core's optimizers that save and load parameter state. A kind of state that is there already, or that this
-    model does not have, is left alone.
+    A move to "cpu" copies parameters and optimizer state to the host and drops gradients; it returns once the driver
+    has the GPU memory back, so that another process can take it. A move to "cuda" returns when parameters, and
+    gradients of zeros, are ready for the current stream. The optimizer's `step`, `state_dict` and `load_state_dict`
+    wait for its state, and raise while it is on the host; so do the methods of megatron-core's optimizers that save
+    and load parameter state. Moving state that is there already, or that this model does not have, is a no-op.
 
     Attributes:
-        engine: does it; its `meter` has the measurements.
+        engine: the residency engine that makes the moves; its `meter` has the measurements.
     """
 
     def __init__(self, engine: Engine) -> None:
@@ -41,34 +40,37 @@ class AdoptedState:
         self.move(device, [Target.PARAMS])
 
     def move_grads(self, device: Device) -> None:
-        """Drop the gradient buffers ("cpu"), or bring them back zeroed."""
+        """Drop the gradient buffers ("cpu"), or bring them back zeroed ("cuda")."""
         self.move(device, [Target.GRADS])
 
     def move_optimizer(self, device: Device) -> None:
-        """Move masters and moments."""
+        """Move the optimizer state: masters and moments."""
         self.move(device, [Target.OPTIMIZER_STATE])
 
     def move(self, device: Device, targets: Iterable[Target]) -> None:
         """Move several kinds of state at once.
 
         Raises:
-            ValueError: the device is neither the host nor the model's GPU, or this kind was not to leave it.
+            ValueError: the device is neither the host nor the model's GPU, or `adopt` was told not to offload this
+                kind of state.
             NoRoomError: one of them could not move; those that had moved in this call are back where they were.
             ResidencyError: CUDA has failed; this process cannot go on.
         """
-        residency, leaves = self.engine.residency, self._is_host(device)
+        residency, to_host = self.engine.residency, self._is_host(device)
         wanted = {
-            target: _away(target) if leaves else Placement.GPU for target in targets if target in self.engine.targets
+            target: _placement_off_gpu(target) if to_host else Placement.GPU
+            for target in targets
+            if target in self.engine.targets
         }
-        if leaves and any(residency.where(target) is Placement.GPU for target in wanted):
+        if to_host and any(residency.where(target) is Placement.GPU for target in wanted):
             self.engine.meter.give_back_cache()  # before the copies: it waits for every stream
         residency.place(wanted)
-        if leaves:
+        if to_host:
             residency.wait_until_released()
 
     @contextlib.contextmanager
     def on_gpu(self, targets: Iterable[Target]) -> Iterator[None]:
-        """Have kinds of state on the GPU meanwhile, whole, as a checkpoint wants them; then put them back."""
+        """Bring kinds of state to the GPU for a `with` block, as checkpoints need them, and move them back after it."""
         residency = self.engine.residency
         before = {target: residency.where(target) for target in targets if target in self.engine.targets}
         try:
@@ -80,17 +82,17 @@ class AdoptedState:
             self.move("cpu", [target for target, placement in before.items() if placement is not Placement.GPU])
 
     def outside_ranges(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a tensor that another process may open by legacy CUDA IPC, which cannot export memory of a range.
+        """Return a tensor that another process can open by legacy CUDA IPC, which cannot export memory of a range.
 
         Returns:
-            A copy of a tensor that lives in the parameters' ranges; any other as it is.
+            A copy, if the tensor is in the parameters' ranges; any other tensor itself.
         """
         params = self.engine.targets[Target.PARAMS]
         assert isinstance(params, Params)
         return tensor.clone() if params.flat_buffer.holds(tensor) else tensor
 
     def close(self) -> None:
-        """Give all memory back; model and optimizer are of no use afterwards."""
+        """Release all memory; the model and the optimizer cannot be used afterwards."""
         self.engine.close()
 
     def _is_host(self, device: Device) -> bool:
@@ -109,20 +111,22 @@ def adopt(
     *,
     offloaded: Collection[Target] = (Target.PARAMS, Target.OPTIMIZER_STATE),
 ) -> AdoptedState:
-    """Move a model and its optimizer into ranges, and return what moves them from then on.
+    """Move a model and its optimizer state into ranges, and return the object that moves them to the host and back.
 
-    Call it once, when both are built and before the first forward pass. They stay the same objects, on the GPU.
+    Call it once, after both are built and before the first forward pass. They stay the same objects, on the GPU.
 
     Args:
         model: a module or its chunks, each bare or in megatron-core's DistributedDataParallel.
-        optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
-        arena: gives the host memory; None for page-locked memory of the GPU's NUMA node.
-        offloaded: what will move to the host; for the rest no host memory is taken. Gradients can always be dropped.
+        optimizer: a megatron-core or torch optimizer; None if nothing is trained.
+        arena: allocates the host memory; None for page-locked memory of the GPU's NUMA node.
+        offloaded: kinds of state that can move to the host; no host memory is allocated for the others. Gradients can
+            always be dropped.
 
     Raises:
-        ValueError: parameters are DTensors, or something holds views that would not follow.
-        MemoryError: the host has no room.
-        torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
+        ValueError: parameters are DTensors, or some object holds views that would not follow a move.
+        MemoryError: the host has too little memory.
+        torch.OutOfMemoryError: the GPU has too little memory. After any of these errors the model and the optimizer
+            cannot be used.
     """
     chunks = [model] if isinstance(model, torch.nn.Module) else list(model)
     sharded = [name for chunk in chunks for name, tensor in chunk.named_parameters() if isinstance(tensor, DTensor)]
@@ -139,7 +143,7 @@ def adopt(
 
 
 def _table(offloaded: Collection[Target]) -> Table:
-    """Returns the default table without the host for what stays."""
+    """Returns the default table, with UNCHANGED in place of HOST for targets that are not offloaded."""
     return {
         phase: {
             target: Placement.UNCHANGED if placement is Placement.HOST and target not in offloaded else placement
@@ -149,7 +153,7 @@ def _table(offloaded: Collection[Target]) -> Table:
     }
 
 
-def _away(target: Target) -> Placement:
+def _placement_off_gpu(target: Target) -> Placement:
     return Placement.DROPPED if target is Target.GRADS else Placement.HOST
 
 

@@ -1,4 +1,4 @@
-"""Has megatron-core's own offloading methods of a model and an optimizer move their state by the engine."""
+"""Replaces megatron-core's own offloading methods of a model and an optimizer by moves of the residency engine."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -17,13 +17,13 @@ def adopt_own_methods(
     """Adopt a model and its optimizer, and replace the offloading methods of these objects.
 
     They are the optimizer's `offload_to_cpu` and `restore_from_cpu`, DistributedDataParallel's `offload_grad_buffers`
-    and `restore_grad_buffers`, and the buffers' `offload_to_cpu` and `reload_from_cpu`. Whichever of several parts is
-    called first (a chunk, a buffer, an optimizer of a chain), all parts move; for the others nothing is left to do.
+    and `restore_grad_buffers`, and the buffers' `offload_to_cpu` and `reload_from_cpu`. A call on one of several parts
+    (a chunk, a buffer, an optimizer of a chain) moves all parts; the same call on the others is then a no-op.
 
     Args:
         model: the chunks, in megatron-core's DistributedDataParallel.
-        optimizer: megatron-core's.
-        arena: see `adopt`, as for what is raised.
+        optimizer: megatron-core's optimizer.
+        arena: see `adopt`, which also lists the errors that are raised.
     """
     state = adopt(model, optimizer, arena)
     for part in [] if optimizer is None else [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
@@ -31,8 +31,8 @@ def adopt_own_methods(
         part.restore_from_cpu = lambda: state.move_optimizer("cuda")
 
     def offload_grads(synchronize: bool = True, empty_cache: bool = True) -> None:
-        # Dropping waits for the GPU's queued work and gives back torch's cache, whatever the arguments say: memory of
-        # a range cannot be reused by this process's allocator, so leaving either out would only keep it longer.
+        # Dropping waits for the GPU's queued work and empties torch's cache, whatever the arguments say: this
+        # process's allocator cannot reuse memory of a range, so skipping either would only hold that memory longer.
         state.move_grads("cpu")
 
     def restore_grads(synchronize: bool = True) -> None:

@@ -1,4 +1,4 @@
-"""A Megatron policy worker of NeMo-RL that moves its state in ranges.
+"""Makes NeMo-RL's Megatron policy worker move its state in ranges.
 
 Written against NeMo-RL's commit 001759a9acf020907d76e61ffd27baa9c8ae9a90 and tested with a double of its worker: no
 release of NeMo-RL can be installed from a registry. `examples/nemo_rl_launcher.py` starts it.
@@ -17,7 +17,7 @@ from nemo_offload_rl.residency.table import Target
 
 
 class RangeOffload(MegatronPolicyWorkerImpl):
-    """Moves the state of NeMo-RL's worker in ranges: all its phases call `move_model` and `move_optimizer`."""
+    """Moves the state of NeMo-RL's worker in ranges by `move_model` and `move_optimizer`, which all its phases call."""
 
     _adopted: AdoptedState | None = None
 
@@ -32,7 +32,7 @@ class RangeOffload(MegatronPolicyWorkerImpl):
     def move_model(
         self, model: torch.nn.Module, device: str, move_params: bool = True, move_grads: bool = True
     ) -> torch.nn.Module:
-        """Move the policy's parameters and gradients; other models, such as one for inference, in NeMo-RL's way."""
+        """Move the policy's parameters and gradients; NeMo-RL's code moves any other model, such as for inference."""
         if self._adopted is None or model is not self.model:
             moved: torch.nn.Module = super().move_model(model, device, move_params, move_grads)
             return moved
@@ -40,14 +40,14 @@ class RangeOffload(MegatronPolicyWorkerImpl):
         return model
 
     def move_optimizer(self, device: str) -> None:
-        """Move optimizer state, fp32 masters included; on the way back the optimizer's step waits for it."""
+        """Move optimizer state, fp32 masters included; after a move to the GPU the optimizer's step waits for it."""
         if self._adopted is None:
             super().move_optimizer(device)
         else:
             self._adopted.move_optimizer(device)
 
     def _iter_sglang_hf_weight_buckets(self, **kwargs: Any) -> Iterator[list[tuple[str, torch.Tensor]]]:
-        """Yield the buckets that SGLang opens through CUDA IPC, which cannot export memory of a range."""
+        """Yield the buckets that SGLang opens through CUDA IPC, which cannot export memory of a range: copies of it."""
         adopted = self._adopted
         assert adopted is not None, "weights are sent after `__init__`"
         for bucket in super()._iter_sglang_hf_weight_buckets(**kwargs):

@@ -1,4 +1,4 @@
-"""Has whatever saves or loads optimizer state wait until it is on the GPU, and refuse while it is away."""
+"""Makes an optimizer's save and load methods wait until its state is on the GPU, and raise while it is on the host."""
 
 import functools
 from collections.abc import Callable, Iterator
@@ -12,28 +12,28 @@ from nemo_offload_rl.residency.table import Target
 
 Undo = Callable[[], None]
 
-_PAST_TORCH = (
+_UNHOOKED_METHODS = (
     "save_parameter_state",
     "load_parameter_state",
     "get_parameter_state_dp_zero",
     "load_parameter_state_from_dp_zero",
     "reload_model_params",
 )
-"""Methods of megatron-core's optimizers that read or write masters and moments past the torch optimizers inside."""
+"""Methods of megatron-core's optimizers that access masters and moments without running a torch optimizer's hooks."""
 
 
 def guard_optimizer(residency: Residency, optimizer: Any | None) -> list[Undo]:
-    """Have an optimizer's methods that save and load ask for its state, as its steps do.
+    """Make an optimizer's save and load methods require its state on the GPU, as its steps do.
 
-    Trainers save and load right behind their call that brings state back, which does not wait; what is loaded before
-    the state has come would be overwritten by it.
+    Trainers save and load right after the call that brings state back, which does not wait for the copies: they would
+    overwrite values that were loaded before they end.
 
     Args:
         residency: knows where the state is.
-        optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
+        optimizer: a megatron-core or torch optimizer; None if nothing is trained.
 
     Returns:
-        What takes the guards off again.
+        Functions that remove the guards again.
     """
     if optimizer is None:
         return []
@@ -54,7 +54,7 @@ def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
     if isinstance(optimizer, torch.optim.Optimizer):
         return
     for part in [optimizer, *getattr(optimizer, "chained_optimizers", [])]:
-        for name in _PAST_TORCH:
+        for name in _UNHOOKED_METHODS:
             if hasattr(part, name):
                 setattr(part, name, _requiring(residency, getattr(part, name)))
                 yield functools.partial(delattr, part, name)
@@ -63,7 +63,7 @@ def _guard_methods(residency: Residency, optimizer: Any) -> Iterator[Undo]:
 def _requiring(residency: Residency, method: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(method)
     def guarded(*args: Any, **kwargs: Any) -> Any:
-        residency.require(Target.PARAMS)  # the masters of fp32 parameters are these themselves
+        residency.require(Target.PARAMS)  # an fp32 parameter is its own master
         residency.require(Target.OPTIMIZER_STATE)
         return method(*args, **kwargs)
 

@@ -1,7 +1,7 @@
-"""Has verl's Megatron engine move its state in ranges; written for verl 0.9.1.
+"""Makes verl's Megatron engine move its state in ranges; written for verl 0.9.1.
 
-With `actor_rollout_ref.model.external_lib=nemo_offload_rl.adapters.verl` verl imports it in each worker before it makes
-an engine; its registry then prefers the classes of this module on NVIDIA GPUs.
+With `actor_rollout_ref.model.external_lib=nemo_offload_rl.adapters.verl` verl imports this module in each worker before
+it builds an engine; verl's registry then prefers the classes of this module on NVIDIA GPUs.
 """
 
 import sys
@@ -42,9 +42,9 @@ class RangeOffload(MegatronEngine):
         return bool(self.engine_config.optimizer_offload)
 
     def initialize(self) -> None:
-        """Build model and optimizer, move them into ranges, and from there to the host as the recipe says."""
+        """Build the model and the optimizer, move them into ranges, and offload what the recipe says."""
         if self._state is not None:
-            self._state.close()  # verl's `reset` builds anew
+            self._state.close()  # verl's `reset` builds them again
             self._state = None
         super().initialize()
         params, optimizer = self.is_param_offload_enabled, self.is_optimizer_offload_enabled
@@ -56,12 +56,12 @@ class RangeOffload(MegatronEngine):
         """Move state to "cpu" or "cuda"; gradients leave with the model, as they do in verl.
 
         Raises:
-            ValueError: state is to leave that the recipe does not offload, for which there is no host memory.
+            ValueError: the call offloads state that the recipe keeps on the GPU, for which there is no host memory.
         """
         BaseEngine.to(self, device=device, model=model, optimizer=optimizer, grad=grad)
         grad = model and (grad or device == "cpu")
         targets = [Target.PARAMS] * model + [Target.GRADS] * grad + [Target.OPTIMIZER_STATE] * optimizer
-        if not targets or self._state is None:  # `initialize` of verl ends with a move, of nothing here
+        if not targets or self._state is None:  # verl's `initialize` ends with a call, when nothing is to move yet
             return
         if device == "cpu":
             self._require_offloaded(targets)
@@ -69,7 +69,7 @@ class RangeOffload(MegatronEngine):
         self._state.move(device, targets)
 
     def get_per_tensor_param(self, **kwargs: Any) -> tuple[Iterator[tuple[str, torch.Tensor]], Any]:
-        """Return the weights by Hugging Face name, none of them in memory that CUDA IPC cannot export."""
+        """Return the weights by Hugging Face name, all of them in memory that CUDA IPC can export."""
         state = self._adopted()
         state.move_params("cuda")
         weights, peft_config = super().get_per_tensor_param(**kwargs)
@@ -81,12 +81,12 @@ class RangeOffload(MegatronEngine):
         return super().get_per_tensor_param_shard(**kwargs)
 
     def save_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Save with everything on the GPU meanwhile."""
+        """Save a checkpoint, with parameters and optimizer state on the GPU while it is written."""
         with self._adopted().on_gpu(_SAVED):
             super().save_checkpoint(*args, **kwargs)
 
     def load_checkpoint(self, *args: Any, **kwargs: Any) -> None:
-        """Load with everything on the GPU meanwhile."""
+        """Load a checkpoint, with parameters and optimizer state on the GPU while it is read."""
         with self._adopted().on_gpu(_SAVED):
             super().load_checkpoint(*args, **kwargs)
 
@@ -107,7 +107,7 @@ class RangeOffload(MegatronEngine):
                 )
 
     def _release_scratch(self) -> None:
-        """Free what verl frees beside its moves, and makes anew when it is needed."""
+        """Free the scratch buffers that verl, too, frees when it offloads; they are allocated again on demand."""
         for chunk in self.module:
             _clear_te_fp8_weight_workspaces(chunk)
         get_global_memory_buffer().buffer.clear()
@@ -128,7 +128,7 @@ class RangeOffloadWithValueHead(RangeOffload, MegatronEngineWithValueHead):
 @EngineRegistry.register(model_type="language_model", backend=_OTHER_BACKENDS, device="cuda", vendor="nvidia")
 @EngineRegistry.register(model_type="value_model", backend=_OTHER_BACKENDS, device="cuda", vendor="nvidia")
 class RefusedEngine(BaseEngine):
-    """Refuses backends other than Megatron, which would otherwise go on without ranges."""
+    """Refuses backends other than Megatron, which would otherwise run without ranges."""
 
     def __init__(self, model_config: Any, engine_config: Any, optimizer_config: Any, checkpoint_config: Any) -> None:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""Everything that touches megatron-core and Megatron-Bridge: building, stepping, log-probs, checkpoints."""
+"""Holds all code that uses megatron-core and Megatron-Bridge: building, stepping, log-probs, checkpoints."""
 
 from nemo_offload_rl.mcore import log_filters
 from nemo_offload_rl.mcore.patches import cpu_device

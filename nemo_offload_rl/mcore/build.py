@@ -1,4 +1,4 @@
-"""Builds what one rank trains with: model chunks in DDP, the optimizer, the learning-rate schedule."""
+"""Builds the training state of one rank: model chunks in DDP, the optimizer, the learning-rate schedule."""
 
 import contextlib
 import functools
@@ -45,23 +45,23 @@ class TrainingState:
     vocab_size: int
     """Number of real tokens; the embedding may be padded beyond it."""
     gradient_hooks: list[RemovableHandle]
-    """By which autograd tells DistributedDataParallel of each gradient."""
+    """Hooks by which autograd notifies DistributedDataParallel of each gradient."""
     watch: ParameterWatch
-    """Notices first steps that change nothing."""
+    """Raises if the first steps change no parameter."""
     before_update: Callable[[], None] = lambda: None
-    """Called in each step behind the backward pass, before the gradients' norm is known."""
+    """Called in each step after the backward pass, before the gradients' norm is computed."""
 
     def parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Every parameter of this rank, with a name that is unique over the model chunks."""
+        """Yield every parameter of this rank, with a name that is unique over the model chunks."""
         for index, chunk in enumerate(self.model):
             for name, parameter in chunk.named_parameters():
                 yield f"{index}.{name}", parameter
 
     def close(self) -> None:
-        """Let the garbage collector free the model, and the process groups that only it knows; training is over.
+        """Remove the gradient hooks, so that the garbage collector can free the model; training is over.
 
-        megatron-core's optimizer keeps views of fp32 parameters, whose graphs keep the nodes that the hooks are on, and
-        with them the model: a cycle through C++, which it does not see.
+        megatron-core's optimizer keeps views of fp32 parameters, whose autograd graphs keep the nodes with the hooks,
+        and these keep the model and its process groups: a cycle through C++, which the collector does not see.
         """
         for hook in self.gradient_hooks:
             hook.remove()
@@ -85,7 +85,7 @@ def build(
         streamed: leave it to the residency engine to make masters and moments, in host memory.
 
     Raises:
-        ValueError: what megatron-core's checks of the configs say.
+        ValueError: megatron-core's own checks refuse the configs.
     """
     bridge = make_bridge(policy, hf_config)
     provider = make_provider(policy, bridge)
@@ -145,7 +145,7 @@ def make_scheduler(megatron_cfg: Mapping[str, Any], optimizer: MegatronOptimizer
 
 
 def _one_or_all(functions: list[Any]) -> Any:
-    """Returns what a schedule takes: one function without virtual stages, a list with them."""
+    """Returns functions as megatron-core's schedules take them: one without virtual stages, else the list."""
     return functions[0] if len(functions) == 1 else functions
 
 
@@ -158,9 +158,9 @@ def _freeze_router(chunks: list[Any]) -> list[Any]:
 
 
 def _settle_dtypes(chunks: list[Any]) -> None:
-    """Have routers take their expert bias back to fp32 now, which they do in every forward pass.
+    """Make routers convert their expert bias back to fp32 now, which they would do in their next forward pass.
 
-    Float16Module makes it bf16; a buffer that changes its memory after the residency engine moved it into a flat
+    Float16Module has made it bf16. A buffer that gets other memory after the residency engine moved it into a flat
     buffer would have no reference weights.
     """
     for chunk in chunks:
@@ -170,10 +170,10 @@ def _settle_dtypes(chunks: list[Any]) -> None:
 
 
 def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[Any]:
-    """Fill a model with weights that depend on the seed, the architecture and the kind of device alone.
+    """Fill a model with random weights that depend only on the seed, the architecture and the kind of device.
 
     The Hugging Face model initialises itself and its weights are converted, so that one rank and many, which split the
-    model differently, start equal. A GPU does not take the 20 s that a CPU takes for 1.5 B parameters.
+    model differently, start with equal weights. A GPU is used if the model fits: a CPU takes 20 s for 1.5 B parameters.
     """
     from transformers import AutoModelForCausalLM
 
@@ -183,16 +183,16 @@ def _init_random_weights(bridge: Any, chunks: list[Any], *, seed: int) -> list[A
         model = AutoModelForCausalLM.from_config(bridge.hf_pretrained)
     load_weights(bridge, chunks, as_in_files(model, model.state_dict()))
     del model
-    gc.collect()  # cycles of the bridge's keep the last weights: 2.3 GiB of an 8 B model, and page-locking comes next
+    gc.collect()  # cycles in the bridge keep the last weights: 2.3 GiB of an 8 B model, before host memory is pinned
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return chunks
 
 
 def _device_for_whole_model(hf_config: Any) -> torch.device:
-    """Returns the current GPU if the whole model takes at most a quarter of its memory, beside a rank's part.
+    """Returns the current GPU if the whole model takes at most a quarter of its memory, else the CPU.
 
-    The plan counts with it: see `plan.engine_build`.
+    The GPU then holds the whole model beside the rank's part of it, which `plan.engine_build` takes into account.
     """
     from transformers import AutoModelForCausalLM
 
@@ -207,9 +207,9 @@ def _device_for_whole_model(hf_config: Any) -> torch.device:
 
 
 def as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Tensors of a transformers model, by the names and in the shapes of its files, which the bridge reads.
+    """Returns the tensors of a transformers model with the names and shapes of its files, which the bridge reads.
 
-    transformers 5 fuses experts in memory.
+    In memory they differ, since transformers 5 fuses experts.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -217,12 +217,12 @@ def as_in_files(model: Any, tensors: dict[str, torch.Tensor]) -> dict[str, torch
 
 
 def load_weights(bridge: Any, chunks: list[Any], weights: Mapping[str, torch.Tensor]) -> list[Any]:
-    """Fill model chunks with weights in memory, named and shaped as in files.
+    """Load weights from memory, named and shaped as in files, into model chunks.
 
     Args:
         bridge: an `AutoBridge` made from a config alone.
-        chunks: of the model.
-        weights: all of the model's, by name.
+        chunks: the model's chunks.
+        weights: all of the model's weights, by name.
     """
     from megatron.bridge.models.hf_pretrained.causal_lm import PreTrainedCausalLM
     from megatron.bridge.models.hf_pretrained.state import StateDict

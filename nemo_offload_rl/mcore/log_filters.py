@@ -1,4 +1,4 @@
-"""Silences messages of the stack that say nothing to our users: each is listed with the reason."""
+"""Silences messages of other libraries that mean nothing to our users: each is listed with the reason."""
 
 import contextlib
 import logging
@@ -7,7 +7,7 @@ import sys
 import warnings
 from collections.abc import Iterator
 
-# (beginning of the message as a regular expression, why it says nothing)
+# Regular expressions for the beginnings of messages, with the reason in a comment.
 _WARNINGS = (
     r"Transformer Engine and Apex are not installed",  # the CPU path, chosen and announced by cpu_device
     r"Apex is not installed",  # likewise
@@ -48,7 +48,7 @@ def install() -> None:
 
 @contextlib.contextmanager
 def while_importing() -> Iterator[None]:
-    """Keep an import from logging below warnings, and from configuring the root logger.
+    """Keep an import from logging records below WARNING, and from configuring the root logger.
 
     Importing Megatron-Bridge reports each optional import that fails with its traceback, and runs
     `logging.basicConfig`.

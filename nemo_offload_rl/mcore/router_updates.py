@@ -1,4 +1,4 @@
-"""Undoes the updates of routers' biases by a step that fails or is skipped."""
+"""Undoes the updates of router biases by a step that fails or is skipped."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -13,16 +13,16 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 @contextlib.contextmanager
 def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Callable[[], None]]:
-    """Run a step inside; if it fails, or calls the function that this yields, undo its updates of routers' biases.
+    """Run a step inside; undo its updates of router biases if it fails or calls the yielded function.
 
-    The schedule itself, in `finalize_model_grads`, moves them by the counts of tokens per expert, before it is
-    known whether the step's gradients are finite; and counts of a schedule that fails would be part of the next step's.
+    The schedule itself, in `finalize_model_grads`, updates the biases by the counts of tokens per expert before it is
+    known whether the step's gradients are finite; and the next step would add to the counts of a failed schedule.
 
     Args:
         model: the chunks.
         config: their TransformerConfig.
     """
-    has_routers = config.num_moe_experts is not None  # to look for them takes the CPU a millisecond
+    has_routers = config.num_moe_experts is not None  # searching for them takes the CPU a millisecond
     modules = (module for chunk in model for module in chunk.modules()) if has_routers else ()
     routers = [module for module in modules if isinstance(module, TopKRouter)]
     biases = [bias for router in routers for bias in (router.expert_bias, router.qb_beta) if bias is not None]
@@ -36,6 +36,6 @@ def router_updates(model: Sequence[torch.nn.Module], config: Any) -> Iterator[Ca
     try:
         yield undo
     except BaseException:
-        with preserve_first_error():  # a GPU that has failed says so again
+        with preserve_first_error():  # a failed GPU raises again
             undo()
         raise

@@ -1,4 +1,4 @@
-"""Runs a training step, and forward-only passes, over megatron-core's own schedules."""
+"""Runs a training step, and forward-only passes, with megatron-core's own schedules."""
 
 import contextlib
 import dataclasses
@@ -32,7 +32,7 @@ class StepResult:
     grad_norm: float
     """Norm of the whole gradient before clipping; NaN if the step was skipped."""
     skipped: bool
-    """The loss or a gradient was not finite, and the parameters and routers' biases were left alone."""
+    """Whether the loss or a gradient was not finite; parameters and router biases are then left unchanged."""
     metrics: dict[str, float] = field(default_factory=dict)
 
 
@@ -56,7 +56,7 @@ def _run(
         return microbatch_logprobs(model, batch, of), loss_func
 
     first = batches[0]
-    # All at once and before any kernel is queued: a copy from pageable memory waits for what the GPU is doing.
+    # Copy all batches before any kernel is queued: a copy from pageable memory waits for the GPU's work.
     on_device = [to_device(batch, device) for batch in batches]
     iterators = [iter(on_device) for _ in state.model]
     schedule = get_forward_backward_func()
@@ -97,7 +97,7 @@ def _sum_over_ranks(names_and_values: dict[str, Tensor], device: torch.device) -
 
 
 def global_counts(data: BatchedData, device: torch.device) -> GlobalCounts:
-    """Valid sequences and tokens of a global batch, from this data-parallel rank's part of it."""
+    """Return the valid sequences and tokens of a global batch, summed over data-parallel ranks; collective."""
     local = GlobalCounts.of(data)
     both = torch.stack([local.valid_seqs, local.valid_toks]).to(device)
     torch.distributed.all_reduce(both, group=mpu.get_data_parallel_group())
@@ -110,7 +110,7 @@ def _add(sums: dict[str, Tensor], shares: dict[str, Tensor]) -> None:
 
 
 def _clip_and_update(optimizer: ChainedOptimizer, norm: float) -> None:
-    """The second half of `optimizer.step()`: clip the gradients that `prepare_grads` made ready, and update.
+    """Run the second half of `optimizer.step()`: clip the gradients that `prepare_grads` prepared, and update.
 
     Parameters with a norm of their own (multi-token prediction) are not supported here.
     """
@@ -136,18 +136,18 @@ def train_step(
     device: torch.device,
     empty_unused_memory_level: int = 0,
 ) -> StepResult:
-    """Forward, backward and one optimizer step over one global batch.
+    """Run forward and backward passes and one optimizer step over one global batch.
 
     Args:
         state: model and optimizer.
         batches: this data-parallel rank's micro-batches.
-        counts: of the global batch.
+        counts: valid sequences and tokens of the global batch.
         loss_fn: the loss contract's function.
-        of: which log-probs the loss gets. Where the sampler does not keep all tokens, it gets those over all tokens,
-            too, in the column `unfiltered_logprobs`, with grad.
+        of: which log-probs the loss gets. If the sampler does not keep all tokens, the loss also gets those over all
+            tokens, in the column `unfiltered_logprobs`, with grad.
         device: where the model computes.
-        empty_unused_memory_level: from 1 on torch's allocator gives back what it does not use before the optimizer's
-            step, from 2 on also behind it (megatron/training/training.py does so).
+        empty_unused_memory_level: from 1 on torch's cache is emptied before the optimizer's step, from 2 on also after
+            it (as in megatron/training/training.py).
     """
     assert state.optimizer is not None and state.scheduler is not None
     for chunk in state.model:
@@ -183,7 +183,7 @@ def train_step(
         if empty_unused_memory_level >= 1:
             torch.cuda.empty_cache()
         state.before_update()
-        # optimizer.step() taken apart at its norm, its one wait for the GPU: what follows costs nothing more.
+        # optimizer.step() is split at the gradient norm, its only wait for the GPU: reading the loss adds no other.
         optimizer.prepare_grads()
         grad_norm = float(optimizer.get_grad_norm())
         totals = _sum_over_ranks(sums, device)
@@ -202,7 +202,7 @@ def train_step(
 
 @contextlib.contextmanager
 def eval_mode(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """The chunks are in eval mode meanwhile."""
+    """Put model chunks into eval mode for a `with` block."""
     were = [chunk.training for chunk in chunks]
     for chunk in chunks:
         chunk.eval()
@@ -243,7 +243,7 @@ def forward_logprobs(
     of: LogprobOptions,
     device: torch.device,
 ) -> list[Tensor]:
-    """Log-probs [n, S] float32 of each micro-batch on the CPU, known to every pipeline stage."""
+    """Return log-probs [n, S] float32 of each micro-batch on the CPU, on every pipeline stage."""
     outputs = _run(
         state,
         batches,

@@ -24,9 +24,9 @@ from nemo_offload_rl.residency.attach import Engine
 logger = logging.getLogger(__name__)
 
 _FREED_SHARE = 0.9
-"""Less of what was moved than this came free: worth a warning."""
+"""A module that freed less than this share of its moved bytes gets a warning."""
 _WAITED_SHARE = 0.02
-"""The GPU waited for copies for more than this of a step: worth a warning, too."""
+"""A step in which the GPU waited for copies for more than this share of the time gets a warning."""
 
 
 class NoEffectError(ValueError):
@@ -41,12 +41,12 @@ def activation_bytes(
     Args:
         hf_config: the model's Hugging Face config with every field.
         policy: the recipe's section, adapted to this machine.
-        plan: made from it.
+        plan: the offload plan made from the recipe.
         world_size: ranks of the whole cluster.
         group_size: rows of a sample that belong together.
 
     Raises:
-        ValueError: it cannot be computed for this architecture, and the recipe does not say it either.
+        ValueError: it cannot be computed for this architecture, and the recipe does not give it.
     """
     if plan.activations is None:
         return 0
@@ -58,13 +58,13 @@ def activation_bytes(
 
 
 class Activations:
-    """Offloads activations in training steps; without an offloader, does nothing.
+    """Offloads activations in training steps; does nothing if the plan has no activation offloading.
 
     Args:
         state: the model, on its device.
-        plan: what the recipe asks for.
-        engine: whose pinned arena gives the memory.
-        nbytes: of it.
+        plan: the recipe's offload plan.
+        engine: the residency engine, whose pinned arena allocates the host memory.
+        nbytes: size of that memory.
 
     Raises:
         ValueError: megatron-core is of a version that this was not tested with.
@@ -72,8 +72,8 @@ class Activations:
 
     def __init__(self, state: TrainingState, plan: OffloadPlan, engine: Engine, nbytes: int) -> None:
         self.offloader: ActivationOffloader | None = None
-        self._num_steps = 0  # that have offloaded
-        if plan.activations is None or state.optimizer is None:  # without, it never trains
+        self._num_steps = 0  # training steps that have offloaded
+        if plan.activations is None or state.optimizer is None:  # a policy without an optimizer never trains
             return
         self._strict = plan.activations.strict
         activation_offload.require_tested_version()
@@ -102,7 +102,7 @@ class Activations:
         """Run the schedule of one training step inside.
 
         Raises:
-            NoEffectError: in the first step, where the recipe is strict.
+            NoEffectError: a module offloaded nothing in the first step, and the recipe is strict.
         """
         if self.offloader is None:
             yield
@@ -115,15 +115,15 @@ class Activations:
                 yield
             except BaseException:
                 with preserve_first_error():
-                    self.offloader.reset()  # a schedule that ends does it itself
+                    self.offloader.reset()  # a schedule that completes does it itself
                 raise
         if self.offloader.report is before:
             return
         self._num_steps += 1
         if self._num_steps == 1:
-            self._tell(self.offloader.report)
+            self._report_first_step(self.offloader.report)
         elif is_second:
-            self._tell_waits(waits, self.offloader.report)
+            self._warn_of_waits(waits, self.offloader.report)
 
     def metrics(self) -> dict[str, float]:
         """Returns the metrics of the last training step on this rank."""
@@ -146,14 +146,14 @@ class Activations:
         if self.offloader is None:
             return
         offloader, self.offloader = self.offloader, None
-        # A GPU that has failed says so when it is waited for.
+        # Waiting for a failed GPU raises again.
         with preserve_first_error(), contextlib.ExitStack() as stack:
             if self._segment is not None:
                 stack.callback(self._arena.release, self._segment)
             stack.callback(offloader.close)
             activation_offload.uninstall(offloader)
 
-    def _tell(self, report: StepReport) -> None:
+    def _report_first_step(self, report: StepReport) -> None:
         assert self.offloader is not None
         logger.info("activations offloaded in the first step:\n%s", table(report))
         without = {}
@@ -173,10 +173,10 @@ class Activations:
             raise NoEffectError(f"{message} Take them out, or set policy.activation_offload.strict to false.")
         logger.warning("%s Take them out.", message)
 
-    def _tell_waits(self, waits: Waits, report: StepReport) -> None:
+    def _warn_of_waits(self, waits: Waits, report: StepReport) -> None:
         assert self.offloader is not None
         if report.captured_host_bytes or waits.seconds_waited <= _WAITED_SHARE * waits.seconds:
-            return  # what replays wait for is in no clock
+            return  # waits inside of graph replays are not timed
         options = self.offloader.options
         words = gpu_waited(
             waits,

@@ -26,7 +26,7 @@ class WorkerActor:
         self._log.listen()
 
     def process(self) -> tuple[str, int]:
-        """This node's address and the process id there."""
+        """Returns this node's address and this process's id."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self, port_range: tuple[int, int] | None, *, on_one_node: bool) -> tuple[str, int]:
@@ -34,17 +34,17 @@ class WorkerActor:
 
         Args:
             port_range: See `free_port`.
-            on_one_node: Whether all ranks are on this node, and need nothing but its loopback address.
+            on_one_node: Whether all ranks are on this node, so that its loopback address suffices.
         """
         address = "127.0.0.1" if on_one_node else ray.util.get_node_ip_address()
         return address, free_port(address, port_range)
 
     def import_worker(self, worker_cls: str) -> None:
-        """Import what `build` will need, which takes up to 25 s; what fails is left to it."""
+        """Import what `build` will need, which takes up to 25 s; errors are left for `build` to raise."""
         module, _, name = worker_cls.partition(":")
         with contextlib.suppress(Exception):
             worker_class = getattr(importlib.import_module(module), name)
-            if hasattr(worker_class, "import_packages"):  # of a worker of one's own perhaps not
+            if hasattr(worker_class, "import_packages"):  # a user's own worker class may lack it
                 worker_class.import_packages()
 
     def build(self, worker_cls: str, rendezvous: tuple[str, int], arguments: Mapping[str, Any]) -> dict[str, int]:
@@ -71,14 +71,14 @@ class WorkerActor:
         return self._log.take()
 
     def call_after(self, verb: str, arguments: Sequence[Any], *_: Any) -> None:
-        """As `call`, without a result, once Ray has what is passed beside; calls that come later wait, too."""
+        """Run `worker.verb(*arguments)` once Ray has resolved the further arguments; later calls wait for it."""
         getattr(self._worker, verb)(*arguments)
 
     def call(self, verb: str, arguments: Sequence[Any], shard: WireBatch | None, *, wants_result: bool) -> Any:
         """Run `worker.verb(*arguments)`, or `worker.verb(shard, *arguments)` where there is a shard of a batch.
 
         Returns:
-            The result, a batch as a `WireBatch`; None where it is not wanted.
+            The result, a batch as a `WireBatch`; None without `wants_result`.
         """
         arguments = arguments if shard is None else (shard.unpack(), *arguments)
         result = getattr(self._worker, verb)(*arguments)
@@ -91,15 +91,15 @@ def leave_to_no_collection() -> None:
     """Exempts all objects that are alive from later garbage collections of this process.
 
     A rank's imports and its model are 570,000 objects; a full collection that looks at them stopped a training step or
-    a checkpoint for 0.33 s, and without them takes 9 ms. For a process that ends with its worker: of what is exempt, no
-    cycle is ever freed.
+    a checkpoint for 0.33 s, and without them takes 9 ms. Only for a process that ends with its worker: cycles among
+    the exempt objects are never freed.
     """
     gc.collect()
     gc.freeze()
 
 
 def free_port(address: str, port_range: tuple[int, int] | None) -> int:
-    """A TCP port of this machine's `address` that nothing is bound to.
+    """Returns a TCP port of this machine's `address` that nothing is bound to.
 
     Args:
         address: An address of this machine.

@@ -1,4 +1,4 @@
-"""Cuts a rank's rows into micro-batches that all data-parallel ranks count and pad alike."""
+"""Cuts a rank's rows into micro-batches, with the same number and padding on all data-parallel ranks."""
 
 from typing import Literal
 
@@ -25,10 +25,10 @@ class MicroBatcher:
 
     Args:
         config: the recipe's policy section.
-        device: where padded micro-batches are put.
+        device: the device that padded micro-batches are copied to.
 
     Raises:
-        ValueError: the tokens of a packed row are left open.
+        ValueError: the tokens of a packed row are still `auto`.
     """
 
     def __init__(self, config: PolicyConfig, device: torch.device) -> None:
@@ -46,12 +46,12 @@ class MicroBatcher:
         *,
         fixed_shapes: bool = False,
     ) -> tuple[list[MicroBatch], list[list[int]] | None]:
-        """Micro-batches of this rank's rows, and for packed ones the rows in each; collective.
+        """Return the micro-batches of this rank's rows and, if packed, the row indices in each; collective.
 
         Args:
             data: the rows.
             mbs: samples of a padded micro-batch, each a row or a group of rows.
-            tokens_key: of policy.sequence_packing, the tokens of a packed one.
+            tokens_key: the key of policy.sequence_packing with the tokens of a packed micro-batch.
             fixed_shapes: pad rows to the recipe's longest sequence, packed rows to all of their tokens.
         """
         longest = int(data["input_lengths"].max())
@@ -75,9 +75,9 @@ class MicroBatcher:
         return batches, bins
 
     def _common(self, value: int) -> int:
-        """The largest of the data-parallel ranks' values."""
+        """Returns the largest of the data-parallel ranks' values."""
         if parallel.mpu.get_data_parallel_world_size() == 1:
-            return value  # without waiting for all that the GPU has been given
+            return value  # reading an all-reduce's result would wait for all queued GPU work
         held = torch.tensor([value], device=self._device)
         torch.distributed.all_reduce(held, torch.distributed.ReduceOp.MAX, group=parallel.mpu.get_data_parallel_group())
         return int(held.item())

@@ -1,4 +1,4 @@
-"""The policy worker of runs: on rank 0 its model is checked against transformers while it is built."""
+"""The policy worker that runs use: rank 0 checks its model against transformers while it is built."""
 
 import copy
 import logging
@@ -16,14 +16,14 @@ logger = logging.getLogger(__name__)
 
 
 class CheckedPolicyWorker(MegatronPolicyWorker):
-    """Is a `MegatronPolicyWorker` that refuses a model that Megatron computes otherwise than transformers.
+    """Refuses, while it is built, a model that Megatron computes differently from transformers.
 
     Raises:
         ValueError: the model is refused, or as `MegatronPolicyWorker`.
     """
 
     def __init__(self, config: PolicyConfig, *, rank: int, local_rank: int, **arguments: Any) -> None:
-        if rank != 0:  # one rank speaks for all: they have the same layers
+        if rank != 0:  # checking one rank suffices: all have the same layers
             super().__init__(config, rank=rank, local_rank=local_rank, **arguments)
             return
         device = torch.cuda.get_device_name(local_rank) if torch.cuda.is_available() else "cpu"

@@ -1,4 +1,4 @@
-"""Checkpoints of one rank: how the recipe has them written, and read."""
+"""Saves and loads one rank's part of checkpoints, as the recipe configures them."""
 
 from functools import cached_property
 from pathlib import Path
@@ -19,10 +19,10 @@ from nemo_offload_rl.storage.checksum import FileSum
 
 
 class PolicyCheckpoints:
-    """Writes and reads the training state, wherever residency has it.
+    """Writes and reads the training state, whether the residency engine has it on the GPU or on the host.
 
     Args:
-        state: of the rank.
+        state: the rank's training state.
         engine: the residency engine, which knows where the state is.
         config: the recipe's policy.megatron_cfg, in its resolved form.
     """
@@ -38,20 +38,21 @@ class PolicyCheckpoints:
 
     def save(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
         """Write the state into a folder that holds nothing yet; collective. See `checkpoint.save`."""
-        read = self._engine.checkpoint_reader()  # what is on the host is read there
+        read = self._engine.checkpoint_reader()  # state on the host is read there
         return checkpoint.save(
             self._state, Path(folder), self._sizes, with_optimizer=save_optimizer, read=read, plans=self._plans
         )
 
     def start(self, folder: str, save_optimizer: bool) -> None:
-        """Begin to write the state of now, which `finish` completes; collective. See `start_save`.
+        """Start to write the current state; `finish` completes the checkpoint; collective. See `start_save`.
 
-        Optimizer state goes to its own host memory, where residency would take it anyway, and is read there: it takes
-        no second copy. All else is copied. Both happen while megatron-core plans, and have ended when this returns.
+        Optimizer state is moved to its own host memory, where the residency engine would offload it anyway, and is
+        read there, so that no second copy is made. All other state is copied. Both run while megatron-core plans, and
+        have ended when this returns.
         """
         assert self._under_way is None, "a checkpoint is being written"
         residency = self._engine.residency
-        if save_optimizer and self._state_can_leave():
+        if save_optimizer and self._can_offload_optimizer_state():
             residency.place({Target.OPTIMIZER_STATE: Placement.HOST})
         lent: set[int] = set()
         with objects_through(self._host_group):
@@ -72,12 +73,12 @@ class PolicyCheckpoints:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written its files of the checkpoint under way."""
+        """Returns whether this rank has written its files of the checkpoint under way."""
         assert self._under_way is not None, "no checkpoint is being written"
         return self._under_way.is_written
 
     def finish(self) -> dict[str, FileSum]:
-        """Complete what `start` has begun; collective. See `BackgroundSave.finish`."""
+        """Complete the checkpoint that `start` has begun; collective. See `BackgroundSave.finish`."""
         assert self._under_way is not None, "no checkpoint is being written"
         save, self._under_way = self._under_way, None
         save.wait()
@@ -86,17 +87,18 @@ class PolicyCheckpoints:
             return save.finish()
 
     def load(self, folder: str) -> None:
-        """Read what `save` wrote; collective. See `checkpoint.load`."""
+        """Read a checkpoint that `save` or `start` wrote; collective. See `checkpoint.load`."""
         assert self._under_way is None, "a checkpoint is being written"
         self._engine.load_all_to_gpu()
         has_optimizer = self._state.optimizer is not None
         with self._engine.streamed_state_on_host():
             checkpoint.load(self._state, Path(folder), self._sizes, with_optimizer=has_optimizer)
         self._engine.adopt_new_tensors()
-        self._engine.meter.give_back_cache()  # what was read lived there; an engine that was built beside may be awake
+        # The loaded tensors were allocated there; a generation engine that was built meanwhile may be awake.
+        self._engine.meter.give_back_cache()
 
     def close(self) -> None:
-        """Wait until this rank's files are written, of a checkpoint that then stays unfinished; give memory back."""
+        """Wait for this rank's files of a checkpoint under way, which stays unfinished, and release the host memory."""
         if self._under_way is not None:
             save, self._under_way = self._under_way, None
             save.wait()
@@ -104,10 +106,10 @@ class PolicyCheckpoints:
 
     @cached_property
     def _host_group(self) -> torch.distributed.ProcessGroup:
-        """All ranks, through host memory: what a checkpoint's ranks tell each other waits for no copy of the GPU's."""
+        """A group of all ranks with collectives in host memory, so that planning a checkpoint waits for no GPU copy."""
         return make_group()
 
-    def _state_can_leave(self) -> bool:
+    def _can_offload_optimizer_state(self) -> bool:
         state = self._engine.targets.get(Target.OPTIMIZER_STATE)
         if state is None or state.needs_gpu_to_save:
             return False

@@ -1,4 +1,4 @@
-"""Starts moves of a rank's state before the phase that asks for them, beside other work."""
+"""Starts moves of a rank's state before the phase that needs them, to overlap them with other work."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -11,13 +11,13 @@ from nemo_offload_rl.residency.residency import Residency
 from nemo_offload_rl.residency.table import Phase, Placement, Target
 
 _MARGIN = 1.1
-"""What a log-prob pass may take over the most that one took."""
+"""Memory reserved for a log-prob pass, relative to the most that any earlier pass took per token."""
 
 
 class EarlyMoves:
-    """Starts moves before the phase that needs them, where memory for a log-prob pass is left beside them.
+    """Starts moves before the phase that needs them, if they leave enough memory for a log-prob pass.
 
-    Nothing here changes what a phase finds when it is entered, only when copies begin.
+    This changes only when copies begin, not where state is once a phase has been entered.
 
     Args:
         residency: moves the state.
@@ -30,17 +30,17 @@ class EarlyMoves:
         self._refit_follows = "generation" in config
         self._state_may_return = plan.table[Phase.LOGPROB][Target.OPTIMIZER_STATE] is Placement.UNCHANGED
         self._most_tokens = _most_tokens(config)
-        self._gib_per_token = 0.0  # of a log-prob micro-batch; the most that any pass took
+        self._gib_per_token = 0.0  # of a log-prob micro-batch; the largest of all passes so far
 
     def after_training(self) -> None:
-        """Gradients and optimizer state begin to leave, where the next thing is a refit."""
+        """Start to move gradients and optimizer state off the GPU, if a refit comes next."""
         if self._refit_follows:
             self._residency.start_leaving(Phase.REFIT)
 
     def after_generation(self, *, logprobs: bool) -> None:
-        """Parameters begin to come back, and behind them optimizer state, as far as there is room.
+        """Start to bring parameters back to the GPU, and optimizer state after them, as far as memory allows.
 
-        Gradients have their memory before optimizer state is copied, where training comes next.
+        If training comes next, gradients get their memory before optimizer state is copied.
 
         Args:
             logprobs: whether log-prob passes come before training.
@@ -52,22 +52,24 @@ class EarlyMoves:
             self._residency.prefetch(Phase.TRAIN, with_dropped=True)
 
     def beside_logprobs(self, num_tokens: int) -> None:
-        """Optimizer state begins to come back, if there is room for it and for the pass, known from the first one on.
+        """Start to bring optimizer state back, if the GPU has memory for it and for a log-prob pass.
+
+        The memory of a pass is known once one has run; before that nothing is started.
 
         Args:
-            num_tokens: of the largest micro-batch, its padding included.
+            num_tokens: tokens of the largest micro-batch, padding included.
         """
         if self._state_may_return and self._gib_per_token:
             reserve = _MARGIN * self._gib_per_token * num_tokens
             self._residency.prefetch(Phase.TRAIN, reserve_bytes=int(reserve * GIB))
 
     def note_logprobs(self, num_tokens: int, gib: float) -> None:
-        """Take notice of the memory that a pass took."""
+        """Record the GPU memory that a log-prob pass of `num_tokens` tokens took."""
         self._gib_per_token = max(self._gib_per_token, gib / num_tokens)
 
 
 def _most_tokens(config: Mapping[str, Any]) -> int:
-    """Of a log-prob micro-batch, its padding included."""
+    """Returns the most tokens of a log-prob micro-batch, padding included; 0 without policy.logprob_batch_size."""
     if "logprob_batch_size" not in config:
         return 0
     if packs(config):

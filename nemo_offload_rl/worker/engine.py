@@ -1,4 +1,4 @@
-"""Puts the residency engine on one rank: its NUMA node, then the host's budget, then pinned memory, then the engine."""
+"""Sets up the residency engine of one rank: NUMA binding, host-memory budget, pinned memory, then the engine."""
 
 import contextlib
 import dataclasses
@@ -25,11 +25,11 @@ logger = logging.getLogger(__name__)
 
 
 def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
-    """Put this process near its GPU; before it allocates what should be near, too.
+    """Bind this process to its GPU's NUMA node; call it before allocating memory that should be near the GPU.
 
     Args:
-        numa: "auto", "none" or the number of a node.
-        local_rank: the GPU, as torch numbers them.
+        numa: "auto", "none" or the number of a NUMA node.
+        local_rank: index of the GPU, as torch numbers them.
 
     Raises:
         ValueError: there is no such node.
@@ -41,7 +41,7 @@ def bind_to_gpu(numa: str | int, *, local_rank: int) -> Binding:
 
 
 def limit_threads(binding: Binding) -> None:
-    """Have torch compute on the CPU, as in the CPU optimizer's step, with no more threads than it may use CPUs."""
+    """Limit torch's CPU threads, which the CPU optimizer's step uses, to the number of CPUs of the binding."""
     if binding.node is not None:
         torch.set_num_threads(min(torch.get_num_threads(), len(binding.cpus)))
 
@@ -59,14 +59,14 @@ def make_engine(
 
     Args:
         state: model and optimizer, on their device.
-        plan: what the recipe asks for.
+        plan: the recipe's offload plan.
         node: the NUMA node whose memory is preferred.
-        with_reference: whether the weights of now are kept as the reference policy.
-        fixed_bytes: host memory of what never moves, by name; it counts against the budget.
-        generator_bytes: as `residency.context.Options`.
+        with_reference: whether to keep the current weights as the reference policy.
+        fixed_bytes: host memory of allocations that never move, by name; it counts against the budget.
+        generator_bytes: see `residency.context.Options`.
 
     Raises:
-        HostBudgetError: on every rank alike, where some host cannot hold what its ranks need; nothing has been pinned.
+        HostBudgetError: on every rank, if some host has too little memory for its ranks; nothing has been pinned.
         ValueError: see `attach`.
     """
     options = Options(
@@ -91,7 +91,13 @@ def make_engine(
 
 
 def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver | None) -> StepGraphs:
-    """The CUDA graphs that the model was built for, to be captured when nothing moves; `observer` is told of them."""
+    """Returns the training step's CUDA graphs, if the recipe has them, to be captured while the engine moves nothing.
+
+    Args:
+        state: the model and the optimizer.
+        engine: the residency engine, which brings all state to the GPU before a capture.
+        observer: notified of captures and replays.
+    """
     if state.config.cuda_graph_impl == "none" or state.optimizer is None:
         return NoCudaGraphs()
 
@@ -110,28 +116,28 @@ def make_graphs(state: TrainingState, engine: Engine, observer: CaptureObserver 
 
 
 def _require_host_memory(need: dict[Target, int], fixed_bytes: Mapping[str, int], limit_bytes: int | None) -> None:
-    """Every rank learns what all ranks need and what their hosts have, and comes to the same answer."""
+    """Gather every rank's need and its host's memory, and check them on every rank with the same result; collective."""
     rank, world_size = torch.distributed.get_rank(), torch.distributed.get_world_size()
-    everybody = [(need, fixed_bytes, host_facts())] * world_size
-    torch.distributed.all_gather_object(everybody, everybody[rank])
-    check_ranks(everybody, limit_bytes)
+    all_ranks = [(need, fixed_bytes, host_facts())] * world_size
+    torch.distributed.all_gather_object(all_ranks, all_ranks[rank])
+    check_ranks(all_ranks, limit_bytes)
 
 
 def check_ranks(
     ranks: Sequence[tuple[dict[Target, int], Mapping[str, int], HostFacts]], limit_bytes: int | None
 ) -> None:
-    """Refuse ranks whose hosts cannot hold what they need.
+    """Check that every host has the memory that its ranks need.
 
     Args:
-        ranks: of each rank, the bytes that its targets and what never moves need, and what it knows of its host.
-        limit_bytes: the recipe's limit for one rank; None for none.
+        ranks: for each rank, the bytes of its targets, the bytes of its fixed allocations, and facts of its host.
+        limit_bytes: the recipe's limit for one rank; None for no limit.
 
     Raises:
         HostBudgetError: see `check_host_budget`.
     """
-    # Copies of an image share a hostname, containers of one machine its boot.
+    # Neither name is unique: copies of an image share a hostname, containers of one machine its boot id.
     machines = [f"{facts.hostname} {facts.boot_id}" for _, _, facts in ranks]
     needs = [RankNeed(rank, machines[rank], need, fixed) for rank, (need, fixed, _) in enumerate(ranks)]
-    # The least that any rank of a host sees: containers of one host may have limits of their own.
+    # Use the least memory that any rank of a host sees: containers of one host may have limits of their own.
     most_first = sorted(range(len(ranks)), key=lambda rank: -usable_bytes(ranks[rank][2]))
     check_host_budget(needs, {machines[rank]: ranks[rank][2] for rank in most_first}, limit_bytes)

@@ -1,4 +1,4 @@
-"""Environment variables of the processes that train."""
+"""Builds the environment variables of the processes that train."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
     """
     environment = {"NVTE_CPU_OFFLOAD_V1": "1"}
     if megatron_cfg.get("use_transformer_engine_op_fuser"):
-        # megatron-core fuses no gated experts without it, also where Transformer Engine then has no kernel for the GPU.
+        # megatron-core needs it to fuse gated experts, even if Transformer Engine then has no kernel for the GPU.
         environment["NVTE_CUTEDSL_FUSED_GROUPED_MLP"] = "1"
     if megatron_cfg["tensor_model_parallel_size"] > 1 or megatron_cfg["sequence_parallel"]:
         # One hardware queue: kernels start in the order of their launch, which overlapping communication relies on.
@@ -21,7 +21,7 @@ def library_environment(megatron_cfg: Mapping[str, Any]) -> dict[str, str]:
 
 
 def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size: int, threads: int) -> dict[str, str]:
-    """Environment variables of one rank, for its process to start with: torch and others read some on import.
+    """Returns the environment variables that one rank's process starts with: torch and others read some on import.
 
     Args:
         megatron_cfg: The recipe's `policy.megatron_cfg`; its `env_vars` win over the defaults, but not over the ranks.
@@ -30,5 +30,5 @@ def worker_environment(megatron_cfg: Mapping[str, Any], *, rank: int, world_size
         threads: CPU threads of the rank.
     """
     environment = {"OMP_NUM_THREADS": str(threads)} | library_environment(megatron_cfg)
-    # Ray shows an actor its own GPU alone, so that this is device 0 on every rank.
+    # Ray makes only its own GPU visible to an actor, so that this is device 0 on every rank.
     return environment | {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}

@@ -1,4 +1,4 @@
-"""The error of a rank, as the driver raises it."""
+"""Makes the error that the driver raises when a rank fails."""
 
 import re
 from collections.abc import Callable, Mapping
@@ -16,7 +16,7 @@ class WorkerError(RuntimeError):
     Attributes:
         rank: The rank that failed first; one whose process died counts as first.
         verb: The name of the method that failed.
-        cause: The exception that it raised, or Ray's error where the process died.
+        cause: The exception that it raised, or Ray's error if its process died.
         node: The rank's node; None where all ranks are on one.
     """
 
@@ -30,22 +30,22 @@ class WorkerError(RuntimeError):
 
 
 def cause_of(error: RayError) -> BaseException:
-    """Returns the error that a rank has raised; Ray's own error where its process died."""
+    """Returns the error that a rank has raised, or Ray's own error if its process died."""
     return error.cause if isinstance(error, RayTaskError) else error
 
 
 def is_death(error: RayError) -> bool:
-    """Whether the rank's process has ended, or its node is gone."""
+    """Returns whether the rank's process has ended, or its node is lost."""
     return isinstance(error, (ActorDiedError, ActorUnavailableError, NodeLostError))
 
 
 def worker_error(verb: str, failures: Mapping[int, RayError], node_name: Callable[[int], str | None]) -> WorkerError:
-    """The error of the rank whose process died, or else of the rank that failed first, with a line for each other.
+    """Returns the error of the rank that died, or else of the first that failed, with a line for each other failure.
 
     Args:
         verb: What the ranks were doing.
-        failures: By rank, the first one first.
-        node_name: Says which node a rank is on.
+        failures: Ray's error of each failed rank, in the order in which they failed.
+        node_name: Returns the node of a rank.
     """
     died = [rank for rank, error in failures.items() if is_death(error)]
     first = died[0] if died else next(iter(failures))

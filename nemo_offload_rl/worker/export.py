@@ -17,12 +17,12 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
 
     Args:
         checkpoint: a `step_N` folder of a run.
-        folder: where to; made if missing.
+        folder: the target folder; created if missing.
 
     Raises:
-        DamagedCheckpointError: `checkpoint` is not what was written.
+        DamagedCheckpointError: a file of `checkpoint` is not what was written.
         DiskFullError: there is no space for the export.
-        ValueError: as `read_export_source`.
+        ValueError: see `read_export_source`.
     """
     source = read_export_source(checkpoint, folder)
     require_whole(checkpoint)

@@ -1,4 +1,4 @@
-"""Checks the source of an export before torch is imported, so that a wrong folder is answered at once."""
+"""Checks the source of an export before torch is imported, so that a wrong folder is reported at once."""
 
 import json
 import re
@@ -22,7 +22,7 @@ class ExportSource:
         policy: the folder of the policy's state.
         tokenizer: the tokenizer's folder.
         recipe: the resolved recipe.
-        hf_config: of the model.
+        hf_config: the model's Hugging Face config.
     """
 
     policy: Path
@@ -32,7 +32,7 @@ class ExportSource:
 
 
 def read_export_source(checkpoint: Path, folder: Path) -> ExportSource:
-    """Read what an export needs beside the weights.
+    """Find and read the parts of a checkpoint that an export needs besides the weights.
 
     Args:
         checkpoint: a `step_N` folder of a run.
@@ -56,7 +56,7 @@ def read_export_source(checkpoint: Path, folder: Path) -> ExportSource:
     if folder.exists() and any(folder.iterdir()) and not (folder / "config.json").is_file():
         raise ValueError(f"{folder} is not empty and holds no model; give an empty or new folder.")
     recipe = _mapping(parts[0], yaml.safe_load, "policy")
-    resolve_absent_keys(recipe)  # an earlier version wrote fewer
+    resolve_absent_keys(recipe)  # earlier versions wrote fewer keys
     return ExportSource(policy, tokenizer, recipe, _mapping(parts[2], json.loads, "model_type"))
 
 

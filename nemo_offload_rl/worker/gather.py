@@ -1,4 +1,4 @@
-"""Waits for what all ranks were asked for, and not for ever once one of them has failed."""
+"""Waits for the results of all ranks, and only for a limited time once one of them has failed."""
 
 import time
 from collections.abc import Sequence
@@ -11,9 +11,9 @@ from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.storage.disk import DiskFullError
 from nemo_offload_rl.worker.errors import cause_of, is_death
 
-# After one rank has failed the others, which may wait for it in a collective, get this long to fail or finish too.
+# Once a rank has failed, the others, which may wait for it in a collective, get this long to fail or finish, too.
 FAILURE_GRACE_S = 5.0
-# And this long where they have agreed that all of them fail, as where a disk is full.
+# The same for an error on which all ranks agree to fail, such as a full disk.
 AGREED_GRACE_S = 60.0
 
 
@@ -22,10 +22,11 @@ def gather(refs: Sequence[Any], cluster: Cluster) -> tuple[dict[int, Any], dict[
 
     Args:
         refs: Ray's references to them, in rank order.
-        cluster: Tells which nodes answer.
+        cluster: Knows which nodes still answer.
 
     Returns:
-        By rank: the results, and the failures in the order in which they came. After one, a rank may be in neither.
+        The results by rank, and the failures by rank in the order in which they came. After a failure a rank may be in
+        neither.
     """
     rank_of = {ref: rank for rank, ref in enumerate(refs)}
     pending = list(refs)
@@ -46,7 +47,7 @@ def gather(refs: Sequence[Any], cluster: Cluster) -> tuple[dict[int, Any], dict[
             if (loss := cluster.loss_of(rank_of[ref])) is not None:
                 failures.setdefault(rank_of[ref], loss)
                 deadline = min(deadline, time.monotonic() + FAILURE_GRACE_S)
-    if failures:  # other ranks hear of a node's end before Ray does
+    if failures:  # other ranks notice a lost node before Ray does
         silent = [rank_of[ref] for ref in pending] + [rank for rank, error in failures.items() if is_death(error)]
         lost = {rank: cluster.loss_of(rank, ask=True) for rank in silent}
         failures |= {rank: loss for rank, loss in lost.items() if loss is not None}
@@ -54,5 +55,5 @@ def gather(refs: Sequence[Any], cluster: Cluster) -> tuple[dict[int, Any], dict[
 
 
 def is_disk_full(error: RayError) -> bool:
-    """Returns whether a rank has found its disk full, which all ranks then agree on."""
+    """Returns whether the error is a full disk, on which all ranks agree to fail."""
     return isinstance(cause_of(error), DiskFullError)

@@ -8,10 +8,10 @@ from nemo_offload_rl.metrics.memory import gpu_allocated, memory_stats, reset_gp
 
 
 class GpuPeaks:
-    """Records the peak of GPU memory in each verb's last call; without a GPU, nothing.
+    """Records the peak GPU memory of each verb's last call; records nothing without a GPU.
 
     Args:
-        mapped_bytes: Says what is mapped in ranges at the moment, of which torch's allocator knows nothing.
+        mapped_bytes: Returns the bytes that are mapped in ranges now, which torch's allocator does not count.
     """
 
     def __init__(self, mapped_bytes: Callable[[], int]) -> None:
@@ -22,7 +22,7 @@ class GpuPeaks:
 
     @contextmanager
     def of(self, verb: str) -> Iterator[None]:
-        """Records what is done inside under a verb's name."""
+        """Measures the work inside and records it under a verb's name."""
         reset_gpu_peak()
         before, mapped = gpu_allocated(), self._mapped_bytes()
         yield
@@ -33,7 +33,7 @@ class GpuPeaks:
             self._taken_gib[verb] = (now.peak_bytes - before.nbytes) / GIB
 
     def taken_gib(self, verb: str) -> float | None:
-        """Returns what the verb's last call took at most beside what was there before; None without a GPU."""
+        """Returns the verb's peak in GiB above what was allocated before its last call; None without a GPU."""
         return self._taken_gib.get(verb)
 
     def memory_stats(self) -> dict[str, float]:

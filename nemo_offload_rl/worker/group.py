@@ -1,4 +1,4 @@
-"""The driver's handle on a policy: one worker a rank, all data global."""
+"""Drives a policy's ranks, one worker each, from the driver; its methods take and return global batches."""
 
 import logging
 from collections.abc import Callable, Sequence
@@ -38,7 +38,7 @@ _SHUTDOWN_TIMEOUT_S = 20.0
 
 @dataclass(frozen=True)
 class _Layout:
-    """Which part each rank has, known once every rank is built."""
+    """Holds the parallel coordinates of each rank, known once every rank is built."""
 
     parallel_ranks: list[dict[str, int]]
 
@@ -48,7 +48,7 @@ class _Layout:
 
     @property
     def reporting_ranks(self) -> list[int]:
-        """The lowest rank of each data-parallel rank, in data-parallel order: the ones whose results are taken."""
+        """Returns the lowest rank of each data-parallel rank, in data-parallel order; the driver uses their results."""
         lowest: dict[int, int] = {}
         for rank, coordinates in enumerate(self.parallel_ranks):
             lowest.setdefault(coordinates["dp_rank"], rank)
@@ -56,7 +56,7 @@ class _Layout:
 
 
 class PolicyWorkerGroup:
-    """Starts the ranks of a policy and speaks to all of them at once; a context manager that ends them."""
+    """Starts the ranks of a policy and calls all of them together; as a context manager, ends them on exit."""
 
     def __init__(
         self,
@@ -74,14 +74,14 @@ class PolicyWorkerGroup:
 
         Args:
             config: The recipe's `policy`.
-            cluster: Where the ranks run; one rank a bundle.
-            seed: Of random weights and of dropout.
-            init_reference_model: Whether the weights of the start are kept as the reference policy.
+            cluster: Where the ranks run; one rank per bundle.
+            seed: Seed of random weights and of dropout.
+            init_reference_model: Whether to keep the initial weights as the reference policy.
             init_optimizer: Whether the policy will be trained.
             group_size: Rows of a sample that belong together, such as a chosen and a rejected answer.
-            worker_cls: "package.module:Class" of the worker, imported in the ranks' processes alone.
-            before_build: Called while the ranks' processes import it, and before any of them takes GPU memory. What it
-                raises ends the ranks.
+            worker_cls: "package.module:Class" of the worker, imported only in the ranks' processes.
+            before_build: Called while the ranks' processes import the worker, before any of them takes GPU memory. If
+                it raises, the ranks are ended.
 
         Raises:
             ValueError: If the world size does not fit the recipe's parallel sizes; nothing was started.
@@ -146,10 +146,10 @@ class PolicyWorkerGroup:
         return self._run("train", [loss_fn, gbs, mbs], shards)[0]
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
-        """Loss and metrics of a global batch of any size, forward only: {"loss":, "metrics": {}}.
+        """Return loss and metrics of a global batch of any size, forward only: {"loss":, "metrics": {}}.
 
         Raises:
-            ValueError: If the batch is empty or has no `sample_mask`, which filling rows need.
+            ValueError: If the batch is empty or has no `sample_mask`, which masks filler rows.
         """
         if "sample_mask" not in data:
             raise ValueError(f"evaluate needs the column sample_mask, found {', '.join(data) or 'none'}; add it.")
@@ -157,18 +157,18 @@ class PolicyWorkerGroup:
         return self._run("evaluate", [loss_fn, shards.mbs], shards.shards)[0]
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """Log-probs of a global batch of any size under the policy: {"logprobs": float32 [B, S]}."""
+        """Return log-probs of a global batch of any size under the policy: {"logprobs": float32 [B, S]}."""
         return self._infer("get_logprobs", data, mbs)
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S]}."""
+        """Return log-probs under the initial weights: {"reference_logprobs": float32 [B, S]}."""
         return self._infer("get_reference_policy_logprobs", data, mbs)
 
     def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
-        """Have state begin to come back to the GPU, and return at once; the next verb raises what fails.
+        """Start to bring state back to the GPU, and return at once; the next verb raises errors of these moves.
 
         Args:
-            after: Ray's references of what has to end before: generation's release of the GPU.
+            after: Ray references of calls that must end first: generation's release of the GPU.
             logprobs: Whether log-prob passes come before training.
         """
         self._built()
@@ -176,11 +176,11 @@ class PolicyWorkerGroup:
         self._started = [actor.call_after.remote("start_return", [logprobs], *after) for actor in self._actors]
 
     def offload_before_refit(self) -> None:
-        """Leave on the GPU only what a refit needs."""
+        """Move everything off the GPU that a refit does not need."""
         self._run("offload_before_refit")
 
     def offload_after_refit(self, *, wait: bool = True) -> None:
-        """Leave the GPU to generation, which without `wait` has the memory that it needs already."""
+        """Offload state for generation; without `wait` generation must have the memory that it needs already."""
         self._run("offload_after_refit", [wait])
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
@@ -188,10 +188,10 @@ class PolicyWorkerGroup:
         return self._run("prepare_refit_info", [transport])[0]
 
     def send_weights(self) -> dict[str, int]:
-        """Export the weights on all ranks and send them, each rank what its transport wants of it.
+        """Export the weights on all ranks and send them, each rank the part that its transport asks for.
 
         Returns:
-            The checksums of what was sent, by name; none where the transport does not verify.
+            The checksums of the sent weights, by name; empty if the transport does not verify.
         """
         return merge_checksums(self._run("send_weights", from_all_ranks=True))
 
@@ -199,7 +199,7 @@ class PolicyWorkerGroup:
         """Write a checkpoint, each rank its part.
 
         Returns:
-            What all files in the folder are, by name, relative to it.
+            Size and checksum of every file in the folder, by path relative to it.
 
         Raises:
             DiskFullError: There is no space; the ranks can go on.
@@ -208,16 +208,16 @@ class PolicyWorkerGroup:
         return self._run("save_checkpoint", [folder, save_optimizer])[0]
 
     def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Take the state of now for a checkpoint, which each rank writes while other verbs run.
+        """Snapshot the current state for a checkpoint, which each rank writes while other verbs run.
 
         Raises:
-            DiskFullError: There is no space, and nothing is under way; the ranks can go on.
+            DiskFullError: There is no space; no checkpoint is under way, and the ranks can go on.
             WorkerError: If a rank failed.
         """
         self._run("start_checkpoint", [folder, save_optimizer])
 
     def is_checkpoint_written(self) -> bool:
-        """Whether all ranks have written their files of the checkpoint under way."""
+        """Returns whether all ranks have written their files of the checkpoint under way."""
         return all(self._run("is_checkpoint_written", from_all_ranks=True))
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
@@ -242,11 +242,11 @@ class PolicyWorkerGroup:
         self._run("export_hf", [folder])
 
     def memory_stats(self) -> dict[str, float]:
-        """Memory in GiB; of each quantity the largest value of any rank."""
+        """Returns memory in GiB, for each quantity the largest value of any rank."""
         return largest_of(self._run("memory_stats", from_all_ranks=True))
 
     def residency_metrics(self) -> dict[str, float]:
-        """Returns the moves between GPU and host since the last call; of each quantity the worst rank's value.
+        """Returns metrics of the moves between GPU and host since the last call, each the worst rank's value.
 
         The names are those of `residency.metrics.Meter.take_metrics`.
         """
@@ -255,15 +255,15 @@ class PolicyWorkerGroup:
         return metrics
 
     def flop_model(self) -> FlopModel | None:
-        """What the model's FLOPs follow from; None for a family, or a field, that is not counted."""
+        """Returns the model's FLOP model; None for a model family, or a config field, that it does not cover."""
         model: FlopModel | None = self._run("flop_model")[0]
         return model
 
     def gpu_names(self) -> list[str]:
-        """The name of each rank's GPU; "cpu" without one."""
+        """Returns the name of each rank's GPU; "cpu" without one."""
         return self._run("gpu_name", from_all_ranks=True)
 
-    # ---- life
+    # ---- lifecycle
 
     def wait_until_ready(self) -> None:
         """Wait until every rank is built.
@@ -275,11 +275,11 @@ class PolicyWorkerGroup:
 
     @property
     def parallel_ranks(self) -> list[dict[str, int]]:
-        """Each rank's `parallel_ranks()`."""
+        """Returns each rank's `parallel_ranks()`."""
         return self._built().parallel_ranks
 
     def shutdown(self) -> None:
-        """End every rank and wait until its process is gone; what a rank raises meanwhile is logged."""
+        """End every rank and wait until its process is gone; errors of ranks are logged."""
         if not self._actors:
             return
         if self._layout is not None:
@@ -302,7 +302,7 @@ class PolicyWorkerGroup:
     ) -> None:
         self.shutdown()
 
-    # ---- how
+    # ---- internals
 
     def _infer(self, verb: str, data: BatchedData, mbs: int) -> BatchedData:
         shards = shard_for_inference(data, mbs=mbs, dp_size=self._built().dp_size)
@@ -320,7 +320,7 @@ class PolicyWorkerGroup:
         """Run a verb on all ranks; ranks of one data-parallel rank get the same shard.
 
         Returns:
-            The results in data-parallel order, or of all ranks.
+            The results of one rank per data-parallel rank, in data-parallel order, or of all ranks.
         """
         layout = self._built()
         shard_refs = None if shards is None else [ray.put(WireBatch.pack(shard)) for shard in shards]
@@ -334,7 +334,7 @@ class PolicyWorkerGroup:
             )
             for rank, actor in enumerate(self._actors)
         ]
-        self._collect_started()  # the ranks have begun with this verb, too
+        self._collect_started()  # only after the ranks were sent this verb, so that they do not wait for the driver
         results = self._collect(verb, refs)
         return [results[rank] for rank in reporting]
 
@@ -344,7 +344,7 @@ class PolicyWorkerGroup:
             self._collect("start_return", started)
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """Returns all ranks' results; on a failure, ends the group and raises, unless all ranks can go on after it."""
+        """Returns all ranks' results; a failure is raised, and ends the group unless all ranks can go on after it."""
         results, failures = gather(refs, self._cluster)
         if len(failures) == len(refs) and all(map(is_disk_full, failures.values())):
             raise cause_of(failures[0])

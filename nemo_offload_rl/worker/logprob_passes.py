@@ -1,4 +1,4 @@
-"""Which log-probs each kind of a worker's passes computes, and how many logits at a time."""
+"""Chooses which log-probs each kind of pass of a worker computes, and how many logits at a time."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,10 +16,10 @@ class LogprobPasses:
     """Says which log-probs each kind of pass computes.
 
     Attributes:
-        train: in training, among the tokens that the sampler keeps.
-        evaluate: for a loss without training, forward only.
-        logprob: in log-prob passes of the policy, among the tokens that the sampler keeps.
-        reference: in log-prob passes of the reference policy.
+        train: in training, over the tokens that the sampler keeps.
+        evaluate: for a loss without training, forward only, over all tokens.
+        logprob: in log-prob passes of the policy, over the tokens that the sampler keeps.
+        reference: in log-prob passes of the reference policy, over all tokens.
     """
 
     train: LogprobOptions
@@ -29,14 +29,14 @@ class LogprobPasses:
 
 
 def logprob_passes(policy: Mapping[str, Any], state: TrainingState) -> LogprobPasses:
-    """What the recipe asks for.
+    """Returns the log-prob options of each kind of pass that the recipe asks for.
 
     Args:
-        policy: its section.
+        policy: the recipe's policy section.
         state: the model.
 
     Raises:
-        ValueError: logits are to be computed in chunks, and the model's output layer does not allow it.
+        ValueError: the recipe computes logits in chunks, which the model's output layer does not allow.
     """
     megatron = policy["megatron_cfg"]
     training = megatron["fused_linear_logprobs_chunk_size"] if megatron["use_fused_linear_logprobs"] else None

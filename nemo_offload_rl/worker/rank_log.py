@@ -1,4 +1,4 @@
-"""Brings what ranks log to the driver: its log file and console are what a user reads."""
+"""Relays the ranks' log records to the driver, whose log file and console a user reads."""
 
 import logging
 from collections import deque
@@ -9,7 +9,7 @@ import ray
 from ray.exceptions import RayError
 
 PACKAGE = "nemo_offload_rl"
-_MOST_RECORDS = 1000  # kept by a rank until they are taken; older ones are forgotten
+_MOST_RECORDS = 1000  # that a rank keeps until they are taken; older ones are dropped
 _TIMEOUT_S = 2.0
 
 Record = tuple[int, str, str]
@@ -41,7 +41,7 @@ class RankLog(logging.Handler):
 
 
 def relay(actors: Sequence[Any]) -> None:
-    """Log here what ranks have logged since the last time; a rank that is busy or dead is left out.
+    """Log in this process what the ranks have logged since the last call; busy or dead ranks are skipped.
 
     Args:
         actors: handles of `WorkerActor`, one a rank.
@@ -53,7 +53,7 @@ def relay(actors: Sequence[Any]) -> None:
     for ref in sorted(answered, key=lambda ref: rank_of[ref]):
         try:
             records: list[Record] = ray.get(ref)
-        except RayError:  # the call that was waiting for it reports its death
+        except RayError:  # the call under way on this rank reports its death
             continue
         for level, name, message in records:
             logging.getLogger(name).log(level, "rank %d: %s", rank_of[ref], message)

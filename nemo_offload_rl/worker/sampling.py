@@ -1,4 +1,4 @@
-"""The distribution that generation samples from, as the policy's log-probs have to follow it."""
+"""Reads from the recipe the distribution that generation samples from, which the policy's log-probs must match."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -10,7 +10,7 @@ FILTERED_LOGPROBS = ("vllm",)
 
 
 def sampling_temperature(policy: Mapping[str, Any]) -> float:
-    """Returns the temperature of sampling, by which logits are divided for log-probs.
+    """Returns the sampling temperature, by which logits are divided for log-probs.
 
     A greedy sampler (0) reports log-probs at temperature 1. Only some algorithms' policies have a generation section.
     """
@@ -18,7 +18,7 @@ def sampling_temperature(policy: Mapping[str, Any]) -> float:
 
 
 def sampling_filter(policy: Mapping[str, Any]) -> SamplingFilter:
-    """Returns the tokens that the sampler's log-probs are over: all, where it reports them before its filter."""
+    """Returns the filter behind the sampler's log-probs; it keeps all tokens if they are reported before filtering."""
     if "generation" not in policy or policy["generation"]["backend"] not in FILTERED_LOGPROBS:
         return KEEP_ALL
     return SamplingFilter(policy["generation"]["top_k"], policy["generation"]["top_p"])

@@ -1,4 +1,4 @@
-"""Dealing a global batch out to data-parallel ranks, and putting their results back in order."""
+"""Deals a global batch out to data-parallel ranks, and puts their results back in order."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -13,12 +13,12 @@ from nemo_offload_rl.data.batch import BatchedData
 
 @dataclass(frozen=True)
 class InferenceShards:
-    """Cuts a batch of any size into one shard a data-parallel rank, all of the same number of equal micro-batches.
+    """Holds a batch of any size as one shard per data-parallel rank, each of as many micro-batches of one size.
 
     Attributes:
-        shards: One a rank; rows that only fill up have `sample_mask` 0 where the batch has one.
+        shards: One per rank; filler rows have `sample_mask` 0, if the batch has that column.
         num_rows: How many leading rows of each shard are the batch's own.
-        mbs: Groups of rows of a micro-batch, which divides every shard; a row is a group where each is on its own.
+        mbs: Groups of rows of a micro-batch, which divides every shard; without grouping each row is a group.
     """
 
     shards: list[BatchedData]
@@ -26,7 +26,7 @@ class InferenceShards:
     mbs: int
 
     def gather(self, results: Sequence[BatchedData]) -> BatchedData:
-        """Results of the ranks, in their order, as one batch in the order of the rows that were dealt out."""
+        """Returns the ranks' results, given in rank order, as one batch in the order of the original rows."""
         own = [result.slice(0, rows) for result, rows in zip(results, self.num_rows, strict=True) if rows]
         return BatchedData.concat(own)
 
@@ -73,11 +73,11 @@ def shard_for_training(data: BatchedData, *, gbs: int, mbs: int, dp_size: int) -
 
 
 def shard_for_inference(data: BatchedData, *, mbs: int, dp_size: int) -> InferenceShards:
-    """Deal out any number of rows contiguously, filled up with copies of the first rows so that all ranks do alike.
+    """Deal out any number of rows contiguously, filled up with copies of the first rows so that all shards are equal.
 
     Args:
         data: The global batch.
-        mbs: The most samples of one micro-batch on one rank, each a row or a group of rows.
+        mbs: Largest number of samples of one micro-batch on one rank, each a row or a group of rows.
         dp_size: Number of data-parallel ranks.
 
     Raises:

@@ -8,7 +8,7 @@ logger = logging.getLogger(__name__)
 
 
 class TooManySkippedStepsError(RuntimeError):
-    """Says that more steps had a loss or gradient that is not finite than the recipe allows."""
+    """Says that more steps than the recipe allows had a loss or gradient that was not finite."""
 
 
 class SkippedSteps:
@@ -23,10 +23,10 @@ class SkippedSteps:
         self._num_skipped = 0
 
     def count(self, result: StepResult) -> None:
-        """Take notice of a step.
+        """Count a step if it was skipped.
 
         Raises:
-            TooManySkippedStepsError: it was skipped, and is one too many.
+            TooManySkippedStepsError: it was skipped, and exceeds the limit.
         """
         if not result.skipped:
             return

@@ -1,7 +1,7 @@
-"""Batches on their way between processes, as NumPy arrays.
+"""Sends batches between processes as NumPy arrays.
 
-Ray hands arrays over without pickling their contents. And megatron-core replaces a function of torch's, so that a
-tensor pickled beside it names megatron-core: the driver would import all of that, 3 s and 500 MiB, to read log-probs.
+Ray passes arrays without pickling their contents. Besides, megatron-core replaces a function of torch, so that a tensor
+pickled in its process refers to megatron-core: the driver would have to import it, 3 s and 500 MiB, to read log-probs.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ class WireBatch:
     Attributes:
         tensors: Column name -> (the tensor's bytes, uint8 [B, ..., bytes], and its dtype).
         lists: The other columns.
-        group_size: That of the batch.
+        group_size: The batch's group size.
     """
 
     tensors: dict[str, tuple[np.ndarray, torch.dtype]]
@@ -29,7 +29,7 @@ class WireBatch:
 
     @classmethod
     def pack(cls, batch: BatchedData) -> Self:
-        """Take over a batch, whose tensors may be on any device."""
+        """Convert a batch, whose tensors may be on any device."""
         tensors, lists = {}, {}
         for name, column in batch.items():
             if isinstance(column, torch.Tensor):
@@ -40,7 +40,7 @@ class WireBatch:
         return cls(tensors, lists, batch.group_size)
 
     def unpack(self) -> BatchedData:
-        """The batch, with tensors on the host that share no memory with anything else."""
+        """Returns the batch, with tensors on the host that share no memory with other objects."""
         tensors = {name: torch.from_numpy(array.copy()).view(dtype) for name, (array, dtype) in self.tensors.items()}
         batch = BatchedData(tensors | self.lists)
         batch.group_size = self.group_size

@@ -1,4 +1,4 @@
-"""One rank of a Megatron policy: a plain class; worker/actor.py puts it on Ray."""
+"""Runs one rank of a Megatron policy: a plain class, which worker/actor.py wraps in a Ray actor."""
 
 import contextlib
 from collections.abc import Iterator
@@ -59,18 +59,18 @@ class MegatronPolicyWorker:
         master_addr: host of rank 0.
         master_port: a free port there.
         seed: seed of random weights and of the model-parallel random states.
-        init_reference_model: keep the weights of the start for `get_reference_policy_logprobs`.
+        init_reference_model: keep the initial weights for `get_reference_policy_logprobs`.
         init_optimizer: False for a policy that is only evaluated or exported.
         group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
-        hf_config: the model's Hugging Face config, where the caller has read it already.
+        hf_config: the model's Hugging Face config, if the caller has read it already.
 
     Attributes:
-        state: the model and its optimizer, to look into.
-        engine: what moves them between GPU and host.
+        state: the model and its optimizer, for inspection.
+        engine: the residency engine, which moves them between GPU and host.
         batcher: cuts batches into micro-batches.
 
     Raises:
-        ValueError: what the recipe asks for cannot be; the message names the key.
+        ValueError: the recipe asks for something that is not supported; the message names the key.
     """
 
     def __init__(
@@ -143,16 +143,16 @@ class MegatronPolicyWorker:
 
     @classmethod
     def import_packages(cls) -> None:
-        """Import Megatron-Bridge, which takes seconds and which a build would import first."""
+        """Import Megatron-Bridge ahead of a build, which would import it first; it takes seconds."""
         auto_bridge()
 
     def _catch_up(self) -> None:
-        """End what a `train` that failed has left under way between ranks, which are all here now."""
+        """Complete the collectives that a failed `train` has left under way; all ranks take part now."""
         wait_for_reductions(self.state.model)
         self._param_gather.complete()
 
     def parallel_ranks(self) -> dict[str, int]:
-        """This rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
+        """Returns this rank's coordinates: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
         return parallel.coordinates()
 
     # --- training ---------------------------------------------------------------------------------------------------
@@ -229,7 +229,7 @@ class MegatronPolicyWorker:
         return float(max(group["lr"] for group in self.state.optimizer.param_groups))
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
-        """Loss and metrics over this data-parallel rank's rows, forward only; equal on every rank."""
+        """Return loss and metrics of all data-parallel ranks' rows, forward only; equal on every rank."""
         self.prepare_for_lp_inference()
         counts = step.global_counts(data, self.device)
         batches, _ = self.batcher.cut(data, mbs, "train_mb_tokens")
@@ -240,12 +240,12 @@ class MegatronPolicyWorker:
     # --- log-probs --------------------------------------------------------------------------------------------------
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """Log-probs of the policy as it is: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
+        """Return log-probs under the current policy: {"logprobs": float32 [B, S] on the CPU}, S as in the data."""
         self.prepare_for_lp_inference()
         return BatchedData(logprobs=self._logprobs(data, mbs, self._passes.logprob, prefetch=True))
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """Log-probs under the weights of the start: {"reference_logprobs": float32 [B, S] on the CPU}.
+        """Return log-probs under the initial weights: {"reference_logprobs": float32 [B, S] on the CPU}.
 
         Raises:
             ValueError: the worker was built without reference weights.
@@ -277,19 +277,19 @@ class MegatronPolicyWorker:
     # --- phases -----------------------------------------------------------------------------------------------------
 
     def _enter(self, phase: Phase, *, wait: bool = True) -> None:
-        self._catch_up()  # while parameters and gradients are where they were
+        self._catch_up()  # before parameters and gradients move
         self.residency.enter(phase, wait=wait)
 
     def prepare_for_training(self) -> None:
-        """Everything that training needs is on the GPU."""
+        """Bring everything that training needs to the GPU."""
         self._enter(Phase.TRAIN)
 
     def prepare_for_lp_inference(self) -> None:
-        """Brings what log-prob passes need to the GPU; gradients are given back."""
+        """Bring what log-prob passes need to the GPU, and drop gradients."""
         self._enter(Phase.LOGPROB)
 
     def start_return(self, logprobs: bool) -> None:
-        """Generation has left the GPU: state begins to come back, beside other work than this rank's; not collective.
+        """Start to bring state back once generation has released the GPU, while other processes work; not collective.
 
         Args:
             logprobs: whether log-prob passes come before training.
@@ -297,17 +297,17 @@ class MegatronPolicyWorker:
         self._early.after_generation(logprobs=logprobs)
 
     def offload_before_refit(self) -> None:
-        """Make room for the export of weights."""
+        """Free GPU memory for the export of weights."""
         self._enter(Phase.REFIT)
 
     def offload_after_refit(self, wait: bool = True) -> None:
-        """Leave the GPU to generation; without `wait` some of the state may still be leaving on return."""
+        """Offload state for generation; without `wait` copies to the host may still run when this returns."""
         self._enter(Phase.GENERATE, wait=wait)
 
-    # --- weights out ------------------------------------------------------------------------------------------------
+    # --- weight export ----------------------------------------------------------------------------------------------
 
     def hf_weights(self) -> Iterator[NamedTensor]:
-        """Exports the weights in Hugging Face names, one after the other; collective."""
+        """Return an iterator over the weights under their Hugging Face names; collective."""
         return self._hf_weights()
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
@@ -316,10 +316,10 @@ class MegatronPolicyWorker:
         return self._weight_export.connect(transport)
 
     def send_weights(self) -> dict[str, int]:
-        """Export the weights in Hugging Face names and send them; collective.
+        """Export the weights under their Hugging Face names and send them; collective.
 
         Returns:
-            The checksums of what this rank has sent, by name; none where the transport does not verify.
+            The checksums of the weights that this rank has sent, by name; empty if the transport does not verify.
         """
         self.offload_before_refit()
         with self._peaks.of("refit"):
@@ -336,25 +336,25 @@ class MegatronPolicyWorker:
         """Write the training state into `folder`, which must hold nothing yet; collective.
 
         Returns:
-            What all files in it are, by name, relative to it.
+            Size and checksum of every file in it, by path relative to it.
 
         Raises:
-            DiskFullError: on every rank, where there is no space; the worker can go on.
+            DiskFullError: on every rank, if there is no space; the worker can go on.
         """
         self._catch_up()
         return self._checkpoints.save(folder, save_optimizer)
 
     def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Take the training state of now for `folder`, which a thread writes; collective. As `save_checkpoint`."""
+        """Snapshot the training state, which a thread then writes to `folder`; collective. See `save_checkpoint`."""
         self._catch_up()
         self._checkpoints.start(folder, save_optimizer)
 
     def is_checkpoint_written(self) -> bool:
-        """Whether this rank's files of the checkpoint under way are written; not collective."""
+        """Returns whether this rank's files of the checkpoint under way are written; not collective."""
         return self._checkpoints.is_written
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
-        """Complete what `start_checkpoint` has begun, with the results of `save_checkpoint`; collective."""
+        """Complete the checkpoint that `start_checkpoint` began; returns as `save_checkpoint`; collective."""
         return self._checkpoints.finish()
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
@@ -366,20 +366,20 @@ class MegatronPolicyWorker:
 
         Raises:
             DamagedCheckpointError: it cannot be read.
-            ValueError: another TP, PP or EP size, or no optimizer in it where this policy trains.
+            ValueError: it has another TP, PP or EP size, or no optimizer state although this policy trains.
         """
         self._catch_up()
         self.graphs.delete()
         self._checkpoints.load(folder)
 
-    # --- the rest ---------------------------------------------------------------------------------------------------
+    # --- queries and shutdown ---------------------------------------------------------------------------------------
 
     def flop_model(self) -> FlopModel | None:
-        """What the model's FLOPs follow from; None where its sizes are not counted (plan/architecture.py)."""
+        """Returns the model's FLOP model; None if its architecture is not covered (plan/architecture.py)."""
         return flop_model_if_known(self._model_fields, self._config)
 
     def gpu_name(self) -> str:
-        """The name of this rank's GPU; "cpu" without one."""
+        """Returns the name of this rank's GPU; "cpu" without one."""
         return torch.cuda.get_device_name(self.device) if self.device.type == "cuda" else "cpu"
 
     def memory_stats(self) -> dict[str, float]:
@@ -392,8 +392,8 @@ class MegatronPolicyWorker:
         return moves | self._weight_export.take_metrics()
 
     def shutdown(self) -> None:
-        """Give back all memory and leave the process groups; the worker is of no use afterwards."""
-        with preserve_first_error(), contextlib.ExitStack() as stack:  # from last to first, whatever others say
+        """Release all memory and leave the process groups; the worker cannot be used afterwards."""
+        with preserve_first_error(), contextlib.ExitStack() as stack:  # runs from last to first, even if some raise
             closed = (self._stream.close, self.state.close, self.engine.close, self.activations.close)
             for give_back in (parallel.destroy, *closed, self._checkpoints.close, self.graphs.delete):
                 stack.callback(give_back)

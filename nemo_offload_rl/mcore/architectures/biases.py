@@ -1,8 +1,8 @@
-"""Biases of linear layers: `attention_bias` (queries, keys, values and output) and `mlp_bias`.
+"""Adds the biases of linear layers: `attention_bias` (queries, keys, values and output) and `mlp_bias`.
 
-Megatron has a field for those of queries, keys and values, and one for all linear layers at once. Without this
-Megatron-Bridge 0.6.2 leaves out those of attention's output projection, all those of Qwen3, and has no names for the
-weights of any in Llama.
+Megatron has one field for the biases of queries, keys and values, and one for all linear layers at once. Without this
+Megatron-Bridge 0.6.2 leaves out the bias of attention's output projection and all biases of Qwen3, and has no weight
+names for any bias of Llama.
 """
 
 import inspect
@@ -36,20 +36,20 @@ def biases_of(config: Any) -> Biases:
 
 
 def add_biases(config: Any, provider: Any) -> None:
-    """Have a finalized provider's layers made with the biases of a Hugging Face config."""
+    """Make a finalized provider build its layers with the biases of a Hugging Face config."""
     biases = biases_of(config)
     if provider.add_bias_linear:
-        return  # a recipe may give all linear layers biases
+        return  # the recipe gives all linear layers biases
     if biases.output or biases.mlp:
         provider.transformer_layer_spec = with_biases(provider.transformer_layer_spec, biases)
 
 
 def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callable[..., Any]:
-    """Returns a function that makes the spec of a stage's layers, with biases that Megatron's fields do not give.
+    """Returns a function that makes the spec of a stage's layers, with biases that Megatron has no fields for.
 
     Args:
-        spec: `transformer_layer_spec` of a provider; it makes layers anew at each call.
-        biases: of the model.
+        spec: `transformer_layer_spec` of a provider, which makes new layer specs at each call.
+        biases: the model's biases.
     """
 
     def biased(config: Any, vp_stage: int | None = None) -> Any:
@@ -69,13 +69,13 @@ def with_biases(spec: Callable[..., Any] | ModuleSpec, biases: Biases) -> Callab
 
 
 def _call(spec: Callable[..., Any] | ModuleSpec, config: Any, vp_stage: int | None) -> Any:
-    """Calls a function as `GPTModelProvider.provide` does."""
+    """Calls a layer-spec function as `GPTModelProvider.provide` does."""
     assert not isinstance(spec, ModuleSpec), "a spec that is shared between models cannot be changed"
     return spec(config, vp_stage=vp_stage) if "vp_stage" in inspect.signature(spec).parameters else spec(config)
 
 
 def _always_biased(linear: type) -> type:
-    """Returns a linear layer's class with a bias, whatever it is told; of the same name, for Megatron-Bridge."""
+    """Returns a subclass of a linear layer that always has a bias, with the same name, which Megatron-Bridge reads."""
     assert isinstance(linear, type), f"{linear} is no class: not the spec that this was written for"
 
     def __init__(self: Any, *args: Any, bias: bool, **kwargs: Any) -> None:

@@ -1,7 +1,7 @@
-"""Megatron-Bridge's classes of the families that tests hold, with the corrections of this package.
+"""Registers Megatron-Bridge's classes of the tested model families with the corrections of this package.
 
-Registered in their place by Megatron-Bridge's own way of adding architectures, so that every bridge of such a model is
-a corrected one.
+The corrected classes replace the originals in Megatron-Bridge's own registry of architectures, so that every bridge of
+such a model is a corrected one.
 """
 
 import functools
@@ -19,13 +19,13 @@ _LAYER, _HF_LAYER = "decoder.layers.*", "model.layers.*"
 
 
 def is_corrected(config: Any) -> bool:
-    """Return whether this package knows the family of a Hugging Face config."""
+    """Return whether this package corrects the family of a Hugging Face config."""
     return config.model_type in FOLLOWED_FAMILIES
 
 
 @functools.cache
 def register() -> None:
-    """Put the corrected classes in the place of Megatron-Bridge's; `megatron.bridge` must have been imported."""
+    """Replace Megatron-Bridge's classes by the corrected ones; `megatron.bridge` must have been imported."""
     for package, version in WRITTEN_FOR.items():
         found = importlib.metadata.version(package)
         assert found == version, f"{__name__} was written for {package} {version}, and this is {found}: try it anew"
@@ -51,17 +51,17 @@ def register() -> None:
 
 
 class _Corrected:
-    """Mixed into a bridge before Megatron-Bridge's own class."""
+    """Corrects a class of Megatron-Bridge, as a base class in front of it."""
 
     def provider_bridge(self, hf_pretrained: Any) -> Any:
-        """Return the provider of Megatron-Bridge's class, whose fields say what the config does.
+        """Return the provider of Megatron-Bridge's class, with its fields corrected to agree with the config.
 
         Args:
             hf_pretrained: has the Hugging Face config as `config`.
         """
         config = hf_pretrained.config
         provider = super().provider_bridge(SimpleNamespace(config=rotary.without_scaling(config)))  # type: ignore[misc]
-        provider.rotary_percent = 1.0  # these families read `partial_rotary_factor` nowhere
+        provider.rotary_percent = 1.0  # transformers ignores `partial_rotary_factor` for these families
         rotary.scale(config, provider)
         activations.set_activation(self, config, provider)
         windows.set_windows(config, provider)
@@ -72,7 +72,7 @@ class _Corrected:
         return provider
 
     def mapping_registry(self) -> Any:
-        """Return the names of Megatron-Bridge's class, and those that it lacks."""
+        """Return the weight mappings of Megatron-Bridge's class, and those that it lacks."""
         from megatron.bridge.models.conversion.mapping_registry import MegatronMappingRegistry
 
         known = super().mapping_registry().mappings  # type: ignore[misc]
@@ -81,7 +81,7 @@ class _Corrected:
 
 
 def _mappings() -> list[Any]:
-    """Names of weights that some family has and its bridge lacks: all biases, and those of dense layers."""
+    """Returns mappings of weights that some family has and its bridge lacks: of all biases, and of dense layers."""
     from megatron.bridge.models.conversion.param_mapping import AutoMapping, GatedMLPMapping, QKVMapping
 
     attention, mlp = f"{_LAYER}.self_attention", f"{_LAYER}.mlp"

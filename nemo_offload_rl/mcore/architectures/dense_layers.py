@@ -1,6 +1,6 @@
-"""Dense layers among the layers of experts of Qwen3-MoE: `mlp_only_layers` and `decoder_sparse_step`.
+"""Builds the dense layers among the expert layers of Qwen3-MoE: `mlp_only_layers` and `decoder_sparse_step`.
 
-Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no names for the weights of dense ones.
+Without this Megatron-Bridge 0.6.2 builds experts in every layer, and has no names for the weights of dense layers.
 """
 
 from collections.abc import Mapping
@@ -10,9 +10,9 @@ from nemo_offload_rl.config.model.model_kind import expert_layers
 
 
 def set_expert_layers(config: Any, provider: Any) -> None:
-    """Set Megatron's field, and with Transformer Engine a spec that follows it; the local one does.
+    """Set a provider's `moe_layer_freq`, and a Transformer Engine layer spec that follows it.
 
-    A model of experts alone keeps what Megatron-Bridge gives it.
+    The local layer spec follows it anyway. A model with experts in all layers keeps Megatron-Bridge's settings.
     """
     from megatron.bridge.models.gpt_provider import default_layer_spec
 
@@ -25,11 +25,11 @@ def set_expert_layers(config: Any, provider: Any) -> None:
 
 
 def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
-    """Refuse a `moe_layer_freq` of the recipe that is not the model's own, whose weights would lie elsewhere.
+    """Refuse a `moe_layer_freq` of the recipe that differs from the model's, whose weights are of other layers.
 
     Args:
-        megatron_cfg: the recipe's section.
-        provider: as Megatron-Bridge made it of the model's config.
+        megatron_cfg: the recipe's `policy.megatron_cfg`.
+        provider: as Megatron-Bridge made it from the model's config.
 
     Raises:
         ValueError: they differ.
@@ -47,7 +47,7 @@ def check_layers(megatron_cfg: Mapping[str, Any], provider: Any) -> None:
 
 
 def _by_layer(freq: int | list[int], num_layers: int) -> list[int]:
-    """Reads the field as `get_gpt_decoder_layer_specs` does."""
+    """Returns 1 for each layer with experts and 0 for others, as `get_gpt_decoder_layer_specs` reads the field."""
     return list(freq) if isinstance(freq, list) else [int(layer % freq == 0) for layer in range(num_layers)]
 
 
@@ -56,7 +56,7 @@ def _shown(layers: list[int]) -> str:
 
 
 def transformer_engine_block_spec(config: Any, vp_stage: int | None = None) -> Any:
-    """Return the spec of this stage's layers with Transformer Engine, each dense or of experts.
+    """Return the Transformer Engine spec of this stage's layers, each dense or with experts.
 
     Args:
         config: a `GPTModelProvider`.

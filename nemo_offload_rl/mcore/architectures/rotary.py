@@ -1,12 +1,12 @@
-"""Scaled rotary embeddings: the frequencies and the attention factor that transformers computes.
+"""Scales rotary embeddings with the frequencies and the attention factor that transformers computes.
 
-Without this Megatron-Bridge 0.6.2 knows llama3 scaling of Llama alone, with an original length of 8192 and default
+Without this Megatron-Bridge 0.6.2 supports llama3 scaling only of Llama, with an original length of 8192 and default
 factors; leaves out linear scaling of every family but Llama; and fails to build YaRN unless the config writes out six
 optional values.
 
-A model is built with plain rotary embeddings, whose frequencies are then replaced. The attention factor, by which
-transformers multiplies cosine and sine of queries and of keys, is squared in the softmax scale, which also holds where
-Transformer Engine's fused kernels take no factor.
+A model is built with plain rotary embeddings, whose frequencies are then replaced. transformers multiplies the cosine
+and sine of queries and of keys by the attention factor; here the softmax scale is multiplied by its square, which also
+works where Transformer Engine's fused kernels take no factor.
 """
 
 import copy
@@ -18,7 +18,7 @@ from torch import Tensor
 
 from nemo_offload_rl.mcore.patches.rotary_frequencies import build_with_frequencies
 
-# Types of `rope_parameters` whose frequencies do not depend on the sequence at hand.
+# Types of `rope_parameters` whose frequencies do not depend on the sequence.
 SCALED = ("linear", "llama3", "yarn")
 PLAIN = "default"
 
@@ -37,9 +37,9 @@ def without_scaling(config: Any) -> Any:
 
 
 def frequencies(config: Any) -> tuple[Tensor, float]:
-    """Inverse frequencies float32 [head_dim / 2] and the attention factor of a config of a type in `SCALED`.
+    """Returns the inverse frequencies float32 [head_dim / 2] and the attention factor of a config with scaling.
 
-    In the families of `bridges` rotary embeddings turn whole heads.
+    The config's type must be in `SCALED`. In the families of `bridges` rotary embeddings rotate whole heads.
     """
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
@@ -48,11 +48,11 @@ def frequencies(config: Any) -> tuple[Tensor, float]:
 
 
 def scale(config: Any, provider: Any) -> None:
-    """Have a provider's models turn heads as a Hugging Face config says; one without scaling stays as it is.
+    """Make a provider build models with the rotary scaling of a Hugging Face config; without scaling do nothing.
 
     Args:
-        config: of a family that `bridges` corrects.
-        provider: made of the config's copy `without_scaling`.
+        config: Hugging Face config of a family that `bridges` corrects.
+        provider: made from the config's copy `without_scaling`.
     """
     if rope_type(config) == PLAIN:
         return

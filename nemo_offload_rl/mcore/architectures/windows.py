@@ -1,12 +1,12 @@
-"""Sliding windows of attention: of which layers, and how wide.
+"""Sets which layers have sliding-window attention, and how wide the window is.
 
-Without this Megatron-Bridge 0.6.2 leaves out the windows of Qwen2 and Qwen3 and knows those of Mistral. Transformer
+Without this Megatron-Bridge 0.6.2 leaves out the windows of Qwen2 and Qwen3; those of Mistral it sets. Transformer
 Engine's attention reads Megatron's fields layer by layer; so does `SdpaCoreAttention` in `local_spec`.
 """
 
 from typing import Any
 
-# Families whose layers are told apart by `layer_types`; of the others all layers have the window.
+# Families whose `layer_types` says which layers have the window; in the others all layers have it.
 _BY_LAYER = ("qwen2", "qwen3")
 
 
@@ -21,7 +21,7 @@ def windowed_layers(config: Any) -> list[bool]:
 
 
 def set_windows(config: Any, provider: Any) -> None:
-    """Set Megatron's fields of a provider; they count the tokens before a token, Hugging Face's the token, too."""
+    """Set a provider's window fields: Megatron counts the tokens before a token, Hugging Face also the token itself."""
     windowed = windowed_layers(config)
     if not any(windowed):
         provider.window_size = provider.window_attn_skip_freq = None

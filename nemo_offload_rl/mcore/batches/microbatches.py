@@ -57,7 +57,7 @@ def with_length(data: BatchedData, length: int) -> BatchedData:
 
 
 def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
-    """Rows cut into micro-batches of `size`; the last is filled up with copies that count for nothing.
+    """Cut rows into micro-batches of `size`; the last is filled up with copies that `sample_mask` leaves out.
 
     Every micro-batch has the same shape, which pipeline stages and captured graphs need.
 
@@ -79,12 +79,12 @@ def padded_microbatches(data: BatchedData, size: int) -> list[MicroBatch]:
 
 
 def pack_bins(lengths: Sequence[int], capacity: int, *, min_bins: int = 1, group_size: int = 1) -> list[list[int]]:
-    """Say which samples share a packed row, by `packing.modified_first_fit_decreasing`.
+    """Choose which samples share a packed row, by `packing.modified_first_fit_decreasing`.
 
     Args:
         lengths: tokens of each sample.
         capacity: tokens a bin may hold; a longer sample, or group of samples, gets a bin of its own.
-        min_bins: data-parallel ranks run the same number of micro-batches: bins are split until there are this many.
+        min_bins: bins are split until there are this many, since data-parallel ranks run equally many micro-batches.
         group_size: consecutive samples that share a bin, since they belong together.
 
     Returns:
@@ -134,7 +134,7 @@ def packed_microbatches(
 
 
 def unpack(values: Tensor, cu_seqlens: Tensor, lengths: Tensor, width: int) -> Tensor:
-    """Per-token values of packed sequences, back in padded rows.
+    """Return per-token values of packed sequences in padded rows.
 
     Args:
         values: float [T], entry i belongs to packed token i.

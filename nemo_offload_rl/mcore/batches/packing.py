@@ -7,13 +7,13 @@ from collections.abc import Iterable, Sequence
 def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items by modified first-fit decreasing (Johnson and Garey 1985, "A 71/60 theorem for bin packing").
 
-    Items above half of the capacity get a bin each. Those above a third go beside them, the largest that fits; then
-    pairs of those above a sixth, from the fullest such bin without a partner back; then whatever fits, the largest
-    first. What is left is packed first-fit decreasing.
+    Items above half of the capacity get a bin each. Each of these bins gets the largest item above a third that fits;
+    then, from the last bin to the first, those without such an item get a pair of items above a sixth; then each gets
+    whatever fits, the largest first. The remaining items are packed first-fit decreasing.
 
     Args:
-        sizes: of the items; one above the capacity gets a bin of its own.
-        capacity: of each bin.
+        sizes: sizes of the items; one above the capacity gets a bin of its own.
+        capacity: capacity of each bin.
 
     Returns:
         Indices of items, bin by bin.
@@ -59,7 +59,7 @@ def modified_first_fit_decreasing(sizes: Sequence[int], capacity: int) -> list[l
 
 
 class _Items:
-    """Items that are not packed yet, (size, -index) from the smallest to the largest; given out as (size, index)."""
+    """Holds the unpacked items as (size, -index), from the smallest to the largest; returns them as (size, index)."""
 
     def __init__(self, items: Iterable[tuple[int, int]]) -> None:
         self.items = sorted(items)
@@ -85,5 +85,5 @@ class _Items:
         return size, -index
 
     def two_smallest(self) -> float:
-        """Returns the size of the two smallest together; infinite where there are fewer."""
+        """Returns the size of the two smallest together; infinite if there are fewer."""
         return self.items[0][0] + self.items[1][0] if len(self.items) > 1 else float("inf")

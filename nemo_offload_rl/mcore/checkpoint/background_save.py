@@ -1,7 +1,7 @@
-"""Writes a checkpoint while training goes on: its state is taken at once, a thread writes the files.
+"""Writes a checkpoint while training goes on: the state is copied to the host at once, and a thread writes the files.
 
-The state is copied to the host while megatron-core plans, which takes 0.1 s with a model of 28 layers. Planning reads
-no contents, and the run goes on once all of them are there.
+The state is copied while megatron-core plans, which takes 0.1 s with a model of 28 layers: planning reads no contents
+of tensors. Training goes on once all copies have ended.
 """
 
 import logging
@@ -40,20 +40,20 @@ from nemo_offload_rl.storage.checksum import FileSum
 logger = logging.getLogger(__name__)
 
 Bucket = tuple[Any, str, tuple[list[Any], list[tuple[Any, torch.Tensor]]]]
-"""A file of a rank: its path, its name, and what goes into it: (item, bytes) and (item, tensor) pairs."""
+"""A file of a rank: its path, its name, and its contents: (item, bytes) and (item, tensor) pairs."""
 
 
 class BackgroundSave:
     """Writes this rank's checkpoint files in a thread while training goes on; made by `start_save`.
 
     Args:
-        request: megatron-core's save request, with its plan made.
-        buckets: of this rank's files, with tensors whose contents stay until `wait` has returned.
+        request: megatron-core's save request, planned already.
+        buckets: this rank's files, with tensors whose contents do not change until `wait` has returned.
         write_others: writes files that are not in the plan.
-        finish: writes and hashes what is left once all ranks have written; collective.
+        finish: writes and hashes the remaining files once all ranks have written; collective.
 
     Attributes:
-        wait: waits until this rank reads no state any more, and holds none; what has gone wrong is for `finish` to say.
+        wait: waits until this rank neither reads nor holds state any more; `finish` raises errors of the writing.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class BackgroundSave:
 
     @property
     def is_written(self) -> bool:
-        """Whether this rank has written all of its files, or has given up."""
+        """Returns whether this rank has written all of its files, or has failed to."""
         return not self._thread.is_alive()
 
     def finish(self) -> dict[str, FileSum]:
         """Wait for the files and complete the checkpoint; collective.
 
         Returns:
-            What all files of the folder are, by name, relative to it.
+            Size and checksum of every file of the folder, by path relative to it.
 
         Raises:
-            DiskFullError, OSError: as `checkpoint.save`.
+            DiskFullError, OSError: see `checkpoint.save`.
         """
         self.wait()
         if self._failure is not None:
@@ -101,7 +101,7 @@ class BackgroundSave:
                 rank, _, results = self._request.async_fn_args
                 self._request.async_fn(rank, self._buckets, results)
             self._write_others()
-        except Exception as error:  # noqa: BLE001  (`finish` raises it where the run can end by it)
+        except Exception as error:  # noqa: BLE001  (`finish` raises it in the caller's thread)
             self._failure = error
         finally:
             self._buckets = ()
@@ -120,24 +120,24 @@ def start_save(
     lent: Container[int],
     wait_for_lent: Callable[[], None],
 ) -> BackgroundSave:
-    """Take the training state of now, and begin to write it; collective over all ranks.
+    """Snapshot the training state, and start to write it; collective over all ranks.
 
-    A rank whose host has no room for the snapshot writes its files before it returns, with a warning.
+    A rank whose host has no room for the snapshot logs a warning and writes its files before it returns.
 
     Args:
-        state: as the others, see `checkpoint.save`.
-        folder: likewise.
-        sizes: likewise.
-        with_optimizer: likewise.
-        read: likewise.
-        plans: likewise.
-        snapshot: has memory for what is copied.
-        lent: addresses of what `read` gives that stays as it is until `BackgroundSave.wait` has returned; filled by
-            `read`.
-        wait_for_lent: waits until the contents are there, which may still be on their way from the GPU.
+        state: what to write.
+        folder: made if missing; must hold nothing yet.
+        sizes: written beside the state; see `checkpoint.save`.
+        with_optimizer: also write optimizer, scheduler and random states.
+        read: returns a readable tensor with the contents of one of the state's tensors.
+        plans: decides whether the plan of the last save is reused.
+        snapshot: allocates the memory for the copies.
+        lent: addresses of tensors from `read` whose contents do not change until `BackgroundSave.wait` has returned;
+            `read` adds them.
+        wait_for_lent: waits until the contents of lent tensors, which may still be copied from the GPU, have arrived.
 
     Raises:
-        ValueError, DiskFullError, OSError: as `checkpoint.save`; nothing is under way.
+        ValueError, DiskFullError, OSError: see `checkpoint.save`; nothing is under way.
     """
     require_optimizer(state, folder, with_optimizer=with_optimizer)
     strategy = HashingSaveStrategy(folder, plans)
@@ -147,14 +147,14 @@ def start_save(
         wait_for_lent()
     apply_factories(sharded)
     try:
-        staying = _start_copies(sharded, snapshot, lent, folder)
+        stable = _start_copies(sharded, snapshot, lent, folder)
         request = dist_checkpointing.save(
             sharded, str(folder), strategy, async_sharded_save=True, async_strategy="mcore", content_metadata=METADATA
         )
     finally:
         snapshot.wait()
         wait_for_lent()
-    buckets = _copy_buckets(request) if staying is None else _take_buckets(request, staying)
+    buckets = _copy_buckets(request) if stable is None else _take_buckets(request, stable)
 
     def finish(request: Any) -> dict[str, FileSum]:
         failure = strategy.run(lambda: strategy.finalize(request))
@@ -162,17 +162,17 @@ def start_save(
 
     write_others = partial(write_hf_config, state, strategy, folder)
     save = BackgroundSave(request._replace(async_fn_args=_without_tensors(request)), buckets, write_others, finish)
-    if staying is None:
+    if stable is None:
         save.wait()
     return save
 
 
 def _start_copies(sharded: Any, snapshot: HostSnapshot, lent: Container[int], folder: Path) -> Container[int] | None:
-    """Has the entries that this rank writes hold copies of their tensors, unless those stay as they are.
+    """Replaces the tensors that this rank writes by copies of the snapshot, except those whose contents do not change.
 
     Returns:
-        The addresses of what these entries hold now; None where the host has no room for the copies, and nothing has
-        changed.
+        The addresses of the tensors in these entries now; None if the host has no room for the copies, and nothing was
+        replaced.
     """
     written = [
         entry
@@ -191,7 +191,7 @@ def _start_copies(sharded: Any, snapshot: HostSnapshot, lent: Container[int], fo
 
 
 def _is_read_by_planning(sharded: Any, lent: Container[int]) -> bool:
-    """Whether contents of lent tensors are read before they are written: by a factory, or for a copy of a part."""
+    """Returns whether planning reads contents of lent tensors: in a factory, or to copy a part of a storage."""
     return any(
         isinstance(entry, ShardedTensorFactory) or not _is_whole_storage(entry.data)
         for entry in nested_values(sharded)
@@ -202,27 +202,27 @@ def _is_read_by_planning(sharded: Any, lent: Container[int]) -> bool:
 
 
 def _is_whole_storage(tensor: torch.Tensor) -> bool:
-    """Whether megatron-core writes a CPU tensor as it is; of any other it makes a copy when it plans."""
+    """Returns whether megatron-core writes a CPU tensor as it is; it copies any other when it plans."""
     return tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
 
 
-def _take_buckets(request: Any, staying: Container[int]) -> list[Bucket]:
-    """Take the files' contents, tensors at some addresses alone, out of a request."""
-    buckets = _emptied(request)
+def _take_buckets(request: Any, stable: Container[int]) -> list[Bucket]:
+    """Take the buckets out of a request, whose tensors must all be at stable addresses."""
+    buckets = _empty_buckets(request)
     tensors = (tensor for _, _, (_, pairs) in buckets for _, tensor in pairs if tensor.nbytes)
-    assert all(tensor.data_ptr() in staying for tensor in tensors), "megatron-core has read a tensor when it planned"
+    assert all(tensor.data_ptr() in stable for tensor in tensors), "megatron-core has read a tensor when it planned"
     return buckets
 
 
 def _copy_buckets(request: Any) -> list[Bucket]:
-    """The same with tensors of the GPU copied to memory that torch allocates."""
+    """Take the buckets out of a request, with GPU tensors copied to host memory that torch allocates."""
     buckets = [] if request.preload_fn is None else request.preload_fn()
-    _emptied(request)
+    _empty_buckets(request)
     return buckets
 
 
-def _emptied(request: Any) -> list[Bucket]:
-    """Return a request's buckets and leave it empty ones: megatron-core compares how many there are."""
+def _empty_buckets(request: Any) -> list[Bucket]:
+    """Return a request's buckets and leave empty ones in it: megatron-core compares their number."""
     if request.async_fn is None:
         return []
     planned = request.async_fn_args[1]

@@ -71,7 +71,7 @@ def _restore_torch_steps(state: TrainingState) -> None:
     assert state.optimizer is not None
     for adam in torch_adams(state.optimizer):
         for group in adam.param_groups:
-            if "step" in group:  # written by the distributed optimizer only; the others restore the counts themselves
+            if "step" in group:  # only the distributed optimizer writes it; the others restore the counts themselves
                 for parameter in group["params"]:
                     adam.state[parameter]["step"] = torch.tensor(float(group["step"]))
 
@@ -95,11 +95,11 @@ def _sharded_state(state: TrainingState, *, with_optimizer: bool, is_loading: bo
 def readable_state(
     state: TrainingState, *, with_optimizer: bool, read: Callable[[torch.Tensor], torch.Tensor]
 ) -> dict[str, Any]:
-    """Returns what `save` gives to megatron-core, for the same arguments."""
+    """Returns the sharded state that `save` passes to megatron-core, with tensors that `read` returns."""
     sharded = _sharded_state(state, with_optimizer=with_optimizer, is_loading=False)
     for entry in nested_values(sharded):
-        # Not the parameters themselves: torch makes a new gradient accumulator for one that changes its device, without
-        # the hooks of DistributedDataParallel.
+        # Replace the entries' tensors, and not the parameters' own data: for a parameter that changes its device torch
+        # makes a new gradient accumulator, without the hooks of DistributedDataParallel.
         if isinstance(entry, (ShardedTensor, ShardedTensorFactory)) and entry.data is not None:
             entry.data = read(entry.data)
     return sharded
@@ -116,22 +116,22 @@ def save(
 ) -> dict[str, FileSum]:
     """Write the training state; collective over all ranks.
 
-    Files are hashed while they are written. An error of the disk is raised on every rank, all of which can go on.
+    Files are hashed while they are written. A disk error on one rank is raised on every rank, and all can go on.
 
     Args:
         state: what to write.
         folder: made if missing; must hold nothing yet.
         sizes: written beside the state, so that `load` can refuse another layout.
         with_optimizer: also write optimizer, scheduler and random states, which resuming needs.
-        read: gives a tensor that holds what one of the state's does and can be read, wherever it is.
-        plans: whether the plan of the last save is reused.
+        read: returns a readable tensor with the contents of one of the state's tensors, on the CPU or the GPU.
+        plans: decides whether the plan of the last save is reused.
 
     Returns:
-        What all files of the folder are, by name, relative to it.
+        Size and checksum of every file of the folder, by path relative to it.
 
     Raises:
         ValueError: if the optimizer is wanted and this state has none.
-        DiskFullError: there is no space, which is found out before anything is written where the disk says so.
+        DiskFullError: there is no space; found out before anything is written if the disk reports its free space.
         OSError: the disk has failed.
     """
     require_optimizer(state, folder, with_optimizer=with_optimizer)
@@ -144,10 +144,10 @@ def save(
 
 
 def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: bool) -> None:
-    """Refuse to save an optimizer that is not there.
+    """Check that the state has an optimizer if one is to be saved.
 
     Raises:
-        ValueError: this state has none, and it is wanted.
+        ValueError: it has none.
     """
     if with_optimizer and state.optimizer is None:
         raise ValueError(
@@ -156,7 +156,7 @@ def require_optimizer(state: TrainingState, folder: Path, *, with_optimizer: boo
 
 
 def write_hf_config(state: TrainingState, strategy: HashingSaveStrategy, folder: Path) -> None:
-    """Write the model's configuration, on rank 0; an error of the disk is kept for `finish_files`."""
+    """Write the model's Hugging Face config on rank 0; `finish_files` raises a disk error of it."""
     if torch.distributed.get_rank() == 0:
         strategy.keeping_errors(lambda: hf_config_of(state.bridge).save_pretrained(folder / HF_CONFIG_DIR))
 
@@ -169,17 +169,17 @@ def finish_files(
     *,
     with_optimizer: bool,
 ) -> dict[str, FileSum]:
-    """Write what says that the folder is a checkpoint, once all ranks have written their files, and settle; collective.
+    """Complete a checkpoint after the state was saved: write its layout file, and settle all ranks; collective.
 
     Args:
-        strategy: that has saved the state.
-        folder: where to.
+        strategy: the strategy that has saved the state.
+        folder: the checkpoint's folder.
         sizes: see `save`.
         failure: what `strategy.run` has returned.
         with_optimizer: see `save`.
 
     Returns:
-        What all files of the folder are, by name, relative to it.
+        Size and checksum of every file of the folder, by path relative to it.
 
     Raises:
         DiskFullError, OSError: see `save`.
@@ -216,7 +216,7 @@ def _require_json(folder: Path, name: str) -> None:
 
 
 def check_layout(folder: Path, sizes: ParallelSizes, *, with_optimizer: bool) -> None:
-    """Refuse a checkpoint that this layout cannot read.
+    """Check that a run with these parallel sizes can read a checkpoint.
 
     Raises:
         DamagedCheckpointError: its layout cannot be read.
@@ -263,7 +263,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         with_optimizer: also read optimizer, scheduler and random states.
 
     Raises:
-        DamagedCheckpointError: a file cannot be read; other damage is found by the manifest's checksums alone.
+        DamagedCheckpointError: a file cannot be read; only the manifest's checksums find other damage.
         ValueError: see `check_layout`.
     """
     check_layout(folder, sizes, with_optimizer=with_optimizer)
@@ -271,7 +271,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
     try:
         has_other_masters = with_optimizer and read_as_saved(sharded["optimizer"], folder)
         loaded = dist_checkpointing.load(sharded, str(folder), strict=StrictHandling.RAISE_UNEXPECTED)
-    except CheckpointException as error:  # of torch's reader, with what each rank has met
+    except CheckpointException as error:  # of torch's reader, with each rank's error
         met = next((found[0] for found in error.failures.values()), error)
         raise _damaged(folder, "it cannot be read, or is of another model", met) from error
     except (CheckpointingException, OSError, EOFError, pickle.UnpicklingError) as error:
@@ -286,7 +286,7 @@ def load(state: TrainingState, folder: Path, sizes: ParallelSizes, *, with_optim
         for optimizer in cpu_optimizers(state.optimizer):
             optimizer.finish_load()
         _restore_torch_steps(state)
-        state.scheduler.num_steps = 0  # megatron-core adds the steps of the checkpoint to those that there are
+        state.scheduler.num_steps = 0  # megatron-core adds the steps of the checkpoint to this count
         state.scheduler.load_state_dict(loaded["scheduler"])
         rng = loaded["rng_state"]
         torch.set_rng_state(rng["cpu"])

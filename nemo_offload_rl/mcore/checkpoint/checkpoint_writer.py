@@ -1,4 +1,4 @@
-"""Writes a rank's part of a checkpoint: hashed while it is written, and given up on all ranks together.
+"""Writes a rank's part of a checkpoint: hashes it while writing, and makes all ranks fail together if one does.
 
 megatron-core's strategy writes through torch's `FileSystemWriter`, whose hook (`transforms`) sees each byte.
 """
@@ -25,14 +25,14 @@ from nemo_offload_rl.mcore.patches.checkpoint_writer import (
 from nemo_offload_rl.storage.checksum import FileSum, HashingFile, RawFile, file_sum
 from nemo_offload_rl.storage.disk import free_bytes, require_free
 
-# Beside its bytes an entry has a header of its own, and a rank's folder the metadata and configurations.
-_BYTES_BESIDE_AN_ENTRY = 4096
-_BYTES_OF_SMALL_FILES = 1 << 20
+# Besides the tensors' bytes, each entry has a header, and the folder has metadata and configs.
+_ENTRY_HEADER_BYTES = 4096
+_SMALL_FILES_BYTES = 1 << 20
 
 
 @dataclass
 class _Bucket:
-    """A file that this rank writes: entry after entry."""
+    """Describes a file that this rank writes, one entry after the other."""
 
     num_entries: int
     num_bytes: int
@@ -40,7 +40,7 @@ class _Bucket:
 
 
 class _Entry:
-    """The stream that torch writes one entry into; closing it leaves the file open."""
+    """Gives torch a stream to write one entry into; closing it leaves the file open."""
 
     def __init__(self, file: HashingFile, *, is_last: bool) -> None:
         self.write = file.write
@@ -54,9 +54,9 @@ class _Entry:
 
 
 class HashingSaveStrategy(TorchDistSaveShardedStrategy):
-    """Saves as megatron-core's strategy does, and keeps each written file's checksum and its own first error.
+    """Saves as megatron-core's strategy does, and records each written file's checksum and the first disk error.
 
-    Errors of the disk are kept, not raised: `settle` raises them on every rank.
+    Disk errors are not raised where they occur: `settle` raises them on every rank.
 
     Args:
         folder: the checkpoint's folder.
@@ -79,7 +79,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         self._has_saved = True
 
     def async_save(self, sharded_state_dict: Any, checkpoint_dir: Path, async_strategy: str = "mcore") -> Any:
-        """Plan this rank's part, of which nothing is written yet; collective."""
+        """Plan this rank's part without writing anything; collective."""
         pass_results_in_process()
         leave_garbage_collector_alone()
         self._plans.prepare(self, sharded_state_dict)
@@ -88,7 +88,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         return request
 
     def _get_save_and_finalize_callbacks(self, writer: Any, planned: Any, async_strategy: str) -> Any:
-        """Called when it is known what is to be written where, and nothing has been written."""
+        """Check the free space and install the hashing; called after planning, before anything is written."""
         for path, _, (raw, tensors) in writer.write_buckets:
             num_bytes = sum(data.getbuffer().nbytes for _, data in raw) + sum(data.nbytes for _, data in tensors)
             self._buckets[str(path)] = _Bucket(len(raw) + len(tensors), num_bytes)
@@ -98,16 +98,14 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         return super()._get_save_and_finalize_callbacks(writer, planned, async_strategy)
 
     def _require_space(self) -> None:
-        needed = sum(
-            bucket.num_bytes + bucket.num_entries * _BYTES_BESIDE_AN_ENTRY for bucket in self._buckets.values()
-        )
+        needed = sum(bucket.num_bytes + bucket.num_entries * _ENTRY_HEADER_BYTES for bucket in self._buckets.values())
         every_rank = gather((needed, free_bytes(self._folder)))
         known = [free for _, free in every_rank if free is not None]
-        total = sum(needed for needed, _ in every_rank) + _BYTES_OF_SMALL_FILES
+        total = sum(needed for needed, _ in every_rank) + _SMALL_FILES_BYTES
         require_free(self._folder, total, min(known, default=None))
 
     def transform_save_stream(self, write_item: Any, stream: BufferedWriter) -> tuple[_Entry, list[str]]:
-        """Return the stream that an entry is written into, and what is to be undone when it is read: nothing."""
+        """Return the stream that an entry is written into, and the transforms to undo when it is read: none."""
         bucket = self._buckets[str(stream.name)]
         if bucket.file is None:
             bucket.file = HashingFile(cast(RawFile, stream.raw))
@@ -117,7 +115,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
     # ---- called by us
 
     def finalize(self, request: Any) -> None:
-        """Complete a save of this rank's part that was written by its request's function; collective."""
+        """Complete a save after the request's write function has written this rank's part; collective."""
         gather_results, *others = request.finalize_fns
         gather_results()
         self._has_saved = True
@@ -125,7 +123,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
             finalize()
 
     def keeping_errors(self, write: Callable[[], None]) -> None:
-        """Run what writes files on this rank alone; an error of the disk is kept for `settle`."""
+        """Run a function that writes files on this rank only; `settle` raises a disk error of it."""
         try:
             write()
         except OSError as error:
@@ -145,7 +143,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         """Run megatron-core's save with this strategy.
 
         Returns:
-            What torch has raised on every rank after an error on some; None where there was no error that it saw.
+            The exception that torch has raised on every rank after an error on some; None if torch saw no error.
         """
         try:
             save()
@@ -154,24 +152,25 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
         except OSError as error:
             if not self._has_saved:
                 raise
-            # Rank 0 alone has one more file to write, metadata.json, and then waits for the others.
+            # Only rank 0 has one more file to write, metadata.json; the others wait for it in this barrier.
             self._error = self._error or error
             torch.distributed.barrier()
         return None
 
     def settle(self, small_files: Sequence[Path], failure: CheckpointException | None) -> dict[str, FileSum]:
-        """Look at all ranks' errors and checksums; collective.
+        """Exchange all ranks' errors and checksums, and raise one rank's error on all of them; collective.
 
         Args:
-            small_files: others that this rank has written, which are read to hash them.
+            small_files: other files that this rank has written, which are read to hash them.
             failure: what `run` has returned.
 
         Returns:
-            All files of the folder, by name, relative to it.
+            Size and checksum of every file of the folder, by path relative to it.
 
         Raises:
-            DiskFullError: on every rank, where one had no space.
-            OSError: on every rank, where one had another error of the disk.
+            DiskFullError: on every rank, if one had no space.
+            OSError: on every rank, if one had another disk error.
+            CheckpointException: `failure`, if no rank had a disk error.
         """
         rank = torch.distributed.get_rank()
         files = {path: bucket.file for path, bucket in self._buckets.items() if bucket.file is not None}
@@ -195,7 +194,7 @@ class HashingSaveStrategy(TorchDistSaveShardedStrategy):
 
 @dataclass(frozen=True)
 class _Outcome:
-    """A rank's result, as the other ranks receive it."""
+    """Holds a rank's result, as the other ranks receive it."""
 
     sums: Mapping[str, FileSum]
     error: OSError | None
@@ -203,7 +202,7 @@ class _Outcome:
 
 
 def _forget_tensors(errors: Sequence[BaseException | None]) -> None:
-    """Frees what was being written: errors, megatron-core's own too, hold it by their tracebacks, in cycles."""
+    """Frees the tensors that were being written: tracebacks of errors, also megatron-core's, hold them in cycles."""
     for error in errors:
         if error is not None:
             error.__traceback__ = None

@@ -1,4 +1,4 @@
-"""Copies what a checkpoint will hold into host memory, where no later step can change it."""
+"""Copies the tensors of a checkpoint into host memory, where no later step can change them."""
 
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -11,19 +11,19 @@ from nemo_offload_rl.memory.streams import CopyStream, Event, record_current_str
 from nemo_offload_rl.memory.units import round_up
 
 Copy = tuple[torch.Tensor, torch.Tensor]
-"""Destination and source, uint8 of one length."""
+"""Destination and source, uint8 tensors of equal length."""
 
 _ALIGNMENT = 256
 _TENSORS_AT_ONCE = 32
-"""Copies of so many are under way while Python prepares the next: 20 ms for the 820 tensors of 28 layers."""
+"""Tensors whose copies are queued together, while Python prepares the next: 20 ms for the 820 tensors of 28 layers."""
 
 
 class HostSnapshot:
     """Copies tensors of a checkpoint into host memory, page-locked where there is a GPU; reuses it for the next one.
 
     Args:
-        arena: gives the memory, at the first snapshot and when one is larger than those before.
-        device: where the state lives.
+        arena: allocates the memory, at the first snapshot and when one is larger than those before.
+        device: the device of the state.
     """
 
     def __init__(self, arena: PinnedArena, device: torch.device) -> None:
@@ -35,15 +35,15 @@ class HostSnapshot:
         self._copying: list[Future[None]] = []
 
     def start(self, tensors: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Begins to copy what tensors hold now, behind the work that the current stream has been given.
+        """Starts to copy tensors, after the work that is queued on the current stream.
 
-        Tensors of the snapshot before must have been dropped.
+        The tensors that the previous call returned must have been dropped, since their memory is used again.
 
         Args:
-            tensors: of the GPU or of the host, which nothing may change or free before `wait` has returned.
+            tensors: tensors of the GPU or the host; nothing may change or free them before `wait` has returned.
 
         Returns:
-            CPU tensors of the same types and shapes, each the whole of its storage; `wait` waits for their contents.
+            CPU tensors of the same dtypes and shapes, each the whole of its storage; `wait` waits for their contents.
 
         Raises:
             HostMemoryError: the host has no room for the copies.
@@ -60,7 +60,7 @@ class HostSnapshot:
         return [self._window(tensor, offset) for tensor, offset in zip(tensors, offsets, strict=True)]
 
     def wait(self) -> None:
-        """Waits until all copies that `start` has begun are made."""
+        """Waits until all copies that `start` has queued have ended."""
         copying, self._copying = self._copying, []
         for queued in copying:
             queued.result()
@@ -68,8 +68,9 @@ class HostSnapshot:
             self._stream.mark().wait()
 
     def close(self) -> None:
-        """Gives the memory back, once nothing is copied any more."""
+        """Stops the helper thread, waits for its copies and releases the memory."""
         self._helper.shutdown(wait=True)
+        self._stream.mark().wait()
         self._release()
 
     def _reserve(self, nbytes: int) -> None:
@@ -101,10 +102,10 @@ class HostSnapshot:
 
 
 def copy_all(stream: CopyStream, pairs: Sequence[Copy], ready: Event) -> None:
-    """Queues copies behind an event.
+    """Queues copies on a stream, after an event.
 
-    One call queues them all, without Python's lock: the thread beside it plans, and would give the lock back only every
-    5 ms, which is 250 MB of the link's time.
+    One call queues them all without the GIL: the planning thread would give the GIL back only every 5 ms, in which the
+    link copies 250 MB.
     """
     stream.follow(ready)
     with torch.no_grad(), torch.cuda.stream(stream.stream):

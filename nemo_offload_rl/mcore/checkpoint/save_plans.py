@@ -1,4 +1,4 @@
-"""Keeps the plan of a checkpoint, what goes into which file, for the next one of the same structure."""
+"""Reuses the plan of a checkpoint, which tensor goes into which file, for the next one of the same structure."""
 
 from typing import Any, Protocol
 
@@ -9,33 +9,33 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistSaveShard
 from nemo_offload_rl.mcore.distributed.together import gather
 
 _CACHED = ("cached_central_plan", "cached_local_plan", "cached_global_metadata", "validated_cache_reuse")
-"""The attributes in which megatron-core's strategy keeps plans from one save to the next; none of them has data."""
+"""Attributes in which megatron-core's strategy keeps plans from one save to the next; none of them has tensor data."""
 
 
 class SavePlanning(Protocol):
     """Decides whether a checkpoint is written by the plan of the one before it, or by a new one."""
 
     def prepare(self, strategy: TorchDistSaveShardedStrategy, sharded: Any) -> None:
-        """Called before a strategy plans what it saves; collective."""
+        """Prepare a strategy that is about to plan a save; collective."""
 
     def keep(self, strategy: TorchDistSaveShardedStrategy) -> None:
-        """Called once it has planned."""
+        """Keep the plan of a strategy that has planned."""
 
 
 class PlanEverySave:
     """Has every checkpoint planned from the state that it saves."""
 
     def prepare(self, strategy: TorchDistSaveShardedStrategy, sharded: Any) -> None:
-        """Nothing is there to be reused."""
+        """Does nothing: no plan is reused."""
 
     def keep(self, strategy: TorchDistSaveShardedStrategy) -> None:
-        """Keeps nothing."""
+        """Does nothing: no plan is kept."""
 
 
 class ReusePlans:
-    """Reuses the plan of the last checkpoint, as long as names, shapes, types and places are the same on every rank.
+    """Reuses the last checkpoint's plan, as long as names, dtypes, shapes and offsets are the same on every rank.
 
-    megatron-core plans twice before it trusts a plan: the third checkpoint is the first that gathers none.
+    megatron-core plans twice before it reuses a plan: the third checkpoint is the first that gathers no plans.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class ReusePlans:
         self._kept: dict[str, Any] = {}
 
     def prepare(self, strategy: TorchDistSaveShardedStrategy, sharded: Any) -> None:
-        """Gives a strategy the last plan, unless some rank has another structure now; collective."""
+        """Gives a strategy the last plan, unless the structure has changed on some rank; collective."""
         structure = _structure_of(sharded)
         is_same = all(gather(structure == self._structure))
         self._structure = structure
@@ -53,7 +53,7 @@ class ReusePlans:
                 setattr(strategy, name, value)
 
     def keep(self, strategy: TorchDistSaveShardedStrategy) -> None:
-        """Keeps the plan of a strategy."""
+        """Keeps the strategy's plan for the next checkpoint."""
         self._kept = {name: getattr(strategy, name) for name in _CACHED}
 
 

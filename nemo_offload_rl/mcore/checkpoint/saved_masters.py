@@ -1,7 +1,7 @@
-"""Reads masters that a checkpoint holds in another form than this run's optimizer keeps them in.
+"""Loads masters that a checkpoint holds in another format than this run's optimizer.
 
-Transformer Engine's precision-aware Adam keeps of a bf16 parameter's float32 master the 16 bits that the parameter
-lacks, and megatron-core saves those; every other optimizer keeps and saves whole masters.
+Of a bf16 parameter's float32 master, Transformer Engine's precision-aware Adam keeps only the 16 bits that the
+parameter lacks, and megatron-core saves those; every other optimizer keeps and saves whole masters.
 """
 
 import contextlib
@@ -21,14 +21,14 @@ from nemo_offload_rl.mcore.distributed.together import gather
 from nemo_offload_rl.memory.units import MIB
 
 _REMAINDERS = torch.int16
-_PIECE = 16 * MIB  # elements; what is converted at a time takes a few times that memory
+_PIECE = 16 * MIB  # elements that are converted at a time, which takes a few times their memory
 
 
 def join_masters(params: Tensor, remainders: Tensor) -> Tensor:
     """Returns float32 [n] masters of bfloat16 [n] parameters and int16 [n] remainders, on the remainders' device."""
     masters = torch.empty(remainders.shape, dtype=torch.float32, device=remainders.device)
     for out, param, low in zip(*(one.split(_PIECE) for one in (masters, params, remainders)), strict=True):
-        # A master was rounded to the nearest parameter: up, where the upper half of its remainder begins.
+        # A parameter is its master rounded to nearest: up, if the remainder is in its upper half (negative as int16).
         high = param.to(low.device).view(torch.int16).int() - (low < 0).int()
         out.view(torch.int32).copy_((high << 16) | (low.int() & 0xFFFF))
     return masters
@@ -37,7 +37,8 @@ def join_masters(params: Tensor, remainders: Tensor) -> Tensor:
 def split_masters(masters: Tensor, params: Tensor) -> Tensor:
     """Returns int16 [n] remainders of float32 [n] masters, and rounds the masters to bfloat16 [n] `params`.
 
-    Transformer Engine rounds halves up, where others round them to even; the remainders count from what it has.
+    Parameters are rounded as Transformer Engine does, with halves up, and remainders are relative to that; other
+    optimizers round halves to even.
     """
     remainders = torch.empty(masters.shape, dtype=_REMAINDERS, device=params.device)
     for out, param, master in zip(*(one.split(_PIECE) for one in (remainders, params, masters)), strict=True):
@@ -48,14 +49,14 @@ def split_masters(masters: Tensor, params: Tensor) -> Tensor:
 
 
 def read_as_saved(sharded: Any, folder: Path) -> bool:
-    """Have masters of another form than this run's read as they were saved, into memory of the CPU.
+    """Make masters in another format than this run's load as they were saved, into CPU memory.
 
     Args:
-        sharded: the optimizer's sharded state, to be loaded into.
-        folder: of the checkpoint.
+        sharded: the optimizer's sharded state to load into; entries of such masters get tensors of the saved dtype.
+        folder: the checkpoint's folder.
 
     Returns:
-        Whether there are any, on this rank.
+        Whether this rank has any.
     """
     saved = FileSystemReader(str(folder)).read_metadata().state_dict_metadata
     has_other = False
@@ -71,10 +72,12 @@ def read_as_saved(sharded: Any, folder: Path) -> bool:
 
 @contextlib.contextmanager
 def converting(optimizer: MegatronOptimizer, has_other: bool) -> Iterator[None]:
-    """Load the optimizer's state inside, behind the model's weights; masters of another form are converted; collective.
+    """Convert masters of another format while the optimizer's state is loaded inside; collective.
+
+    The model's weights must have been loaded before.
 
     Args:
-        optimizer: whose state it is.
+        optimizer: megatron-core's optimizer, whose state is loaded.
         has_other: what `read_as_saved` has returned on this rank.
     """
     parts = [part for part in optimizer.chained_optimizers if part.optimizer is not None] if has_other else []
@@ -88,12 +91,12 @@ def converting(optimizer: MegatronOptimizer, has_other: bool) -> Iterator[None]:
     if any(gather(has_other)):
         chunks = {id(chunk): chunk for part in optimizer.chained_optimizers for chunk in part.model_chunks}
         with torch.no_grad():
-            for chunk in chunks.values():  # parameters may have been rounded another way, on other ranks
+            for chunk in chunks.values():  # conversion may have rounded parameters differently, on other ranks
                 chunk.start_param_sync(force_sync=True)
 
 
 class _Converting:
-    """Takes the place of a distributed optimizer's method that takes over what was loaded for a parameter."""
+    """Replaces the distributed optimizer's method that sets a parameter's loaded state; converts the master first."""
 
     def __init__(self, part: Any) -> None:
         self._part = part

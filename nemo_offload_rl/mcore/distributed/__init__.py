@@ -1,1 +1,1 @@
-"""Process groups of a rank, and what all of its ranks do together."""
+"""Sets up a rank's process groups, and runs collectives over all ranks."""

@@ -1,4 +1,4 @@
-"""Process groups: torch.distributed and megatron-core's parallel state, from plain values."""
+"""Creates and destroys process groups: torch.distributed and megatron-core's parallel state, from plain values."""
 
 import os
 import socket
@@ -100,7 +100,7 @@ def initialize(
             expert_model_parallel_size=sizes.expert,
             expert_tensor_parallel_size=sizes.expert_tensor,
         )
-        # Otherwise the tracker of a policy that this process had before stays, of whichever kind it is.
+        # Without force_reset_rng the RNG tracker of an earlier policy of this process stays, whatever its kind.
         model_parallel_cuda_manual_seed(seed, te_rng_tracker=te_rng_tracker, force_reset_rng=True)
         # megatron-core's TECudaGraphHelper reads the number of micro-batches from this global.
         init_num_microbatches_calculator(rank, None, sizes.data(world_size), 1, sizes.data(world_size))
@@ -112,15 +112,15 @@ def initialize(
 
 
 def _store(address: str, port: int, *, rank: int, world_size: int, timeout: timedelta) -> torch.distributed.TCPStore:
-    """Returns the store that ranks meet at; rank 0 serves it, on this address alone.
+    """Returns the rendezvous store of all ranks; rank 0 serves it, on this address only.
 
-    Left to itself, torch listens on every interface and answers any host that connects.
+    By default torch listens on every interface and answers any host that connects.
     """
     descriptor: int | None = None
     if rank == 0:
         family, *_ = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)[0]
         listener = socket.create_server((address, port), family=family, backlog=world_size)
-        port = listener.getsockname()[1]  # where 0 let the system choose, for a single rank
+        port = listener.getsockname()[1]  # port 0 lets the system choose, for a single rank
         descriptor = listener.detach()
     return torch.distributed.TCPStore(
         address, port, world_size, is_master=rank == 0, timeout=timeout, master_listen_fd=descriptor
@@ -128,14 +128,15 @@ def _store(address: str, port: int, *, rank: int, world_size: int, timeout: time
 
 
 def _choose_interface(master_addr: str) -> None:
-    """Have gloo listen on the interface from which this host reaches rank 0's, unless the environment names another.
+    """Make gloo use the interface from which this host reaches rank 0's, unless the environment names another.
 
-    Gloo takes the address that the host's name stands for: on one host others may reach it, where ranks need only
-    loopback; on several hosts it may be loopback. NCCL takes any but loopback; on one host it needs no other.
+    By default gloo uses the address that the hostname resolves to. On one host other machines may reach that address,
+    although ranks need only loopback; on several hosts it may be loopback. NCCL by default uses any interface but
+    loopback; on one host it needs only loopback.
     """
     family, _, _, _, target = socket.getaddrinfo(master_addr, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # sends nothing: only chooses the way
+        probe.connect(target)  # sends nothing, only selects the route
         address = probe.getsockname()[0]
     for name, addresses in psutil.net_if_addrs().items():
         if any(one.address.partition("%")[0] == address for one in addresses):
@@ -157,7 +158,7 @@ def destroy() -> None:
 
 
 def coordinates() -> dict[str, int]:
-    """Returns this rank's place in its groups: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
+    """Returns this rank's index in each group: dp_rank, dp_size, tp_rank, tp_size, pp_rank, pp_size."""
     return {
         "dp_rank": mpu.get_data_parallel_rank(),
         "dp_size": mpu.get_data_parallel_world_size(),

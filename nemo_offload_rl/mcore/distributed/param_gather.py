@@ -10,10 +10,10 @@ from nemo_offload_rl.mcore.distributed.parallel import mpu
 
 
 class ParamGather:
-    """Lets forward passes gather parameters while a `train` runs, and in no other pass.
+    """Makes forward passes gather parameters (overlap_param_gather) during `train` only.
 
     Args:
-        model: the chunks, in megatron-core's DistributedDataParallel, with parameters that are whole.
+        model: the chunks, in megatron-core's DistributedDataParallel, with all parameters gathered.
     """
 
     def __init__(self, model: Sequence[Any]) -> None:
@@ -24,9 +24,9 @@ class ParamGather:
 
     @contextlib.contextmanager
     def by_forward_passes(self) -> Iterator[None]:
-        """Behind it parameters are whole, unless it fails: see `complete`.
+        """Let forward passes inside gather parameters; gather the rest at the end, unless it fails (see `complete`).
 
-        Never on a single data-parallel rank, where there is nothing to gather and the hooks cost some 5% of a step.
+        On a single data-parallel rank the hooks stay off: there is nothing to gather, and they cost some 5% of a step.
         """
         chunks = [] if mpu.get_data_parallel_world_size() == 1 else self._overlapping
         for chunk in chunks:
@@ -37,14 +37,14 @@ class ParamGather:
         finally:
             for chunk in chunks:
                 chunk.disable_forward_pre_hook(param_sync=False)
-        self.complete()  # not behind an error, which perhaps no other rank has: they would not join
+        self.complete()  # not after an error, which other ranks may not have: they would not join the collective
 
     def complete(self) -> None:
-        """Gather what steps have left to the next forward pass; nothing where parameters are whole; collective."""
+        """Gather the parameters that steps have left to the next forward pass, if there are any; collective."""
         if self._are_whole:
             return
         for chunk in self._overlapping:
-            chunk.free_overlap_buffers()  # behind an error: waits for a gather under way
+            chunk.free_overlap_buffers()  # after an error this waits for a gather under way
             with torch.no_grad():
                 chunk.start_param_sync(force_sync=True)
         self._are_whole = True

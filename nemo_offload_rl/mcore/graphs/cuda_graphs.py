@@ -1,6 +1,6 @@
 """Drives Transformer Engine's per-layer CUDA graphs in the training step: warm-up, capture, replay, deletion.
 
-Tested with megatron-core 0.19.2; docs/decisions/cuda-graphs.md says what of it is relied upon.
+Tested with megatron-core 0.19.2; docs/decisions/cuda-graphs.md says which parts of it this relies on.
 """
 
 import contextlib
@@ -50,14 +50,14 @@ class StepGraphs(Protocol):
     num_replays: int
     """Forward graphs replayed in the last training step, on this rank."""
     fixed_shapes: bool
-    """Whether the micro-batches of all training steps have to have one shape, those before a capture, too."""
+    """Whether the micro-batches of all training steps, also of those before a capture, must have one shape."""
 
     def step(self, batches: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """The schedule of one training step over `batches` runs inside."""
+        """Run the schedule of one training step over `batches` inside."""
         ...
 
     def delete(self) -> None:
-        """Give up captured graphs and their memory; the next step captures again."""
+        """Delete captured graphs and free their memory; the next step captures again."""
         ...
 
 
@@ -68,7 +68,7 @@ class NoCudaGraphs:
     fixed_shapes = False
 
     def step(self, batches: Sequence[MicroBatch]) -> contextlib.AbstractContextManager[None]:
-        """Runs the step as it is."""
+        """Runs the step eagerly."""
         return contextlib.nullcontext()
 
     def delete(self) -> None:
@@ -80,7 +80,7 @@ class StepShape:
     """Describes the shape of a training step that a set of graphs was captured for.
 
     Attributes:
-        num_microbatches: of a step.
+        num_microbatches: micro-batches of a step.
         micro_batch_size: rows of a micro-batch.
         seq_length: tokens of a row.
     """
@@ -90,12 +90,12 @@ class StepShape:
     seq_length: int
 
     def can_replay(self, other: "StepShape", *, stages: int, virtual_stages: int) -> bool:
-        """Whether graphs captured for this shape compute a step of another.
+        """Returns whether graphs captured for this shape can run a step of another shape.
 
-        One stage runs a micro-batch's backward pass before the next one's forward pass, so that one graph of each layer
-        serves any number. On several stages a micro-batch needs graphs of its own; of a step with fewer of them the
-        order of forward and backward passes is the captured order with the last ones left out, unless stages are
-        virtual, and then nothing that is live can be overwritten.
+        A single pipeline stage runs a micro-batch's backward pass before the next one's forward pass, so that one graph
+        of each layer serves any number of micro-batches. On several stages each micro-batch needs graphs of its own. A
+        step with fewer micro-batches then runs forward and backward passes in the captured order with the last ones
+        left out, so that nothing live can be overwritten; not so with virtual stages.
         """
         if (self.micro_batch_size, self.seq_length) != (other.micro_batch_size, other.seq_length):
             return False
@@ -109,13 +109,13 @@ class _Captured:
     helper: TECudaGraphHelper
     shape: StepShape
     layers: list[Any]
-    graphs: list[list[Any]]  # of each layer, one a captured micro-batch
+    graphs: list[list[Any]]  # for each layer, one per captured micro-batch
     addresses: list[int]
     shapes: FrozenShapes
 
 
 class _CountedGraph:
-    """A graphed forward pass that tells of each replay."""
+    """Wraps a graphed forward pass to count its replays."""
 
     def __init__(self, graph: Any, count: Callable[[], None]) -> None:
         self._graph = graph
@@ -132,7 +132,7 @@ class _CountedGraph:
 class CudaGraphs:
     """Captures each layer's graphs once training has warmed up, and replays them in training steps only.
 
-    Outside of `step` the layers know no graphs: log-probs and validation run eagerly.
+    Outside of `step` the layers have no graphs, so that log-probs and validation run eagerly.
 
     Attributes:
         num_replays: forward graphs replayed in the last training step, on this rank.
@@ -141,15 +141,15 @@ class CudaGraphs:
     Args:
         model: the chunks in DistributedDataParallel, in training mode.
         config: their TransformerConfig.
-        optimizer: megatron-core's; its gradients are dropped by a capture.
+        optimizer: megatron-core's optimizer; a capture drops its gradients.
         warmup_steps: eager steps before the first capture.
         settle: called before a capture; brings parameters and gradients to the GPU and returns when no other thread
-            and no other stream moves anything, since any allocation beside a capture ends it.
-        observer: told of captures and replays.
-        make_helper: megatron-core's helper.
+            and no other stream moves data, since any allocation during a capture makes it fail.
+        observer: notified of captures and replays.
+        make_helper: makes megatron-core's helper.
 
     Raises:
-        ValueError: the environment or the model's dtypes do not go with graphs.
+        ValueError: the environment or the model's dtypes do not allow graphs.
     """
 
     fixed_shapes = True
@@ -184,15 +184,15 @@ class CudaGraphs:
 
     @contextlib.contextmanager
     def step(self, batches: Sequence[MicroBatch]) -> Iterator[None]:
-        """The schedule of one training step runs inside: eagerly while warming up, then from graphs.
+        """Run the schedule of one training step inside: eagerly while warming up, then from graphs.
 
         Args:
             batches: the step's micro-batches, of one shape.
 
         Raises:
             ValueError: the micro-batches differ in shape.
-            RuntimeError: no layer of the model can be captured, graphs were not replayed, or something that they hold
-                the address of has moved.
+            RuntimeError: no layer of the model can be captured, graphs were not replayed, or a tensor whose address
+                they captured has moved.
         """
         self.num_replays = 0
         shape = step_shape(batches)
@@ -212,7 +212,7 @@ class CudaGraphs:
             )
 
     def delete(self) -> None:
-        """Give up captured graphs and their memory; the next step captures again."""
+        """Delete captured graphs and free their memory; the next step captures again."""
         if self._captured is None:
             return
         captured, self._captured = self._captured, None
@@ -282,7 +282,7 @@ class CudaGraphs:
             self._observer.count_replay()
 
     def _check_some_layer(self, layers: Sequence[Any]) -> None:
-        """A stage may have nothing to capture, but not all stages of a pipeline."""
+        """Warn if this pipeline stage has no layer to capture; raise if no stage of the pipeline has one."""
         found = torch.tensor([len(layers)], device=next(self._model[0].parameters()).device)
         torch.distributed.all_reduce(found, group=mpu.get_pipeline_model_parallel_group())
         if layers:
@@ -297,10 +297,10 @@ class CudaGraphs:
 
 
 def check_dtypes(config: Any) -> None:
-    """Refuse hidden states that are not bfloat16: megatron-core's static inputs are, and would round them in silence.
+    """Refuse hidden states that are not bfloat16: megatron-core's static inputs are, and would round them silently.
 
     Raises:
-        ValueError: another dtype of parameters, or an fp32 residual stream.
+        ValueError: the parameters have another dtype, or the residual stream is fp32.
     """
     if config.params_dtype is not torch.bfloat16:
         raise ValueError(
@@ -315,7 +315,7 @@ def check_dtypes(config: Any) -> None:
 
 
 def step_shape(batches: Sequence[MicroBatch]) -> StepShape:
-    """The one shape that a step's micro-batches have.
+    """Return the one shape that a step's micro-batches have.
 
     Raises:
         ValueError: they differ.
@@ -358,9 +358,10 @@ def _check_addresses(captured: _Captured) -> None:
 
 @contextlib.contextmanager
 def _attached(captured: _Captured) -> Iterator[None]:
-    """The layers replay meanwhile; a layer without graphs runs eagerly."""
+    """Make the layers replay their graphs inside; a layer without graphs runs eagerly."""
     captured.shapes.restore()
-    norms = [layer.recompute_pre_mlp_layernorm for layer in captured.layers]  # off while a replay's layer ends
+    # megatron-core switches it off for the end of a replayed layer, and a failure there would leave it off.
+    norms = [layer.recompute_pre_mlp_layernorm for layer in captured.layers]
     for layer, graphs in zip(captured.layers, captured.graphs, strict=True):
         layer.cuda_graphs = graphs
     try:

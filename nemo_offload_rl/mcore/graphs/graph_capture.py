@@ -1,4 +1,4 @@
-"""Prepares the capture of a CUDA graph: hooks off, the number of micro-batches set, a failure undone."""
+"""Prepares CUDA graph captures: switches hooks off, sets the number of micro-batches, and undoes a failed capture."""
 
 import contextlib
 import gc
@@ -13,18 +13,18 @@ from megatron.core.transformer.moe.moe_layer import MoELayer
 
 
 class CaptureObserver(Protocol):
-    """Learns when graphs are captured, replayed and deleted, as it makes calls of its own in captured layers."""
+    """Is notified of captures, replays and deletions of graphs; for code whose own calls run in captured layers."""
 
     def prepare_capture(self) -> None:
         """Prepare for captures; the GPU is idle."""
         ...
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
-        """Note that a graph reads its input there for as long as it lives."""
+        """Note that a graph reads its input from this storage for as long as the graph lives."""
         ...
 
     def count_replay(self) -> None:
-        """Count a replay of a layer's forward graph in which it made calls."""
+        """Count a replay of a layer's forward graph that contains calls of this observer."""
         ...
 
     def forget_captures(self) -> None:
@@ -57,10 +57,10 @@ def addresses(layers: Sequence[Any]) -> list[int]:
 
 @contextlib.contextmanager
 def undone_on_failure() -> Iterator[None]:
-    """Run a capture inside; undo all that one that fails has set.
+    """Run a capture inside; if it fails, reset the global state that it has set.
 
-    megatron-core's helper and Transformer Engine's `make_graphed_callables` take back only at their ends what they have
-    set: that a capture is under way, with which hooks do nothing, and what they do to the garbage collector.
+    megatron-core's helper and Transformer Engine's `make_graphed_callables` reset it only at their ends: the flag that
+    a capture is under way, with which hooks do nothing, and the settings of the garbage collector.
     """
     with contextlib.ExitStack() as on_failure:
         on_failure.callback(cuda_graphs._set_capture_end)
@@ -75,17 +75,17 @@ def undone_on_failure() -> Iterator[None]:
 
 
 def forget_replayed_routing(layers: Sequence[Any]) -> None:
-    """Clear the routing that a layer keeps if it fails behind its router's replay; later passes would take it."""
+    """Clear the routing that a layer keeps if it fails after its router's replay; later passes would use it."""
     for layer in layers:
         if isinstance(layer.mlp, MoELayer):
             layer.mlp.cudagraph_tensor_store.clear()
 
 
 class FrozenShapes:
-    """Restores shapes and numbers that preparing a tokens' exchange (moe_preprocess) sets in its dispatcher.
+    """Restores the shapes and numbers that moe_preprocess sets in the token dispatcher.
 
-    A replay sets the tensors among them, and nothing else: after a pass in another shape, such as log-probs, experts
-    would go on with that shape, with an error or, for as many tokens, without one.
+    A replay sets only the tensors among these values: after a pass in another shape, such as log-probs, experts would
+    use that shape, with an error or, if the number of tokens is equal, without one.
 
     Args:
         layers: as they are after their capture.
@@ -102,14 +102,18 @@ class FrozenShapes:
             self._values += [(dispatcher, name, vars(dispatcher)[name]) for name in named if name in vars(dispatcher)]
 
     def restore(self) -> None:
-        """Restores the shapes of after the capture; called before replays."""
+        """Restores the values that the dispatchers had after the capture; called before replays."""
         for dispatcher, name, value in self._values:
             setattr(dispatcher, name, value)
 
 
 @contextlib.contextmanager
 def param_gather_hooks_off(model: Sequence[Any]) -> Iterator[bool]:
-    """Remove hooks of overlap_param_gather, with which Transformer Engine captures no module; yields if there were."""
+    """Remove the hooks of overlap_param_gather inside: Transformer Engine cannot capture modules that have them.
+
+    Yields:
+        Whether there were such hooks.
+    """
     were_on = [chunk for chunk in model if chunk.remove_forward_pre_hook_handles]
     for chunk in were_on:
         chunk.disable_forward_pre_hook(param_sync=True)

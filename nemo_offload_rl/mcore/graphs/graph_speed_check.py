@@ -1,4 +1,4 @@
-"""Says once where training steps that replay CUDA graphs are slower than eager ones."""
+"""Warns once if training steps that replay CUDA graphs are slower than eager ones."""
 
 import logging
 from collections.abc import Callable, Hashable, Iterator, Sequence
@@ -11,7 +11,7 @@ from nemo_offload_rl.memory.streams import Event
 logger = logging.getLogger(__name__)
 
 SLOWER_LIMIT = 0.10
-"""Share of an eager step's time that a replayed one may take longer."""
+"""Share of an eager step's time by which a replayed step may be slower without a warning."""
 _NUM_COMPARED = 3
 
 
@@ -24,16 +24,16 @@ class _Timed:
 
 
 class GraphSpeedCheck:
-    """Compares replayed training steps with eager ones of the same shape, in the time of the caller's stream.
+    """Compares replayed training steps with eager ones of the same shape, as timed on the caller's stream.
 
-    The fastest eager step counts, and the first three replayed ones that have an eager one of their shape, of which the
-    fastest does. The first step of all, and that after each capture, are left out: kernels are compiled and memory is
-    allocated in them. Without a pair, as after a single eager step, nothing is said.
+    The fastest eager step is compared with the fastest of the first three replayed steps that have an eager step of
+    their shape. The very first step and the first after each capture are left out, since they compile kernels and
+    allocate memory. Without such a pair, as after a single eager step, nothing is logged.
 
     Args:
-        modules: what is captured, `policy.megatron_cfg.cuda_graph_modules`.
+        modules: the captured modules, `policy.megatron_cfg.cuda_graph_modules`.
         copies_inside: whether activations are offloaded inside of the graphs.
-        mark: makes a mark in the stream that is current when it is called.
+        mark: records an event on the current stream.
     """
 
     def __init__(self, modules: Sequence[str], *, copies_inside: bool, mark: Callable[[], Event]) -> None:
@@ -47,10 +47,10 @@ class GraphSpeedCheck:
 
     @contextmanager
     def step(self, shape: Hashable, num_captures: int) -> Iterator[None]:
-        """A training step runs inside; nothing is marked any more once three have been compared.
+        """Time a training step that runs inside; once three steps have been compared, no events are recorded any more.
 
         Args:
-            shape: of the step and its micro-batches; those of one shape do the same work.
+            shape: shape of the step and its micro-batches; steps of one shape do the same work.
             num_captures: how often graphs have been captured; 0 in an eager step.
         """
         if len(self._compared) == _NUM_COMPARED:
@@ -63,7 +63,7 @@ class GraphSpeedCheck:
         yield
         timed = None if begin is None else _Timed(shape, num_captures == 0, begin, self._mark())
         if self._unread is not None:
-            # Only now: this step's gradient norm has waited for all of the step before, its update included.
+            # Read the previous step only now: this step's gradient norm has waited for all of it, its update included.
             self._read(self._unread)
         self._unread = timed
 
@@ -84,12 +84,12 @@ class GraphSpeedCheck:
 
 
 def slower_than_eager(replayed_s: float, eager_s: float, modules: Sequence[str], *, copies_inside: bool) -> str:
-    """Steps from graphs are slower, by how much, and what would change that.
+    """Returns the warning that steps from graphs are slower: by how much, and what to change.
 
     Args:
         replayed_s: seconds of a training step from graphs.
         eager_s: seconds of an eager one.
-        modules: what is captured.
+        modules: the captured modules.
         copies_inside: whether activations are offloaded inside of the graphs.
     """
     remedy = f"set {GRAPH_IMPL_KEY} to none"

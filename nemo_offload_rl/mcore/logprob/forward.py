@@ -1,4 +1,4 @@
-"""The log-probs of a micro-batch: a model's forward pass, with our own end behind its last layer."""
+"""Computes the log-probs of a micro-batch: a model's forward pass, with our own code after its last layer."""
 
 import functools
 from collections.abc import Callable
@@ -24,9 +24,9 @@ class LogprobOptions:
     Attributes:
         vocab_size: number of real tokens.
         temperature: the logits are divided by it.
-        kept: filters of the tokens that the softmax is taken over; each filter gives a log-prob of each token.
+        kept: filters of the tokens that the softmax is taken over; each filter gives one log-prob per token.
         chunk_tokens: compute as many logits at a time as this many tokens have, and again in the backward pass; None
-            computes those of a micro-batch at once, and keeps them.
+            computes the logits of a micro-batch at once, and keeps them for the backward pass.
     """
 
     vocab_size: int
@@ -45,12 +45,12 @@ def to_device(batch: MicroBatch, device: torch.device) -> MicroBatch:
 
 
 def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOptions) -> Tensor:
-    """Log-probs of a micro-batch's tokens; on earlier pipeline stages the hidden states.
+    """Return log-probs of a micro-batch's tokens, or on earlier pipeline stages the hidden states.
 
     Args:
-        model: a chunk.
-        batch: on the model's device.
-        of: which log-probs.
+        model: a model chunk.
+        batch: the micro-batch, on the model's device.
+        of: which log-probs to compute.
 
     Returns:
         float32 [n, S, filters]: entry t is log p(input_ids[t] | input_ids[<t]); entry 0 and padding are 0.
@@ -77,7 +77,7 @@ def microbatch_logprobs(model: torch.nn.Module, batch: MicroBatch, of: LogprobOp
 
 
 def model_logprobs(model: torch.nn.Module, batch: MicroBatch, *, vocab_size: int, device: torch.device) -> Tensor:
-    """Log-probs [n, S], with grad, of a micro-batch's tokens under a whole model on one rank, without a schedule."""
+    """Return log-probs [n, S], with grad, of a micro-batch under a whole model on one rank, without a schedule."""
     return microbatch_logprobs(model, to_device(batch, device), LogprobOptions(vocab_size))[..., 0]
 
 
@@ -90,7 +90,7 @@ def _process_output(
     context: tuple[MicroBatch, LogprobOptions],
     **_: Any,
 ) -> Tensor:
-    """Takes the place of megatron-core's own end of a model, which copies the logits to put the batch first.
+    """Replaces what megatron-core does after the last layer, where it copies the logits to put the batch first.
 
     The logits of 8,192 tokens of a 152k vocabulary are 2.5 GB, copied there and again in the backward pass.
     """
@@ -139,7 +139,7 @@ def _from_hidden_states(
     weight = output_layer.weight if output_weight is None else output_weight
     compute = LinearLogprobs(
         vocab_size=of.vocab_size,
-        temperature=of.temperature / float(scale_logits(torch.ones(1))),  # what it multiplies by
+        temperature=of.temperature / float(scale_logits(torch.ones(1))),  # the factor that it multiplies by
         kept=of.kept,
         chunk_tokens=of.chunk_tokens,
         tp_group=mpu.get_tensor_model_parallel_group(),
@@ -149,7 +149,7 @@ def _from_hidden_states(
 
 
 def _in_rows(values: Tensor, batch: MicroBatch) -> Tensor:
-    """Log-probs [n, S] from those [n, S] or, packed, [1, T] of all positions; 0 where no token was predicted."""
+    """Returns log-probs [n, S] from [n, S] or, packed, [1, T] of all positions; 0 where no token was predicted."""
     lengths, width = batch.data["input_lengths"], batch.data["input_ids"].shape[1]
     rows = values if batch.cu_seqlens is None else unpack(values[0], batch.cu_seqlens, lengths, width)
     # Entry 0 of a packed sequence was predicted by the last token of its neighbour.

@@ -1,8 +1,8 @@
-"""Next-token log-probs from hidden states, without ever having the logits of all tokens.
+"""Computes next-token log-probs from hidden states, without ever holding the logits of all tokens.
 
-The forward pass computes the logits of some tokens at a time. The backward pass computes them again, those of all
-tokens for some of the vocabulary at a time: each part of the weight's gradient is then one whole product, with nothing
-to add up in the weight's size, and tensor-parallel ranks sum up the hidden states' gradient once.
+The forward pass computes the logits of some tokens at a time. The backward pass computes them again, for all tokens and
+part of the vocabulary at a time: each part of the weight's gradient is then a single matrix product, with nothing of
+the weight's size to accumulate, and tensor-parallel ranks sum up the hidden states' gradient once.
 """
 
 from dataclasses import dataclass
@@ -21,18 +21,18 @@ from nemo_offload_rl.mcore.logprob.logprob import filtered, scale, slices
 from nemo_offload_rl.mcore.logprob.sampling_filter import SamplingFilter
 from nemo_offload_rl.memory.units import round_up
 
-# Columns of a part of the vocabulary: a multiple that suits the GPU's matrix product.
+# A part of the vocabulary has a multiple of this many columns, which suits the GPU's matrix product.
 _COLUMNS = 64
 
 
 @dataclass(frozen=True)
 class LinearLogprobs:
-    """Computes log-probs of target tokens from what goes into the output layer.
+    """Computes log-probs of target tokens from the input of the output layer.
 
     Attributes:
         vocab_size: number of real tokens; rows of the weight beyond are padding.
         temperature: the logits are divided by it.
-        kept: for each column of the result, the tokens that the probabilities are shared out among.
+        kept: for each column of the result, the tokens that the softmax is taken over.
         chunk_tokens: as many logits as this many tokens have are in memory at a time.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.
         sequence_parallel: whether each rank of the group has a part of the tokens' hidden states.
@@ -46,7 +46,7 @@ class LinearLogprobs:
     sequence_parallel: bool
 
     def __call__(self, hidden: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
-        """Log-probs of target tokens.
+        """Return log-probs of target tokens.
 
         Args:
             hidden: [S, B, H]; with sequence parallelism this rank's [S / ranks, B, H].
@@ -61,21 +61,21 @@ class LinearLogprobs:
 
     @property
     def is_split(self) -> bool:
-        """Whether other ranks have parts of the vocabulary."""
+        """Returns whether other ranks have parts of the vocabulary."""
         return self.tp_group is not None and self.tp_group.size() > 1
 
     def first_of(self, weight: Tensor) -> int:
-        """Returns the token that the first row of this rank's weight is of."""
+        """Returns the token id of the first row of this rank's weight."""
         return 0 if self.tp_group is None else self.tp_group.rank() * weight.shape[0]
 
     def all_tokens(self, hidden: Tensor) -> Tensor:
-        """Hidden states [T, H] of all tokens."""
+        """Returns the hidden states [T, H] of all tokens; gathers them with sequence parallelism."""
         if self.sequence_parallel and self.is_split:
             hidden = gather_from_sequence_parallel_region(hidden, group=self.tp_group)
         return hidden.reshape(-1, hidden.shape[-1])
 
     def summed_over_ranks(self, grad: Tensor, hidden: Tensor) -> Tensor:
-        """Returns the gradient of `hidden` from this rank's part [T, H] of that of all tokens."""
+        """Returns the gradient of `hidden`, summed over ranks from this rank's part of it, [T, H] for all tokens."""
         grad = grad.to(hidden.dtype).view(-1, *hidden.shape[1:])
         if not self.is_split:
             return grad
@@ -87,9 +87,9 @@ class LinearLogprobs:
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """log softmax(hidden @ weight.T / temperature)[target], float32 [T, filters].
+    """Computes log softmax(hidden @ weight.T / temperature)[target], float32 [T, filters].
 
-    Saved for the backward pass are its inputs and, for each filter, one or two float32 a token.
+    For the backward pass it saves its inputs and, for each filter, one or two float32 per token.
     """
 
     @staticmethod
@@ -102,7 +102,7 @@ class _LinearLogprobs(torch.autograd.Function):
         maximum = torch.empty(len(tokens), dtype=torch.float32, device=hidden.device)
         chosen = torch.empty_like(maximum)
         total = maximum.new_empty(len(tokens), len(of.kept))
-        # The smallest logit that is kept and the largest that is not, where not all are.
+        # The smallest logit that a filter keeps and the largest that it drops; unused by filters that keep all.
         least, below = torch.full_like(total, -torch.inf), torch.full_like(total, -torch.inf)
         has_kernels = _has_kernels(hidden, of)
         for rows in slices(len(tokens), of.chunk_tokens):
@@ -120,7 +120,7 @@ class _LinearLogprobs(torch.autograd.Function):
                 continue
             scaled = scale(logits, of.vocab_size - first, of.temperature)
             chosen[rows] = scaled.gather(1, local[rows, None]).squeeze(1)
-            # All of a rank's rows may be padding.
+            # All of a rank's part of the vocabulary may be padding, whose logits are -inf.
             maximum[rows] = scaled.amax(dim=1).clamp_(min=torch.finfo(torch.float32).min)
             for column, kept in enumerate(of.kept):
                 some = scaled
@@ -138,7 +138,7 @@ class _LinearLogprobs(torch.autograd.Function):
             parts = torch.cat([total * (own - maximum).exp_()[:, None], torch.where(mine, chosen, 0.0)[:, None]], dim=1)
             torch.distributed.all_reduce(parts, group=of.tp_group)
             total, chosen = parts[:, :-1], parts[:, -1]
-        # Half-way: logits that are computed again, as other products, differ in their last bits.
+        # Threshold half-way between both: logits that are computed again, by other products, differ in their last bits.
         ctx.save_for_backward(hidden, weight, local, mine, maximum[:, None] + total.log(), (least + below) / 2)
         ctx.of = of
         return (chosen - maximum)[:, None] - total.log()
@@ -175,14 +175,14 @@ class _LinearLogprobs(torch.autograd.Function):
 
 
 def _has_kernels(hidden: Tensor, of: LinearLogprobs) -> bool:
-    """Returns whether the logits are read by kernels, which know no filter."""
+    """Returns whether Triton kernels can read the logits; they support no filter."""
     return hidden.is_cuda and len(of.kept) == 1 and of.kept[0].keeps_all
 
 
 def _gradient(
     of: LinearLogprobs, scaled: Tensor, own: Tensor, factor: Tensor, log_total: Tensor, least: Tensor
 ) -> Tensor:
-    """Returns the sum over filters of (onehot - softmax) * factor, float32; the logits are written over."""
+    """Returns the sum over filters of (onehot - softmax) * factor, float32; overwrites the logits."""
     inside, column_of_own = own >= 0, own.clamp(min=0)
     out = None
     for column, kept in enumerate(of.kept):
@@ -195,5 +195,5 @@ def _gradient(
 
 
 def _shares(logits: Tensor, subtracted: Tensor, *, is_last: bool) -> Tensor:
-    """exp(logits - subtracted[:, None]), over the logits where they are not read again."""
+    """Returns exp(logits - subtracted[:, None]); overwrites the logits if they are not read again (`is_last`)."""
     return (logits.sub_(subtracted[:, None]) if is_last else logits - subtracted[:, None]).exp_()

@@ -1,4 +1,4 @@
-"""Next-token log-probs from logits that are split over the vocabulary by tensor parallelism."""
+"""Computes next-token log-probs from logits that are split over the vocabulary by tensor parallelism."""
 
 from collections.abc import Callable
 from typing import Any
@@ -15,11 +15,11 @@ CHUNK_TOKENS = 1024
 
 
 class _VocabParallelLogprob(torch.autograd.Function):
-    """log softmax(logits / temperature)[target], the vocabulary split over the ranks of a group.
+    """Computes log softmax(logits / temperature)[target], the vocabulary split over the ranks of a group.
 
     As in megatron-core's vocab-parallel cross entropy, three small all-reduces (max, sum of exponentials, target's
-    logit) stand for a gather of the logits. Saved for the backward pass are the logits themselves, in their own
-    dtype, and one or two float32 a token; the softmax is computed again in chunks.
+    logit) replace a gather of the logits. For the backward pass it saves the logits themselves, in their own dtype,
+    and one or two float32 per token; the softmax is computed again in chunks.
     """
 
     @staticmethod
@@ -33,7 +33,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
         temperature: float,
         kept: SamplingFilter,
     ) -> Tensor:
-        """Log-probs [N] float32 of `target` [N] under `logits` [N, V_local] of any dtype."""
+        """Return log-probs [N] float32 of `target` [N] under `logits` [N, V_local] of any dtype."""
         ranks = group is not None and group.size() > 1
         local = target - first
         mine = (local >= 0) & (local < logits.shape[1])
@@ -64,7 +64,7 @@ class _VocabParallelLogprob(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grad_outputs: Tensor) -> tuple[Tensor | None, ...]:
-        """Gradient (onehot - softmax) / temperature * grad, in the logits' dtype."""
+        """Return the gradient (onehot - softmax) / temperature * grad, in the logits' dtype."""
         (grad,) = grad_outputs
         logits, local, mine, log_total, least = ctx.saved_tensors
         out = torch.empty_like(logits)
@@ -84,7 +84,7 @@ def slices(length: int, size: int) -> list[slice]:
 
 
 def scale(logits: Tensor, limit: int, temperature: float) -> Tensor:
-    """Float32 logits / temperature; columns from `limit` on are padding of the vocabulary and get no probability."""
+    """Return float32 logits / temperature; columns from `limit` on, padding of the vocabulary, get no probability."""
     scaled = logits.float() if temperature == 1.0 else logits.float() / temperature
     if limit < logits.shape[1]:
         scaled = scaled.clone() if scaled is logits else scaled
@@ -93,11 +93,11 @@ def scale(logits: Tensor, limit: int, temperature: float) -> Tensor:
 
 
 def filtered(scaled: Tensor, least: Tensor, local: Tensor, mine: Tensor) -> Tensor:
-    """Logits, -inf where the sampler keeps a token not; it has kept the target, which it drew.
+    """Return the logits with -inf for tokens that the sampler drops; it kept the target, since it drew it.
 
     Args:
-        scaled: float32 [rows, columns], of some of the vocabulary.
-        least: float32 [rows], the smallest that is kept.
+        scaled: float32 [rows, columns], logits of part of the vocabulary.
+        least: float32 [rows], the smallest logit that is kept.
         local: int64 [rows], the target's column.
         mine: bool [rows], whether the target is among the columns.
     """
@@ -121,16 +121,16 @@ def token_logprobs(
     kept: SamplingFilter = KEEP_ALL,
     may_overwrite: bool = False,
 ) -> Tensor:
-    """Log-probs of target tokens.
+    """Return log-probs of target tokens.
 
     Args:
         logits: [S, B, V_local], as megatron-core's output layer gives them: this tensor-parallel rank's slice of the
             padded vocabulary.
         targets: int64 [S, B], token ids below `vocab_size`.
         vocab_size: number of real tokens; columns beyond are padding.
-        temperature: what the logits are divided by, so that the log-probs are those of what was sampled.
+        temperature: what the logits are divided by, so that the log-probs are those of the sampled distribution.
         tp_group: the tensor-parallel group; None or a group of one for the whole vocabulary.
-        kept: the tokens that the probabilities are shared out among, after the temperature; a target is always one.
+        kept: the tokens that the softmax is taken over, after the temperature; a target is always one of them.
         may_overwrite: whether the backward pass may write the gradient over the logits, which nothing else reads then.
 
     Returns:
@@ -153,10 +153,10 @@ def token_logprobs(
 
 
 def next_token_logprobs(of_targets: Callable[[Tensor], Tensor], tokens: Tensor) -> Tensor:
-    """Log-probs of a row's own tokens, aligned with them.
+    """Return log-probs of a row's own tokens, aligned with them.
 
     Args:
-        of_targets: the log-probs [S, B, ...] of targets int64 [S, B]; position t predicts token t + 1.
+        of_targets: computes log-probs [S, B, ...] of targets int64 [S, B]; position t predicts token t + 1.
         tokens: int64 [B, S].
 
     Returns:

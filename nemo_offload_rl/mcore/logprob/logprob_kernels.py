@@ -1,6 +1,6 @@
-"""Triton kernels that read a chunk's logits once, or read them once and write their gradient over them.
+"""Defines Triton kernels that read a chunk's logits once, for statistics or to overwrite them with their gradient.
 
-In torch's own operations each of them is five or more passes over memory, and a copy of the logits in float32.
+With torch's own operations each takes five or more passes over memory, and a copy of the logits in float32.
 """
 
 import torch
@@ -12,7 +12,7 @@ _STATISTICS_BLOCK, _GRADIENT_BLOCK = 4096, 2048
 _LOWEST: tl.constexpr = tl.constexpr(torch.finfo(torch.float32).min)
 
 
-# Annotations are part of a kernel: only names of triton's own can stand there.
+# Triton compiles a kernel's annotations, too: they can only name Triton's own types.
 @triton.jit
 def _statistics_kernel(
     logits: tl.tensor,
@@ -27,7 +27,7 @@ def _statistics_kernel(
 ) -> None:
     row = tl.program_id(0).to(tl.int64)
     start = logits + row * num_columns
-    # Each lane has a maximum and a sum of its own, put together once at the end.
+    # Each lane has a maximum and a sum of its own; they are combined once at the end.
     highest = tl.full([block], _LOWEST, tl.float32)
     sums = tl.zeros([block], tl.float32)
     for first in range(0, limit, block):
@@ -66,7 +66,7 @@ def _gradient_kernel(
 def row_statistics(
     logits: Tensor, local: Tensor, limit: int, temperature: float, *, maximum: Tensor, total: Tensor, chosen: Tensor
 ) -> None:
-    """Find each row's maximum, sum of exponentials less the maximum, and target's logit, after the temperature.
+    """Compute each row's maximum, sum of exp(logit - maximum) and target's logit, after the temperature.
 
     Args:
         logits: [rows, columns], contiguous.
@@ -87,7 +87,7 @@ def row_statistics(
 def turn_into_gradient(
     logits: Tensor, own: Tensor, log_total: Tensor, factor: Tensor, limit: int, temperature: float
 ) -> None:
-    """Write (onehot - softmax) * factor over logits.
+    """Overwrite logits with (onehot - softmax) * factor.
 
     Args:
         logits: [rows, columns], contiguous; overwritten, in their own dtype.

@@ -1,4 +1,4 @@
-"""The distribution that a sampler with top-k and top-p draws from, on logits that are split over the vocabulary."""
+"""Finds the tokens that a sampler with top-k and top-p keeps, from logits that are split over the vocabulary."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ class SamplingFilter:
     """Says which tokens a sampler keeps; log-probs are then those of the distribution over them.
 
     Attributes:
-        top_k: Most tokens to keep; None keeps all. Tokens as likely as the last one of them are kept, too.
+        top_k: Number of tokens to keep; None keeps all. Tokens as likely as the last one of them are kept, too.
         top_p: Keeps the fewest most probable tokens, after top_k, that sum to at least this probability; 1 keeps all.
     """
 
@@ -25,7 +25,7 @@ class SamplingFilter:
         return self.top_k is None and self.top_p == 1
 
     def thresholds(self, scaled: Tensor, group: ProcessGroup | None) -> Tensor:
-        """Returns the smallest logit that is kept, of each row.
+        """Returns the smallest logit that is kept in each row.
 
         Args:
             scaled: float32 [rows, V_local] logits after the temperature, -inf at the vocabulary's padding: this rank's

@@ -1,1 +1,1 @@
-"""Makes Megatron's configs and layer specs of a recipe's policy section."""
+"""Makes Megatron's configs and layer specs from a recipe's policy section."""

@@ -18,10 +18,10 @@ def have_transformer_engine() -> bool:
 
 @functools.cache
 def auto_bridge() -> Any:
-    """Megatron-Bridge's `AutoBridge` class, which knows the corrected bridges of `architectures`."""
+    """Returns Megatron-Bridge's `AutoBridge` class, with the corrected bridges of `architectures` registered."""
     with placeholder_where_absent(), log_filters.while_importing():
         from megatron.bridge import AutoBridge
-    from nemo_offload_rl.mcore.architectures import bridges  # imports what must be imported after the above
+    from nemo_offload_rl.mcore.architectures import bridges  # its imports must come after the one above
 
     bridges.register()
     return AutoBridge

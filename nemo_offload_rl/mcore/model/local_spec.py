@@ -1,4 +1,4 @@
-"""The layer spec without Transformer Engine: megatron-core's local modules, torch's attention, our RMSNorm."""
+"""Makes the layer spec without Transformer Engine: megatron-core's local modules, torch's attention, our RMSNorm."""
 
 import math
 from collections.abc import Sequence
@@ -52,7 +52,7 @@ class SdpaCoreAttention(MegatronModule):
         packed_seq_params: Any = None,
         **_: Any,
     ) -> Tensor:
-        """Attend causally; in a layer with a sliding window to the token itself and the `window` before it.
+        """Attend causally; in a layer with a sliding window to the token itself and the `window` tokens before it.
 
         Args:
             query: [S, B, heads, D].
@@ -101,7 +101,7 @@ class RMSNorm(torch.nn.RMSNorm):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalize over the last dimension; a zero-centered weight (Gemma's) is kept less 1."""
+        """Normalize over the last dimension; a zero-centered weight (Gemma's) is stored minus 1."""
         if not self.zero_centered:
             return super().forward(x)
         return F.rms_norm(x, self.normalized_shape, self.weight + 1, self.eps)
@@ -122,7 +122,7 @@ def local_block_spec(config: Any, vp_stage: int | None = None) -> TransformerBlo
 
 
 def _layers_of_stage(config: Any, vp_stage: int | None) -> Sequence[int]:
-    """Indices in the model of this stage's layers, as `get_gpt_decoder_block_spec` has them."""
+    """Returns the indices in the model of this stage's layers, as `get_gpt_decoder_block_spec` computes them."""
     if config.pipeline_model_parallel_layout is not None:
         layout = config.pipeline_model_parallel_layout
         return list(layout.get_layer_id_list(layer_type=LayerType.decoder, vp_stage=vp_stage))

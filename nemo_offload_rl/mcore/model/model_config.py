@@ -1,4 +1,4 @@
-"""Makes Megatron's own configs of a recipe's policy section; pure apart from reading the Hugging Face config."""
+"""Makes Megatron's own configs from a recipe's policy section; pure apart from reading the Hugging Face config."""
 
 import dataclasses
 import functools
@@ -21,7 +21,7 @@ from nemo_offload_rl.mcore.distributed.parallel import ParallelSizes
 from nemo_offload_rl.mcore.model.bridge_import import auto_bridge, have_transformer_engine
 from nemo_offload_rl.mcore.weights.export import hf_config_of
 
-# What megatron-core's local layers can do.
+# Settings that megatron-core's local layers support.
 _WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "transformer_impl": "local",
     "gradient_accumulation_fusion": False,
@@ -32,8 +32,8 @@ _WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "moe_router_fusion": False,
     "moe_grouped_gemm": False,
 }
-# Features of Transformer Engine's layers on a GPU, and the value that leaves each off. They are switched off in recipes
-# on a CPU, where tests have them without Transformer Engine.
+# Features of Transformer Engine's layers on a GPU, and the value that turns each off. On a CPU recipes have them off;
+# tests there use them without Transformer Engine.
 _OFF_WITHOUT_TRANSFORMER_ENGINE: Mapping[str, Any] = {
     "fine_grained_activation_offloading": False,
     "cuda_graph_impl": "none",
@@ -80,7 +80,7 @@ def has_pretrained_weights(policy: Mapping[str, Any]) -> bool:
 
 
 def make_bridge(policy: Mapping[str, Any], config: Any) -> Any:
-    """Returns an `AutoBridge` for the policy's model, with its weights where it starts from some.
+    """Returns an `AutoBridge` for the policy's model, with its weights if it starts from pretrained ones.
 
     Args:
         policy: the recipe's policy section.
@@ -97,7 +97,10 @@ def bridge_of_config(config: Any) -> Any:
 
 
 def _gradient_accumulation_fusion(cfg: Mapping[str, Any]) -> bool:
-    """Absent means on where the kernel is; Megatron-Bridge turns it on with Transformer Engine, which lacks it."""
+    """Returns whether to fuse gradient accumulation; without the key, if the kernel is installed.
+
+    Megatron-Bridge would turn it on with Transformer Engine, which lacks the kernel.
+    """
     installed = importlib.util.find_spec("fused_weight_gradient_mlp_cuda") is not None
     wanted = cfg.get("gradient_accumulation_fusion")
     if wanted and not installed:
@@ -136,7 +139,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
 
     Args:
         policy: the policy section.
-        provider: the provider made for the model (its fields tell which keys of `megatron_cfg` are the model's).
+        provider: the provider made for the model; its fields tell which keys of `megatron_cfg` belong to the model.
 
     Returns:
         Field name to value; a null in the recipe leaves the provider's own value.
@@ -162,14 +165,14 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
         "variable_seq_lengths": packs(policy) and cfg["pipeline_model_parallel_size"] > 1,
     }
     if derived["variable_seq_lengths"] and not provider.num_moe_experts:
-        # The default is allgather, which megatron-core refuses beside lengths that vary, in models without experts too.
+        # The default is allgather, which megatron-core refuses with variable lengths, also in models without experts.
         derived["moe_token_dispatcher_type"] = "alltoall"
     if provider.vocab_size % cfg["tensor_model_parallel_size"]:
         derived |= {"should_pad_vocab": True, "make_vocab_size_divisible_by": 1}
     needed: dict[str, Any] = {}
     if cfg.get("virtual_pipeline_model_parallel_size") is not None:
         # Between two stages the batched form matches sends and receives of one pair in the wrong order, and trains on
-        # swapped activations and gradients (seen: gradient norm 1196 for 2.79). megatron's own trainer refuses it.
+        # swapped activations and gradients (seen: gradient norm 1196, not 2.79). megatron's own trainer refuses it.
         needed |= _agreed(cfg, {"overlap_p2p_comm": True, "batch_p2p_comm": False}, "virtual pipeline stages need")
     if not have_transformer_engine():
         from nemo_offload_rl.mcore.model.local_spec import local_block_spec
@@ -191,7 +194,7 @@ def model_overrides(policy: Mapping[str, Any], provider: Any) -> dict[str, Any]:
 
 
 def _check_local_layers(provider: Any) -> None:
-    """Refuse a model whose bridge brings layers of its own, which the local ones would silently take the place of."""
+    """Refuse a model whose bridge has layers of its own, which the local layers would silently replace."""
     from megatron.bridge.models.ernie.ernie_45_bridge import _ernie45_decoder_block_spec
     from megatron.bridge.models.gpt_provider import default_layer_spec
     from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec
@@ -211,7 +214,7 @@ def _check_local_layers(provider: Any) -> None:
 
 
 def _agreed(cfg: Mapping[str, Any], needed: Mapping[str, Any], why: str) -> Mapping[str, Any]:
-    """`needed`, once the recipe is known not to contradict it.
+    """Returns `needed`, after checking that the recipe does not contradict it.
 
     Raises:
         ValueError: it does.
@@ -233,8 +236,8 @@ def _check_features_without_transformer_engine(cfg: Mapping[str, Any]) -> None:
             )
 
 
-def _check_layers_have_what_is_named(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
-    """Checks that the named layers exist, which for a model of a hub are known only here."""
+def _check_named_modules_exist(cfg: Mapping[str, Any], provider: Any, overrides: Mapping[str, Any]) -> None:
+    """Checks that the model has the modules to be offloaded or captured, which for a hub model is known only here."""
     freq = overrides["moe_layer_freq"] if "moe_layer_freq" in overrides else provider.moe_layer_freq
     is_moe = provider.num_moe_experts is not None and provider.num_moe_experts > 1 and has_expert_layers(freq)
     if cfg.get("fine_grained_activation_offloading"):
@@ -249,14 +252,14 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
     """Returns a finalized model provider for the policy.
 
     Raises:
-        ValueError: a module is to be offloaded or captured that no layer of the model has, a feature needs Transformer
+        ValueError: the recipe offloads or captures a module that no layer of the model has, a feature needs Transformer
             Engine, or megatron-core's own checks refuse the combination.
     """
     config = hf_config_of(bridge)
     check_model(config.to_dict(), policy)
     provider = bridge.to_megatron_provider(load_weights=has_pretrained_weights(policy))
     overrides = model_overrides(policy, provider)
-    _check_layers_have_what_is_named(policy["megatron_cfg"], provider, overrides)
+    _check_named_modules_exist(policy["megatron_cfg"], provider, overrides)
     corrected = bridges.is_corrected(config)
     if corrected:
         dense_layers.check_layers(policy["megatron_cfg"], provider)
@@ -267,7 +270,7 @@ def make_provider(policy: Mapping[str, Any], bridge: Any) -> Any:
 
 
 def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
-    """megatron-core's OptimizerConfig of the recipe.
+    """Returns megatron-core's OptimizerConfig for the recipe.
 
     Raises:
         ValueError: if `optimizer.bf16` or `.fp16` contradicts `policy.precision`.
@@ -284,20 +287,20 @@ def make_optimizer_config(policy: Mapping[str, Any]) -> OptimizerConfig:
 
 
 def make_ddp_config(policy: Mapping[str, Any]) -> DistributedDataParallelConfig:
-    """megatron-core's DistributedDataParallelConfig of the recipe."""
+    """Returns megatron-core's DistributedDataParallelConfig for the recipe."""
     section = policy["megatron_cfg"]["distributed_data_parallel_config"]
     distributed = policy["megatron_cfg"]["optimizer"]["use_distributed_optimizer"]
     return DistributedDataParallelConfig(**(dict(section) | {"use_distributed_optimizer": distributed}))
 
 
 def build_configs(policy: Mapping[str, Any]) -> list[str]:
-    """Build every Megatron config of a recipe, whose own checks then speak (`validate --deep`).
+    """Build every Megatron config of a recipe, to run Megatron's own checks of them (`validate --deep`).
 
     Returns:
-        Lines about what this machine cannot check.
+        One line for each thing that this machine cannot check.
 
     Raises:
-        ValueError: what any of the configs refuses.
+        ValueError: one of the configs refuses the recipe.
     """
     from nemo_offload_rl.mcore.patches import cpu_device
 

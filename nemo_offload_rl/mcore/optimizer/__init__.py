@@ -1,1 +1,1 @@
-"""Optimizer state on the GPU and the CPU, and the check that steps change parameters."""
+"""Makes optimizer state on the GPU and the CPU, and checks that steps change parameters."""

@@ -1,7 +1,7 @@
-"""Steps a share of the parameters on the CPU, whose optimizer state is in host memory and never moves.
+"""Steps a share of the parameters on the CPU, with their optimizer state in host memory, where it stays.
 
-It takes the place of megatron-core's `HybridDeviceOptimizer` (mcore/patches/cpu_optimizer.py) and keeps its interface.
-docs/optimizer-offload.md says what it does differently, and why.
+`CpuOptimizer` replaces megatron-core's `HybridDeviceOptimizer` (mcore/patches/cpu_optimizer.py) and keeps its
+interface. docs/optimizer-offload.md says what it does differently, and why.
 """
 
 import contextlib
@@ -29,23 +29,23 @@ from nemo_offload_rl.memory.units import GIB, MIB, round_up
 
 _ALIGNMENT = 64  # bytes
 _PART = 16 * MIB
-"""Elements that are copied and stepped together where copies overlap, at least."""
+"""Least number of elements that are copied and stepped together if copies overlap with steps."""
 
 
 class CpuOptimizer(HybridDeviceOptimizer):
-    """Steps the largest parameters that make up a fraction with torch's CPU kernels, and the others on the GPU.
+    """Steps the largest parameters, up to a fraction of all, with torch's CPU kernels, and the others on the GPU.
 
-    It is built in three steps, so that the host memory is known before it is taken: the constructor takes none,
-    `split` makes the GPU's share, and `take_host_memory` the CPU's.
+    It is built in three steps, so that the host memory is known before it is allocated: the constructor allocates
+    none, `split` makes the state of the GPU's share, and `take_host_memory` that of the CPU's share.
 
     Args:
         params: groups of float32 or bfloat16 [n] tensors on one device.
-        offload_fraction: share of the elements that is stepped on the CPU, at most.
-        cpu_optimizer_cls: AdamW or SGD of torch.
-        gpu_optimizer_cls: the GPU's.
-        overlap_cpu_optimizer_d2h_h2d: copy and step in parts, one beside the other.
+        offload_fraction: largest share of the elements that is stepped on the CPU.
+        cpu_optimizer_cls: torch's AdamW or SGD.
+        gpu_optimizer_cls: class of the optimizer of the GPU's share.
+        overlap_cpu_optimizer_d2h_h2d: copy and step in parts, so that copies overlap with steps.
         fused: whether the CPU's kernel is torch's fused one.
-        param_update_in_fp32, pin_cpu_grads, pin_cpu_params: what megatron-core gives; always on.
+        param_update_in_fp32, pin_cpu_grads, pin_cpu_params: accepted from megatron-core; always on.
         hyperparameters: such as lr and betas, for groups that do not have them.
     """
 
@@ -71,8 +71,8 @@ class CpuOptimizer(HybridDeviceOptimizer):
             "overlap_cpu_optimizer_d2h_h2d": overlap_cpu_optimizer_d2h_h2d,
             "fused": fused,
         }
-        # Not HybridDeviceOptimizer's, which copies everything at once: megatron-core builds one for the whole model,
-        # and then another one for the shard of this rank, with the `defaults` of the first.
+        # Not HybridDeviceOptimizer's __init__, which copies everything at once: megatron-core builds one for the whole
+        # model, and then another one for the shard of this rank, with the `defaults` of the first.
         torch.optim.Optimizer.__init__(self, params, options | hyperparameters)
         self.cpu_optimizers: list[torch.optim.Optimizer] = []
         self.gpu_optimizer: torch.optim.Optimizer | None = None
@@ -89,19 +89,19 @@ class CpuOptimizer(HybridDeviceOptimizer):
             param_group.setdefault(name, value)
         self.param_groups.append(param_group)
 
-    # ---- what is where
+    # ---- placement
 
     def split(self, *, masters_in_state: bool) -> None:
-        """Choose what is stepped on the CPU, and make masters of the rest, on the GPU.
+        """Choose the parameters to step on the CPU, and make masters of the others on the GPU.
 
         Args:
             masters_in_state: whether megatron-core expects float32 masters in the state, as it does with its
-                precision-aware optimizer; without, the parameters are masters themselves.
+                precision-aware optimizer; otherwise the parameters are masters themselves.
         """
         self._masters_in_state = masters_in_state
         numbered = [(index, param) for index, group in enumerate(self.param_groups) for param in group["params"]]
         device = numbered[0][1].device if numbered else torch.device("cpu")
-        self._out, self._back = CopyStream(device), CopyStream(device)
+        self._d2h, self._h2d = CopyStream(device), CopyStream(device)
         chosen = largest_within([param.numel() for _, param in numbered], self.defaults["offload_fraction"])
         groups: dict[int, list[Tensor]] = {}
         for number, (index, param) in enumerate(numbered):
@@ -114,10 +114,10 @@ class CpuOptimizer(HybridDeviceOptimizer):
             self.gpu_optimizer = self._inner(self.defaults["gpu_optimizer_cls"], groups)
 
     def take_host_memory(self, segment: HostSegment | None) -> None:
-        """Make the CPU's share: masters of the parameters as they are now, and moments of 0.
+        """Make the state of the CPU's share in host memory: masters of the current parameters, and moments of 0.
 
         Args:
-            segment: zeroed, of `host_bytes`; page-locked, for copies at the speed of the link. None where that is 0.
+            segment: zeroed memory of `host_bytes`, page-locked for copies at the speed of the link; None for 0 bytes.
         """
         offset, on_cpu = 0, []
         for index, param in self._on_cpu:
@@ -139,7 +139,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         self.update_fp32_param_by_new_param()
 
     def give_host_memory_back(self) -> None:
-        """Drop every tensor that views the segment; the optimizer is of no use afterwards."""
+        """Drop every tensor that views the segment; the optimizer cannot be used afterwards."""
         for optimizer in self.cpu_optimizers:
             optimizer.state.clear()
             optimizer.param_groups.clear()
@@ -152,7 +152,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         return sum(param.numel() for _, param in self._on_cpu)
 
     def describe(self) -> str:
-        """Returns what it steps where, in words for the log."""
+        """Returns a log message that says how much is stepped on the CPU, and with how much host memory."""
         total = self.num_on_cpu + sum(param.numel() for param, _ in self._on_gpu)
         return (
             f"the CPU optimizer steps {self.num_on_cpu:,} of this rank's {total:,} parameters, with "
@@ -161,7 +161,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
 
     @property
     def host_bytes(self) -> int:
-        """Returns the host memory that it needs: gradients, masters and moments, all in float32."""
+        """Returns the bytes of host memory that it needs: gradients, masters and moments, all in float32."""
         num_vectors = 2 + len(self._moments)
         return sum(num_vectors * round_up(param.numel() * FLOAT, _ALIGNMENT) for _, param in self._on_cpu)
 
@@ -172,7 +172,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         return ("momentum_buffer",) if self._hyperparameters["momentum"] else ()
 
     def _cut(self, on_cpu: Sequence[tuple[int, OnCpu]]) -> Iterator[Sequence[tuple[int, OnCpu]]]:
-        """Yields what is copied and stepped together: all of it, or parts of some MiB where copies overlap."""
+        """Yields the parameters to copy and step together: all, or parts of some MiB if copies overlap with steps."""
         least = _PART if self.defaults["overlap_cpu_optimizer_d2h_h2d"] else self.num_on_cpu
         held: list[tuple[int, OnCpu]] = []
         for entry in on_cpu:
@@ -206,7 +206,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
         return {name: self.param_groups[index][name] for name in self._hyperparameters}
 
     def _expose(self, param: Tensor, master: Tensor, state: Mapping[str, Any]) -> None:
-        """Show megatron-core the state of a parameter, under the parameter that it knows."""
+        """Put the state of a parameter into `self.state`, where megatron-core looks it up by its own parameter."""
         shown = {name: value for name, value in state.items() if isinstance(value, Tensor) and name != "step"}
         self.state[param] = State(shown | ({"master_param": master} if self._masters_in_state else {}))
 
@@ -214,23 +214,23 @@ class CpuOptimizer(HybridDeviceOptimizer):
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
-        """Step the GPU's share and, beside it, the CPU's; when it returns, no copy is under way.
+        """Step the GPU's share and, concurrently, the CPU's; when this returns, no copy is under way.
 
         Raises:
             ValueError: a group has no learning rate.
         """
         start = time.perf_counter()
         self._pass_hyperparameters_on()
-        self._out.follow_current_stream()
-        self._back.follow_current_stream()
+        self._d2h.follow_current_stream()
+        self._h2d.follow_current_stream()
         arriving = []
         for part in self._parts:
             for entry in part.params:
                 gradient = gradient_of(entry.param)
                 entry.master.tensor.grad = None if gradient is None else entry.grad.tensor
                 if gradient is not None:
-                    self._out.copy_all(entry.grad.pieces(gradient))
-            arriving.append(self._out.mark())
+                    self._d2h.copy_all(entry.grad.pieces(gradient))
+            arriving.append(self._d2h.mark())
         self._step_gpu()
         self.last_wait_s = 0.0
         for part, arrival in zip(self._parts, arriving, strict=True):
@@ -239,9 +239,9 @@ class CpuOptimizer(HybridDeviceOptimizer):
             self.last_wait_s += time.perf_counter() - before
             part.optimizer.step()
             for entry in part.params:
-                self._back.copy_all((gpu, host) for host, gpu in entry.master.pieces(entry.param.detach()))
+                self._h2d.copy_all((gpu, host) for host, gpu in entry.master.pieces(entry.param.detach()))
         before = time.perf_counter()
-        self._back.mark().wait()
+        self._h2d.mark().wait()
         self.last_wait_s += time.perf_counter() - before
         self.num_steps += 1
         self.last_step_s = time.perf_counter() - start
@@ -261,7 +261,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
             master.grad = None
 
     def _pass_hyperparameters_on(self) -> None:
-        """Give every inner optimizer the learning rate, weight decay and the like of now."""
+        """Copy the current learning rate, weight decay and the like to every inner optimizer."""
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
                 group.update(self._values(group["group"]))
@@ -273,12 +273,12 @@ class CpuOptimizer(HybridDeviceOptimizer):
 
     @torch.no_grad()
     def update_fp32_param_by_new_param(self) -> None:
-        """Make all masters equal to the parameters, which have changed apart from a step."""
-        self._out.follow_current_stream()
+        """Copy the parameters, which have changed outside of a step, into all masters."""
+        self._d2h.follow_current_stream()
         for part in self._parts:
             for entry in part.params:
-                self._out.copy_all(entry.master.pieces(entry.param.detach()))
-        self._out.mark().wait()
+                self._d2h.copy_all(entry.master.pieces(entry.param.detach()))
+        self._d2h.mark().wait()
         for param, master in self._on_gpu:
             if param.dtype != master.dtype:
                 master.copy_(param)
@@ -286,7 +286,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
     # ---- checkpoints
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state by number of the parameter, and the groups, with what any other optimizer can read too."""
+        """Return the state by index of the parameter, and the groups, in a form that any other optimizer can load."""
         params = [param for group in self.param_groups for param in group["params"]]
         number_of = {id(param): number for number, param in enumerate(params)}
         step = torch.tensor(float(self.num_steps))
@@ -300,7 +300,7 @@ class CpuOptimizer(HybridDeviceOptimizer):
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take over values; the tensors stay the same."""
+        """Copy loaded values into the existing tensors."""
         params = [param for group in self.param_groups for param in group["params"]]
         for number, state in state_dict["state"].items():
             for name, value in state.items():
@@ -315,42 +315,42 @@ class CpuOptimizer(HybridDeviceOptimizer):
         for optimizer in self.sub_optimizers:
             for group in optimizer.param_groups:
                 if not isinstance(optimizer, torch.optim.AdamW):
-                    group["step"] = num_steps  # where Transformer Engine's FusedAdam has it
+                    group["step"] = num_steps  # Transformer Engine's FusedAdam has it in the group
                     continue
                 for param in group["params"]:
                     optimizer.state[param]["step"].fill_(float(num_steps))
 
     def finish_load(self) -> None:
-        """Take over the masters that megatron-core has loaded into its own, where the state has none."""
+        """Update the masters from the parameters, into which megatron-core loads masters that are not in the state."""
         if not self._masters_in_state:
             self.update_fp32_param_by_new_param()
 
     def dummy_step(self) -> None:
-        """Do nothing: megatron-core would step with random gradients where there is no state yet."""
+        """Do nothing: megatron-core's own steps with random gradients to make state, which is there already."""
 
     def _sync_hdo_state_to_sub_optimizers(self) -> None:
-        """Do nothing: what megatron-core has assigned is in place."""
+        """Do nothing: values that megatron-core has assigned are in place already."""
 
 
 def cpu_optimizers(optimizer: Any) -> Iterator[CpuOptimizer]:
-    """Yields those inside of megatron-core's optimizer."""
+    """Yields the CPU optimizers inside of megatron-core's optimizer."""
     for part in getattr(optimizer, "chained_optimizers", ()):
         if isinstance(part.optimizer, CpuOptimizer):
             yield part.optimizer
 
 
 def take_host_memory(optimizer: Any, arena: PinnedArena) -> Callable[[], None]:
-    """Give the CPU optimizers inside of megatron-core's optimizer their memory, and the parameters of now to master.
+    """Allocate the CPU optimizers' host memory, and make their masters of the current parameters.
 
     Args:
-        optimizer: megatron-core's, or None; with or without a CPU optimizer.
-        arena: page-locked memory near the GPU.
+        optimizer: megatron-core's optimizer, with or without CPU optimizers inside, or None.
+        arena: allocates page-locked memory near the GPU.
 
     Returns:
-        What gives it back.
+        A function that releases the memory.
 
     Raises:
-        MemoryError: the host has not that much.
+        MemoryError: the host has too little memory.
     """
     with contextlib.ExitStack() as undo:
         for one in cpu_optimizers(optimizer):
@@ -364,7 +364,7 @@ def take_host_memory(optimizer: Any, arena: PinnedArena) -> Callable[[], None]:
 
 
 def metrics(optimizer: Any) -> dict[str, float]:
-    """Returns the measurements of the last step of the CPU optimizers inside of megatron-core's optimizer, if any."""
+    """Returns metrics of the last step of the CPU optimizers inside of megatron-core's optimizer, if any."""
     found = list(cpu_optimizers(optimizer))
     if not found:
         return {}

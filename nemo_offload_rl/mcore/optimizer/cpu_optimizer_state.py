@@ -1,4 +1,4 @@
-"""Describes what of the CPU optimizer is where: float32 vectors in host memory, and masters on the GPU."""
+"""Describes the CPU optimizer's state: float32 vectors in host memory, and masters on the GPU."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from nemo_offload_rl.memory.units import MIB
 
 FLOAT = 4
 PIECE = 16 * MIB
-"""Elements of one copy: float32 of 64 MiB, which converting them from or to bf16 takes of the GPU meanwhile."""
+"""Elements of one copy: 64 MiB in float32, the GPU memory that converting them from or to bf16 takes meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class HostVector:
     offset: int
 
     def pieces(self, other: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields parts of it, each with the same part of another [n] tensor, as they can be copied."""
+        """Yields parts of this vector, each with the same part of another [n] tensor, that one copy can handle."""
         for begin, end in cut_at_locks(self.offset, self.tensor.nbytes):
             first, last = (begin - self.offset) // FLOAT, (end - self.offset) // FLOAT
             for start in range(first, last, PIECE):
@@ -52,15 +52,15 @@ class State(dict[str, Tensor]):
     """Maps names to a parameter's state; an assignment copies into the tensor that the optimizers work on."""
 
     def __setitem__(self, key: str, value: Tensor) -> None:
-        if key != "step":  # megatron-core assigns it too, but gives it in the groups as well
+        if key != "step":  # megatron-core assigns it, too, but also passes it in the groups
             self[key].copy_(value)
 
 
 def largest_within(sizes: Sequence[int], fraction: float) -> set[int]:
-    """Choose the largest of some sizes that fit into a fraction of their sum together, taking each that still does.
+    """Choose sizes that together fit into a fraction of the sum of all: from the largest on, each that still fits.
 
     Returns:
-        Their indices.
+        The indices of the chosen sizes.
     """
     room = fraction * sum(sizes)
     chosen = set()
@@ -78,7 +78,7 @@ def gradient_of(param: Tensor) -> Tensor | None:
 
 
 def gpu_master(param: Tensor) -> Tensor:
-    """Returns a float32 copy of a parameter; of a float32 one the parameter itself, or a view that torch steps."""
+    """Returns a parameter's float32 master: a copy, or for a float32 parameter itself or a view that torch can step."""
     if param.dtype is not torch.float32:
         return param.detach().float()
     return param if param.is_leaf else param.detach()

@@ -1,6 +1,6 @@
-"""Makes the optimizer's state before its first step, so that its size is a fact when memory is planned and pinned.
+"""Makes the optimizer's state before its first step, so that its size is known when memory is planned and pinned.
 
-Adam's state is otherwise made inside the first step: the memory that a run needs shows at its second step, too late.
+Adam otherwise makes it inside the first step, and the memory that a run needs shows at its second step, too late.
 """
 
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ from nemo_offload_rl.residency.optimizer_state import torch_optimizers
 
 
 def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]:
-    """Yield the plain torch optimizers inside: megatron-core's choice without Transformer Engine and Apex."""
+    """Yield torch's Adam optimizers inside, which megatron-core uses without Transformer Engine and Apex."""
     return (inner for inner in torch_optimizers(optimizer) if isinstance(inner, (torch.optim.Adam, torch.optim.AdamW)))
 
 
@@ -21,9 +21,9 @@ def torch_adams(optimizer: MegatronOptimizer) -> Iterator[torch.optim.Optimizer]
 def init_optimizer_state(optimizer: MegatronOptimizer) -> None:
     """Make the state that Adam would make in its first step, for every parameter that has none.
 
-    Of torch's Adam and of Transformer Engine's FusedAdam; other optimizers go on making theirs when they step.
-    megatron-core's own `init_state_fn` makes one without `step`, with which torch's Adam fails, and calls FusedAdam in
-    a way that Transformer Engine 2.20 does not know.
+    This covers torch's Adam and Transformer Engine's FusedAdam; other optimizers still make their state when they step.
+    megatron-core's own `init_state_fn` makes state without `step`, with which torch's Adam fails, and calls FusedAdam
+    in a way that Transformer Engine 2.20 does not support.
     """
     for inner in torch_optimizers(optimizer):
         for group in inner.param_groups:

@@ -1,16 +1,16 @@
-"""Notices steps that change no parameter: an optimizer without a learning rate, or one that steps copies."""
+"""Detects steps that change no parameter: of an optimizer that gets no learning rate, or that steps copies."""
 
 from collections.abc import Iterable, Sequence
 
 import torch
 
 _NUM_STEPS = 10
-"""Of a worker's life that are looked at: phases and a resumed checkpoint lie before the first or between them."""
+"""First steps of a worker that are checked: phases and a resumed checkpoint come before the first or between them."""
 _PATIENCE = 3
-"""In bf16 a step of a small learning rate may change few parameters, and by chance none of those looked at."""
+"""Unchanged steps in a row that raise: a small learning rate may by chance change no sampled bf16 value in one step."""
 _MOST_PARAMETERS, _MOST_ELEMENTS = 16, 65_536
 _LEAST_NORM = 1e-6
-"""With a smaller gradient Adam's epsilon may leave bf16 parameters as they are, as where all advantages are alike."""
+"""A smaller gradient is not checked: Adam's epsilon may leave bf16 parameters unchanged, as with equal advantages."""
 
 
 class UnchangedParametersError(RuntimeError):
@@ -20,11 +20,11 @@ class UnchangedParametersError(RuntimeError):
 class ParameterWatch:
     """Compares a sample of the parameters before and after each of the first steps.
 
-    Up to 16 matrices of all sizes, with 65,536 elements each, are copied and compared on their device. Not norms: a
-    small learning rate does not change a bf16 number near 1.
+    Up to 16 matrices of all sizes, with up to 65,536 elements each, are copied and compared on their device. Norms'
+    weights are left out: a small learning rate does not change a bf16 number near 1.
 
     Args:
-        parameters: of this rank; those that are not trained are left out.
+        parameters: this rank's parameters; those that are not trained are left out.
     """
 
     def __init__(self, parameters: Iterable[torch.nn.Parameter]) -> None:
@@ -36,20 +36,20 @@ class ParameterWatch:
         self._before: list[torch.Tensor] = []
 
     def before_step(self) -> None:
-        """Remember the sample."""
+        """Copy the sample."""
         self._before = [sample.clone() for sample in self._samples()] if self._num_left else []
 
     def after_step(self, grad_norm: float, learning_rates: Sequence[float], device: torch.device) -> None:
-        """Compare the sample, together with all ranks; collective.
+        """Compare the sample with its copy, on all ranks together; collective.
 
         Args:
-            grad_norm: of the whole gradient, the same on every rank.
-            learning_rates: of the optimizer's groups on this rank.
+            grad_norm: norm of the whole gradient, the same on every rank.
+            learning_rates: learning rates of the optimizer's groups on this rank.
             device: where the model computes.
 
         Raises:
-            UnchangedParametersError: on every rank, where the last three steps with gradients and a learning rate have
-                changed nothing on any.
+            UnchangedParametersError: on every rank, if the last three steps with gradients and a learning rate have
+                changed nothing on any rank.
         """
         if not self._num_left or grad_norm < _LEAST_NORM:
             return

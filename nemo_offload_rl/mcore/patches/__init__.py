@@ -1,7 +1,7 @@
 """Replaces or clears parts of other packages' code: functions, class attributes, globals, autograd nodes.
 
-A module for each thing that is changed, and one table of the versions whose source it was written against. None of
-it is a public interface, so tests/unit/mcore/test_patches.py holds every symbol and signature that a patch relies on.
+There is one module for each thing that is changed, and one table of the versions that they were written against. None
+of it is a public interface, so tests/unit/mcore/test_patches.py checks every symbol and signature that a patch uses.
 """
 
 from nemo_offload_rl.config.installed.libraries import TESTED_MEGATRON_CORE
@@ -21,4 +21,4 @@ WRITTEN_FOR = {
     "transformer_engine_placeholder": {"megatron-bridge": ("0.6.2",)},
     "weight_export": {"megatron-bridge": ("0.6.2",)},
 }
-"""Of each module here: the releases of other packages that it was written for, with the tests that hold it."""
+"""For each module here, the releases of other packages that it was written for and is tested with."""

@@ -1,4 +1,4 @@
-"""Puts our activation offloading in the place of megatron-core's."""
+"""Replaces megatron-core's activation offloading by ours."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -22,7 +22,7 @@ from nemo_offload_rl.config.installed.libraries import untested_megatron_core
 
 
 def options_of_rank(options: ActivationOptions, config: Any) -> ActivationOptions:
-    """Complete a recipe's options by what depends on this rank and on the model's TransformerConfig."""
+    """Return a recipe's options, completed with values that depend on this rank and the model's TransformerConfig."""
     rank, stages = mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()
     virtual = mpu.get_virtual_pipeline_model_parallel_world_size() or 1
     return dataclasses.replace(
@@ -34,31 +34,31 @@ def options_of_rank(options: ActivationOptions, config: Any) -> ActivationOption
 
 
 def require_tested_version() -> None:
-    """Refuse a megatron-core whose layers might call something else.
+    """Refuse a version of megatron-core that was not tested, whose layers might call other functions.
 
     Raises:
-        ValueError: it is of a version that this was not tested with.
+        ValueError: the installed version was not tested.
     """
     refusal = untested_megatron_core()
     if refusal is not None:
         raise ValueError(f"policy.megatron_cfg.fine_grained_activation_offloading {refusal}.")
 
 
-_THEIR_GROUP_OFFLOAD = fine_grained_activation_offload.fine_grained_offloading_group_offload
+_ORIGINAL_GROUP_OFFLOAD = fine_grained_activation_offload.fine_grained_offloading_group_offload
 
 
 def _group_offload(
     output: Any, name: str, forced_released_tensors: Sequence[torch.Tensor] | None = None, delay_offload: bool = False
 ) -> Any:
-    """End a group, with the arguments of megatron-core's `fine_grained_offloading_group_offload`.
+    """End a group; takes the arguments of megatron-core's `fine_grained_offloading_group_offload`, which it replaces.
 
-    Theirs puts an identity node behind the output, whose backward pass tells the manager. Ours learns of it when the
-    first of the tensors that the module saved is unpacked: nothing is added to the graph.
+    megatron-core's function adds an identity node behind the output, whose backward pass notifies its manager. Our
+    manager is notified when the first of the tensors that the module saved is unpacked: the graph gets no node.
 
     Args:
-        output: of the module; of several, the first counts.
-        name: the module.
-        forced_released_tensors: left alone; their memory goes with the last reference, and never too early.
+        output: the module's output; of several tensors the first is used.
+        name: name of the module.
+        forced_released_tensors: ignored; their memory is freed with the last reference, and never too early.
         delay_offload: whether a commit within a graph's replay waits for its end.
 
     Returns:
@@ -77,28 +77,28 @@ def _group_offload(
     return output
 
 
-_THEIR_CHECKPOINT = CheckpointWithoutOutput.checkpoint
+_ORIGINAL_CHECKPOINT = CheckpointWithoutOutput.checkpoint
 
 
 def _checkpoint(checkpoint: CheckpointWithoutOutput, run_function: Callable[..., Any], *args: Any) -> Any:
     """Runs selective recomputation, with the arguments of megatron-core's `CheckpointWithoutOutput.checkpoint`.
 
-    It saves the inputs, detached. It empties the outputs' storages once the modules that read them are through, and
-    fills them in the backward pass; where a module of its own computes a layer's first norm, as in multi-latent
-    attention, `qkv_linear` saves what `layernorm` discards so.
+    megatron-core saves the detached inputs. It empties the outputs' storages once the modules that read them have run,
+    and fills them in the backward pass; where a separate module computes a layer's first norm, as in multi-latent
+    attention, `qkv_linear` saves what `layernorm` discards in this way.
     """
     manager = PipelineOffloadManager.OFFLOAD_MGR
-    if not isinstance(manager, ActivationOffloader):  # another manager has taken its place
-        return _THEIR_CHECKPOINT(checkpoint, run_function, *args)
+    if not isinstance(manager, ActivationOffloader):  # another manager has replaced ours
+        return _ORIGINAL_CHECKPOINT(checkpoint, run_function, *args)
     with manager.saving_to_recompute():
-        outputs = _THEIR_CHECKPOINT(checkpoint, run_function, *args)
+        outputs = _ORIGINAL_CHECKPOINT(checkpoint, run_function, *args)
     for output in checkpoint.outputs or ():
         manager.exclude_recomputed(output.untyped_storage())
     return outputs
 
 
 class _EndOfCapturedBackward(torch.autograd.Function):
-    """Does nothing, as the last node of a captured backward pass."""
+    """Ends the capture of a backward pass as its last node; leaves tensor and gradients unchanged."""
 
     @staticmethod
     def forward(ctx: Any, tensor: torch.Tensor) -> torch.Tensor:
@@ -111,9 +111,9 @@ class _EndOfCapturedBackward(torch.autograd.Function):
 
 
 class CapturedLayerInterface(FineGrainedActivationOffloadingInterface):
-    """Answers a layer's calls while its graphs are captured, for our manager.
+    """Passes a layer's calls to our manager while its graphs are captured.
 
-    megatron-core's own joins its manager's copy streams, which is an error in a capture that has copied nothing.
+    megatron-core's own interface joins its manager's copy streams, which fails in a capture that has copied nothing.
     """
 
     @staticmethod
@@ -123,17 +123,17 @@ class CapturedLayerInterface(FineGrainedActivationOffloadingInterface):
 
     @staticmethod
     def backward_record(tensor: torch.Tensor) -> torch.Tensor:
-        """Begin a captured forward pass, where the backward pass will end."""
+        """Mark the start of a captured forward pass, where the backward pass will end."""
         recorded: torch.Tensor = _EndOfCapturedBackward.apply(tensor)
         return recorded
 
 
 def _end_capture(*, forward: bool) -> None:
-    if not torch.cuda.is_current_stream_capturing():  # Transformer Engine warms up before it captures
+    if not torch.cuda.is_current_stream_capturing():  # in Transformer Engine's warm-up before a capture
         return
     manager = PipelineOffloadManager.OFFLOAD_MGR
     assert isinstance(manager, ActivationOffloader)
-    # The main stream goes on from here; the copies that the graph itself still waits for run beside it.
+    # The main stream goes on from here, beside the copies that the graph itself still waits for.
     torch.cuda.current_stream().record_event(manager.cuda_graph_event)
     manager.end_capture(forward=forward)
 
@@ -146,7 +146,7 @@ def install(
     *,
     graphs: bool = False,
 ) -> ActivationOffloader:
-    """Let megatron-core's layers call our manager from now on, one in a process.
+    """Make megatron-core's layers call a manager of ours from now on; a process has one at a time.
 
     Args:
         model: the chunks; their parameters and buffers are never offloaded.
@@ -170,21 +170,21 @@ def install(
 
 
 def take_place(offloader: ActivationOffloader) -> None:
-    """Have megatron-core's functions call this one, until `uninstall`."""
+    """Make megatron-core's functions call this offloader, until `uninstall`."""
     PipelineOffloadManager.OFFLOAD_MGR = offloader
     fine_grained_activation_offload.fine_grained_offloading_group_offload = _group_offload
     CheckpointWithoutOutput.checkpoint = _checkpoint
 
 
 def uninstall(offloader: ActivationOffloader) -> None:
-    """Let megatron-core make a manager of its own if it wants one, or go on with it."""
+    """Restore megatron-core's functions and manager, unless another offloader of ours has been installed since."""
     manager = PipelineOffloadManager.OFFLOAD_MGR
     if manager is offloader:
         PipelineOffloadManager.OFFLOAD_MGR = None
     elif isinstance(manager, ActivationOffloader):
-        return  # another one of ours has taken its place
-    fine_grained_activation_offload.fine_grained_offloading_group_offload = _THEIR_GROUP_OFFLOAD
-    CheckpointWithoutOutput.checkpoint = _THEIR_CHECKPOINT
+        return  # another one of ours has replaced it
+    fine_grained_activation_offload.fine_grained_offloading_group_offload = _ORIGINAL_GROUP_OFFLOAD
+    CheckpointWithoutOutput.checkpoint = _ORIGINAL_CHECKPOINT
 
 
 def _held(model: Sequence[torch.nn.Module]) -> Iterator[torch.Tensor]:

@@ -1,4 +1,4 @@
-"""Changes how megatron-core's checkpoint writer hands over its results, and what it does beside writing."""
+"""Makes megatron-core's checkpoint writer pass results within the process, and leave the garbage collector alone."""
 
 import inspect
 import queue
@@ -10,18 +10,18 @@ from megatron.core.dist_checkpointing.strategies import filesystem_async
 
 
 def pass_results_in_process() -> None:
-    """Give the writer a queue of this process.
+    """Make the writer return its results through a queue within this process.
 
-    megatron-core would start a process (4 s, and one more that may be left behind) to hand results to itself.
+    megatron-core would start a process (4 s, and one more that may be left behind) to pass results to itself.
     """
     filesystem_async._results_queue = queue.Queue()
 
 
 def leave_garbage_collector_alone() -> None:
-    """Have files written without the decorator that turns Python's garbage collector off, and on again at the end.
+    """Write files without the decorator that turns Python's garbage collector off, and on again at the end.
 
-    It does so for the whole process: training would go on without collections while files are written beside it, and
-    the end of the writing would turn them on within a graph capture, which needs them off.
+    The decorator affects the whole process: training would run without collections while files are written, and the
+    end of the writing could turn them on during a graph capture, which needs them off.
     """
     writer = filesystem_async.FileSystemWriterAsync
     for name in ("write_preloaded_data_multithread", "write_preloaded_data"):
@@ -29,10 +29,10 @@ def leave_garbage_collector_alone() -> None:
 
 
 def wrap_finish(writer: Any, run: Callable[[Callable[[], None]], None]) -> None:
-    """Have a writer's `finish` called by `run`.
+    """Make a writer's `finish` run inside `run`.
 
-    The writer is held by a weak reference: one that holds itself keeps the tensors it wrote until the next garbage
-    collection, which may be views of page-locked memory that is given back before.
+    The writer is held by a weak reference: one that references itself keeps the tensors it wrote until the next garbage
+    collection, and they may be views of page-locked memory that is released before.
     """
     write_metadata = weakref.WeakMethod(writer.finish)
     writer.finish = lambda metadata, results: run(lambda: _alive(write_metadata)(metadata, results))

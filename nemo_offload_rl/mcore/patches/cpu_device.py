@@ -1,8 +1,8 @@
-"""Runs megatron-core without CUDA; does nothing where CUDA is there.
+"""Runs megatron-core without CUDA; does nothing if CUDA is available.
 
-megatron-core writes `torch.cuda` and `device="cuda"` in places where nothing about CUDA is needed. This is the one file
-that knows them. `install()` must run before the first import of `megatron`, since some modules bind names of
-`torch.cuda` when they are imported.
+megatron-core uses `torch.cuda` and `device="cuda"` in places that do not need CUDA. Only this file deals with them.
+`install()` must run before the first import of `megatron`, since some modules bind names of `torch.cuda` when they are
+imported.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ _FACTORIES = ("tensor", "zeros", "ones", "empty", "full", "arange", "as_tensor",
 
 
 class _Stream:
-    """Stands for the one 'stream' of a CPU: everything is in order already."""
+    """Replaces `torch.cuda.Stream` on a CPU, where all work runs in order anyway."""
 
     cuda_stream = 0
 
@@ -52,7 +52,7 @@ class _Stream:
 
 
 class _Event(_Stream):
-    """Stands for an event that has always happened."""
+    """Replaces `torch.cuda.Event` on a CPU, where every event has already completed."""
 
     record = wait = _Stream._in_order
 
@@ -61,7 +61,7 @@ class _Event(_Stream):
 
 
 class _CpuTorch(types.ModuleType):
-    """Shows torch with factory functions that read device="cuda" as the CPU."""
+    """Wraps torch with factory functions that treat device="cuda" as the CPU."""
 
     def __getattr__(self, name: str) -> Any:
         value = getattr(torch, name)
@@ -96,9 +96,9 @@ def _manual_seed(seed: int) -> None:
 
 
 def _type(tensor: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-    """Replaces `Tensor.type`, to call a CPU tensor 'torch.cuda.FloatTensor', which megatron-core compares with."""
+    """Replaces `Tensor.type`, to name a CPU tensor 'torch.cuda.FloatTensor', which megatron-core compares with."""
     result = _tensor_type(tensor, *args, **kwargs)
-    if not isinstance(result, str) or result.startswith("torch.cuda."):  # a TorchFunctionMode calls this one inside
+    if not isinstance(result, str) or result.startswith("torch.cuda."):  # a TorchFunctionMode calls this recursively
         return result
     return result.replace("torch.", "torch.cuda.", 1)
 
@@ -107,7 +107,7 @@ _tensor_type = torch.Tensor.type
 
 
 def _as_numpy(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-    """Replaces `maybe_move_tensor_to_cpu`, which makes numpy arrays, as its caller wants, of CUDA tensors only."""
+    """Replaces `maybe_move_tensor_to_cpu`, which makes the numpy arrays that its caller needs of CUDA tensors only."""
     return tensor.numpy() if as_numpy and isinstance(tensor, torch.Tensor) else tensor
 
 

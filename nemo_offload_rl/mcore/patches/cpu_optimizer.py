@@ -1,7 +1,7 @@
-"""Has megatron-core build its optimizer around `CpuOptimizer` instead of its own `HybridDeviceOptimizer`.
+"""Makes megatron-core build its optimizer around `CpuOptimizer` instead of its own `HybridDeviceOptimizer`.
 
-Its own trains from the weights that were there when it was built, loses its masters, its step count and thereby its
-learning rate's meaning in a checkpoint, and reads gradients that are still being written; see
+`HybridDeviceOptimizer` trains from the weights that existed when it was built; loses its masters and its step count in
+a checkpoint, and with the count its learning rate's meaning; and reads gradients that are still being written. See
 docs/optimizer-offload.md.
 """
 
@@ -20,15 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 def build_optimizer(config: OptimizerConfig, model: Sequence[Any]) -> MegatronOptimizer:
-    """Build megatron-core's optimizer; with `optimizer_cpu_offload`, its host memory is still to be taken.
+    """Build megatron-core's optimizer; with `optimizer_cpu_offload`, `take_host_memory` has to follow.
 
     Args:
-        config: of the optimizer.
+        config: the optimizer's config.
         model: the chunks, in DistributedDataParallel.
     """
     if not config.optimizer_cpu_offload:
         return get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
-    with _in_place():
+    with _cpu_optimizer_class_patched():
         optimizer = get_megatron_optimizer(config, list(model), use_gloo_process_groups=False)
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, CpuOptimizer):
@@ -37,9 +37,9 @@ def build_optimizer(config: OptimizerConfig, model: Sequence[Any]) -> MegatronOp
 
 
 def reload_masters(optimizer: MegatronOptimizer) -> None:
-    """Make every float32 copy of parameters equal to the model's, whatever the optimizer.
+    """Copy the model's parameters into all float32 masters, of whichever optimizer.
 
-    megatron-core's own `reload_model_params` leaves its masters on the GPU as they were beside a CPU optimizer.
+    Beside a CPU optimizer, megatron-core's own `reload_model_params` does not update its masters on the GPU.
     """
     for part in optimizer.chained_optimizers:
         if isinstance(part.optimizer, CpuOptimizer):
@@ -57,7 +57,7 @@ def _reload_gpu_masters(part: Any) -> None:
 
 
 @contextlib.contextmanager
-def _in_place() -> Iterator[None]:
+def _cpu_optimizer_class_patched() -> Iterator[None]:
     modules = (core, distrib_optimizer)
     before = [vars(module)["HybridDeviceOptimizer"] for module in modules]
     try:

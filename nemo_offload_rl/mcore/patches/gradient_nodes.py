@@ -6,14 +6,14 @@ from torch.utils.hooks import RemovableHandle
 
 
 def add_gradients_on_this_stream(chunks: list[Any]) -> list[RemovableHandle]:
-    """Make autograd's nodes that add up gradients anew, as DistributedDataParallel has made them.
+    """Recreate autograd's gradient-accumulation nodes of DistributedDataParallel on the current stream.
 
-    A node runs on the stream that it was made on, and megatron-core makes these on one that nothing else uses, so that
-    each gradient takes an event there and one back. In one arrangement of streams the additions that waited there made
-    an H200's copies to the host 8% slower (docs/decisions/activation-manager.md).
+    A node runs on the stream that it was created on, and megatron-core creates these on one that nothing else uses, so
+    that each gradient takes an event there and one back. In one arrangement of streams the additions that waited there
+    made an H200's copies to the host 8% slower (docs/decisions/activation-manager.md).
 
     Args:
-        chunks: of the model, in DistributedDataParallel.
+        chunks: the model's chunks, in DistributedDataParallel.
 
     Returns:
         The new nodes' hooks, which have to live as long as the model.
@@ -22,7 +22,7 @@ def add_gradients_on_this_stream(chunks: list[Any]) -> list[RemovableHandle]:
     for ddp in chunks:
         parameters = [parameter for parameter in ddp.module.parameters() if parameter.requires_grad]
         assert len(ddp.grad_accs) == len(parameters), "every gradient comes by its node"
-        ddp.grad_accs.clear()  # they held the last references
+        ddp.grad_accs.clear()  # drops the last references to the old nodes
         for parameter in parameters:
             node = parameter.expand_as(parameter).grad_fn.next_functions[0][0]
             hooks.append(node.register_hook(ddp._make_backward_post_hook(parameter)))

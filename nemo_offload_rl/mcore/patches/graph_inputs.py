@@ -1,4 +1,4 @@
-"""Replaces the inputs that megatron-core's layers are captured with in CUDA graphs, and those of their replays."""
+"""Takes the attention mask out of the inputs of megatron-core's layers in CUDA graph captures and replays."""
 
 import contextlib
 import functools
@@ -11,10 +11,14 @@ from megatron.core.transformer.module import GraphableMegatronModule
 
 @contextlib.contextmanager
 def without_attention_mask(layers: Sequence[Any], seen: Callable[[torch.UntypedStorage], None]) -> Iterator[None]:
-    """Capture layers with no attention mask, as our forward passes call them; `seen` is told of their inputs.
+    """Capture layers inside without an attention mask, as our forward passes call them.
 
-    A layer's own static inputs have a causal one of [n, 1, S, S] bools, for every layer, which causal kernels do not
-    read: at 16 layers and 32,768 tokens 16 GiB.
+    By default each layer's static inputs have a causal mask of [n, 1, S, S] bools, which causal kernels do not read: at
+    16 layers and 32,768 tokens 16 GiB.
+
+    Args:
+        layers: the layers to capture.
+        seen: called with the storage of each of their static inputs.
     """
     for layer in layers:
         layer.get_layer_static_inputs = functools.partial(_static_inputs, layer, seen)
@@ -33,7 +37,7 @@ def _static_inputs(layer: Any, seen: Callable[[torch.UntypedStorage], None], *ar
 
 
 def replay_without_attention_mask(layers: Sequence[Any]) -> None:
-    """Replay layers as they were captured, until `replay_as_before`."""
+    """Make layers replay without an attention mask, as they were captured, until `replay_as_before`."""
     for layer in layers:
         layer._get_te_cuda_graph_replay_args = functools.partial(_replay_args, layer)
 
@@ -45,8 +49,8 @@ def replay_as_before(layers: Sequence[Any]) -> None:
 
 
 def _replay_args(layer: Any, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """Returns a replay's arguments; megatron-core would make a zero mask of [n, 1, S, S] where it finds None."""
+    """Returns a replay's arguments with an empty mask; for None megatron-core would make zeros of [n, 1, S, S]."""
     if "attention_mask" in kwargs:
         assert kwargs["attention_mask"] is None, "graphs are captured without an attention mask"
-        kwargs["attention_mask"] = torch.empty(0)  # no input of the graph, which does not look at it
+        kwargs["attention_mask"] = torch.empty(0)  # no input of the graph, which does not read it
     return type(layer)._get_te_cuda_graph_replay_args(layer, *args, **kwargs)

@@ -1,8 +1,8 @@
-"""Has Python objects go from rank to rank through host memory while a checkpoint is planned.
+"""Makes ranks exchange Python objects through host memory while a checkpoint is planned.
 
-With NCCL, torch reads each object's size and bytes back from the GPU, behind all copies to the host that are queued, on
-whichever stream. On an H200 a checkpoint took as long as its copies and its planning one after the other, though they
-were to run beside each other (docs/results/async_save.md).
+With NCCL, torch reads each object's size and bytes back from the GPU, after all queued copies to the host, on whichever
+stream. On an H200 a checkpoint therefore took as long as its copies and its planning in sequence, though they were to
+overlap (docs/results/async_save.md).
 """
 
 import contextlib
@@ -16,15 +16,15 @@ _COLLECTIVES = ("all_gather_object", "gather_object", "scatter_object_list", "br
 
 
 def make_group() -> torch.distributed.ProcessGroup:
-    """Make a group of all ranks whose collectives use host memory; collective."""
+    """Create a group of all ranks whose collectives use host memory; collective."""
     return torch.distributed.new_group(backend="gloo", group_desc="checkpoint_objects")
 
 
 @contextlib.contextmanager
 def objects_through(group: torch.distributed.ProcessGroup) -> Iterator[None]:
-    """Have collectives of objects that name no group use a group of all ranks.
+    """Make object collectives without a group argument use a group of all ranks.
 
-    For the thread that makes collectives: no other may exchange objects meanwhile.
+    This replaces torch's functions for all threads: only the calling thread may exchange objects meanwhile.
 
     Args:
         group: from `make_group`.

@@ -1,7 +1,7 @@
-"""Has megatron-core's optimizers make their fp32 masters without memory, for optimizer state that lives on the host.
+"""Makes megatron-core's optimizers create fp32 masters without memory, for optimizer state that lives on the host.
 
-DistributedOptimizer and Float16OptimizerWithFloat16Params make all masters on the GPU when they are built: 4 bytes a
-parameter, which is what streamed state is to save.
+DistributedOptimizer and Float16OptimizerWithFloat16Params make all masters on the GPU when they are built: 4 bytes per
+parameter, which streamed state is meant to save.
 """
 
 import contextlib
@@ -15,7 +15,7 @@ from nemo_offload_rl.residency.streamed.placeholder import placeholder
 
 
 class _MastersWithoutMemory(TorchFunctionMode):
-    """Answers `parameter.clone().float()` with a placeholder, which the residency engine fills on the host."""
+    """Makes `parameter.clone().float()` return a placeholder, which the residency engine fills on the host."""
 
     def __torch_function__(
         self,
@@ -31,6 +31,6 @@ class _MastersWithoutMemory(TorchFunctionMode):
 
 @contextlib.contextmanager
 def masters_without_memory() -> Iterator[None]:
-    """Build an optimizer of megatron-core inside; then attach an engine whose table streams optimizer state."""
+    """Build megatron-core's optimizer inside; afterwards attach an engine whose table streams optimizer state."""
     with _MastersWithoutMemory():
         yield

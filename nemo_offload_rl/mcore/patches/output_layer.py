@@ -1,4 +1,4 @@
-"""Calls a model's output layer for its hooks, with another computation in place of its own."""
+"""Runs another computation in place of a model's output layer, with the layer's hooks around it."""
 
 from collections.abc import Callable
 
@@ -9,14 +9,14 @@ from torch import Tensor
 
 
 def call_with(layer: ColumnParallelLinear, forward: Callable[[Tensor], Tensor], hidden_states: Tensor) -> Tensor:
-    """Run the hooks of an output layer around another computation than the logits.
+    """Run `forward` instead of an output layer's own forward pass, with the layer's hooks around it.
 
-    They wait for parameters that are still being gathered (overlap_param_gather) and for activations that are being
-    offloaded.
+    The hooks wait for parameters that are still being gathered (overlap_param_gather) and for activations that are
+    being offloaded.
 
     Args:
-        layer: of a GPTModel.
-        forward: what is computed.
+        layer: the output layer of a GPTModel.
+        forward: the computation to run.
         hidden_states: its input.
     """
     layer.forward = forward
@@ -31,7 +31,7 @@ def check_is_plain(chunks: list[torch.nn.Module]) -> None:
     """Refuse output layers that do more than multiply by their weight.
 
     Raises:
-        ValueError: the model has one.
+        ValueError: the model has such an output layer.
     """
     for module in (module for chunk in chunks for module in chunk.modules()):
         if (

@@ -1,4 +1,4 @@
-"""Clears megatron-core's globals that outlive its process groups, and ends torch's groups sooner."""
+"""Clears megatron-core's globals that outlive its process groups, and shuts torch's groups down faster."""
 
 from concurrent.futures import ThreadPoolExecutor
 
@@ -9,19 +9,19 @@ from megatron.core.models.common.embeddings.yarn_rotary_pos_embedding import Yar
 
 
 def clear_globals() -> None:
-    """Clear what `destroy_model_parallel` forgets; it would keep process groups, the store and its port."""
-    for name, value in vars(mpu).items():  # two of them
+    """Clear globals that `destroy_model_parallel` leaves, which would keep process groups, the store and its port."""
+    for name, value in vars(mpu).items():  # it leaves two
         if isinstance(value, torch.distributed.ProcessGroup):
             setattr(mpu, name, None)
-    for rope in (RotaryEmbedding, YarnRotaryEmbedding):  # caches, which hold the instances
+    for rope in (RotaryEmbedding, YarnRotaryEmbedding):  # their caches hold the instances
         rope.forward.cache_clear()
 
 
 def shut_down_groups_at_once() -> None:
-    """Shut all groups of this rank, which is alone, down beside one another, before `destroy_process_group`.
+    """Shut all groups of a single-rank run down in parallel, before `destroy_process_group`.
 
-    NCCL takes 0.5 s to end a communicator, and torch ends one after the other. With several ranks that order is kept:
-    some versions of NCCL end a communicator on all of its ranks together.
+    NCCL takes 0.5 s to end a communicator, and torch ends one after the other. With several ranks torch's order is
+    kept: some versions of NCCL end a communicator on all of its ranks together.
     """
     groups = list(torch.distributed.distributed_c10d._world.pg_names)
     with ThreadPoolExecutor(len(groups)) as threads:

@@ -8,9 +8,9 @@ from torch import Tensor
 
 
 def build_with_frequencies(provider: Any, inverse: Tensor) -> None:
-    """Have the models of one provider of Megatron-Bridge use these inverse frequencies, float32 [head_dim / 2].
+    """Make a Megatron-Bridge provider build models with these inverse frequencies, float32 [head_dim / 2].
 
-    A class of its own could not be sent to other pipeline stages, as exports do.
+    A provider of a subclass could not be sent to other pipeline stages, as exports do.
     """
     provider.provide = functools.partial(_provide, provider.provide, inverse)
 
@@ -23,7 +23,7 @@ def _provide(provide: Callable[..., Any], inverse: Tensor, *args: Any, **kwargs:
 
 
 def replace_frequencies(model: Any, inverse: Tensor) -> None:
-    """Give a model that was just built, of any pipeline stage, other frequencies; it has not used its own yet."""
+    """Replace the frequencies of a newly built model chunk, of any pipeline stage, which has not used its own yet."""
     from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
 
     rotary = model.rotary_pos_emb

@@ -1,4 +1,4 @@
-"""Shows one module of Megatron-Bridge a placeholder for Transformer Engine while it is imported without it.
+"""Gives one module of Megatron-Bridge a placeholder for Transformer Engine while it is imported without it.
 
 Without Transformer Engine `import megatron.bridge` fails in one module, `peft/lora_layers.py`, which names Transformer
 Engine's classes though nothing here uses LoRA. Every other probe for Transformer Engine still finds none.

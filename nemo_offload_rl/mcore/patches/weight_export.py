@@ -1,8 +1,8 @@
-"""Replaces what Megatron-Bridge does anew for every layer of every export, and what makes the GPU wait there.
+"""Replaces work that Megatron-Bridge repeats for every layer of every export, and copies that block the host there.
 
-The config of each attention layer is walked and stripped for pipeline stages, of which there may be one, and rows of
-query, key and value are picked by index tensors of the CPU, each of which is copied to the GPU while the host waits.
-Without both, and with conversion tasks that are kept, the host's part of an export of 28 layers falls from 76 to 7 ms.
+Megatron-Bridge walks and strips the config of each attention layer for other pipeline stages, even if there is only
+one, and picks rows of query, key and value by CPU index tensors, each of which is copied to the GPU while the host
+waits. Without both, and with cached conversion tasks, the host's part of an export of 28 layers falls from 76 to 7 ms.
 """
 
 import functools
@@ -16,11 +16,11 @@ Split = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 """Query, key and value."""
 
 _stripped: dict[int, tuple[weakref.ref[Any], Any]] = {}
-"""By id of a config: the config itself, and what is left of it at a depth of 3."""
+"""By id of a config: a weak reference to it, and its stripped copy at a depth of 3."""
 
 
 def make_exports_fast() -> None:
-    """Install the replacements in this process, once or again."""
+    """Install the replacements in this process; calling it again does nothing."""
     from megatron.bridge.models.conversion import param_mapping
     from megatron.bridge.models.conversion.model_bridge import HFWeightTuple
 
@@ -46,15 +46,15 @@ def finalize_without_copy(
     export_hook: Any = None,
     clone_identity_output: bool = False,
 ) -> Any:
-    """Do what `HFWeightTuple.iter_finalized` does, but copy no tied output layer, which is the embedding itself.
+    """Do what `HFWeightTuple.iter_finalized` does, but do not copy a tied output layer, which is the embedding itself.
 
-    The copy, 0.4 GiB with 151,936 tokens of 1,536 numbers, would be the most that a recorded export keeps memory for.
+    The copy, 0.4 GiB with 151,936 tokens of 1,536 numbers, would be the largest that a recorded export keeps.
     """
     return original(weight, cpu=cpu, export_hook=export_hook)
 
 
 def strip_once(original: Callable[..., Any], obj: Any, max_depth: int = 3, current_depth: int = 0) -> Any:
-    """Do what `remove_non_pickleables` does, once for each config; an export reads sizes alone, which stay."""
+    """Do what `remove_non_pickleables` does, once for each config; an export reads only sizes, which do not change."""
     if current_depth or max_depth != 3:
         return original(obj, max_depth, current_depth)
     found = _stripped.get(id(obj))
@@ -85,7 +85,7 @@ def _has_output_gate(config: Any) -> bool:
 
 
 def _split(config: Any, qkv: torch.Tensor) -> Split:
-    """Each group has the rows of its query heads, then those of its key head, then those of its value head."""
+    """Split by group: each has the rows of its query heads, then of its key head, then of its value head."""
     groups = config.num_query_groups
     heads = config.num_attention_heads // groups
     head_size = config.kv_channels or config.hidden_size // config.num_attention_heads

@@ -22,7 +22,7 @@ HF_CONFIG_DIR = "hf_config"
 
 
 def hf_config_of(bridge: Any) -> Any:
-    """The `PretrainedConfig` behind a bridge made from a config or from a folder."""
+    """Returns the `PretrainedConfig` behind a bridge made from a config or from a folder."""
     source = bridge.hf_pretrained
     return source.config if hasattr(source, "config") else source
 
@@ -47,14 +47,14 @@ def write_hf_folder(
     """Write safetensors shards and config.json; a folder that exists is replaced only once the new one is complete.
 
     Args:
-        named_weights: Hugging Face names and whole tensors; drawn to the end on every rank, since it is collective.
+        named_weights: Hugging Face names and whole tensors; every rank iterates to the end, since it is collective.
         bridge: the `AutoBridge` the weights come from.
-        folder: where to; other files in it (a tokenizer) are kept.
+        folder: the target folder; other files in it (a tokenizer) are kept.
         write: whether this rank writes.
 
     Raises:
-        DiskFullError: on every rank, where the one that writes has no space.
-        OSError: on every rank, where its disk has failed.
+        DiskFullError: on every rank, if the rank that writes has no space.
+        OSError: on every rank, if its disk has failed.
     """
     error = None
     if write:
@@ -62,7 +62,7 @@ def write_hf_folder(
             _write(named_weights, bridge, folder)
         except OSError as met:
             error = met
-    for _ in named_weights:  # the others, and what is left where writing has failed
+    for _ in named_weights:  # on ranks that do not write, and the rest after a failed write
         pass
     raise_together(gather(error), folder)
 
@@ -115,5 +115,5 @@ def _save_shard(shard: dict[str, torch.Tensor], path: Path) -> None:
         if found is None:
             raise
         raise found from error
-    as_by_umask(path)  # safetensors makes it for its user alone
+    as_by_umask(path)  # safetensors creates files that only their owner can access
     sync(path)

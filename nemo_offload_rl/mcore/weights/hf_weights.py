@@ -11,7 +11,7 @@ from nemo_offload_rl.mcore.patches.weight_export import make_exports_fast
 
 
 class HfWeights:
-    """Exports the weights of one model again and again; Megatron-Bridge's conversion tasks are built once.
+    """Exports the weights of one model any number of times; builds Megatron-Bridge's conversion tasks only once.
 
     Args:
         bridge: the `AutoBridge` that the model was made with.
@@ -27,7 +27,7 @@ class HfWeights:
     def __call__(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (Hugging Face name, whole tensor) one after the other; collective, the same order on every rank."""
         if self._tasks is None:
-            # Gathers every rank's names through pickled objects, and half of an export's time goes into it.
+            # This gathers every rank's names as pickled objects, which takes half of an export's time.
             self._tasks = self._bridge._model_bridge.build_conversion_tasks(
                 self._bridge.hf_pretrained, unwrap_model(self._model)
             )
@@ -36,11 +36,11 @@ class HfWeights:
         )
 
     def tensors(self) -> list[Tensor]:
-        """Return all that an export reads, the same objects each time; known from the first export on."""
+        """Return all tensors that an export reads, the same objects each time; none before the first export."""
         return [task.param_weight for task in self._tasks or () if task.param_weight is not None]
 
     def collectives(self) -> str:
-        """Return the kinds of parallelism over which ranks exchange weights in an export; nothing where they do not."""
+        """Return the kinds of parallelism over which ranks exchange weights in an export; "" if there are none."""
         sizes = {
             "tensor": mpu.get_tensor_model_parallel_world_size(),
             "pipeline": mpu.get_pipeline_model_parallel_world_size(),

@@ -1,7 +1,7 @@
 """Checks, before weights are loaded, that Megatron-Bridge will find every one of them.
 
-Megatron-Bridge 0.6.2 only warns of a weight that is not in the files, and leaves in its place what the memory holds. It
-fails at one that it has no name for, without saying which.
+Megatron-Bridge 0.6.2 only warns of a weight that is not in the files, and leaves the parameter's memory as it is. At a
+weight that it has no name for it fails without saying which.
 """
 
 from typing import Any
@@ -10,18 +10,18 @@ from nemo_offload_rl.mcore.weights.export import hf_config_of
 
 
 def check_weights(bridge: Any, where: str, chunks: list[Any]) -> list[Any]:
-    """Refuse to load a model in part; collective over pipeline stages.
+    """Check that all of a model's weights can be loaded; collective over pipeline stages.
 
     Args:
         bridge: an `AutoBridge` with weights.
-        where: the weights are, for messages.
+        where: where the weights are, for messages.
         chunks: this rank's model chunks.
 
     Returns:
         The chunks.
 
     Raises:
-        ValueError: a weight is not there, or has no name.
+        ValueError: a weight is missing, or Megatron-Bridge has no name for it.
     """
     loader = bridge._model_bridge
     names = loader._megatron_global_param_names_all_pp_ranks(chunks)
