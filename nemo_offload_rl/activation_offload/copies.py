@@ -12,10 +12,10 @@ from nemo_offload_rl.memory.streams import WaitClock, Waits, record_current_stre
 
 
 class CopyHandle(Protocol):
-    """Stands for copies that were requested."""
+    """Identifies copies that were requested."""
 
     def reached(self) -> bool:
-        """Tell whether they are done."""
+        """Tell whether the copies are done."""
         ...
 
     def covers(self, other: "CopyHandle") -> bool:
@@ -24,11 +24,11 @@ class CopyHandle(Protocol):
 
 
 class Span(NamedTuple):
-    """Names memory of the GPU and of the host, one to be copied to the other.
+    """Pairs GPU memory with the host memory that it is copied to or from.
 
     Attributes:
-        gpu: the GPU's storage, copied from its first byte on.
-        host: uint8, page-locked in chunks (`pinned_arena.LOCK_CHUNK_BYTES`).
+        gpu: a GPU storage, copied from its first byte on.
+        host: uint8, page-locked in chunks (`memory.pinned.LOCK_CHUNK_BYTES`).
         offset: where the copied bytes begin in `host`.
         nbytes: bytes to copy.
     """
@@ -40,18 +40,18 @@ class Span(NamedTuple):
 
 
 class CopyEngine(Protocol):
-    """Makes copies in the order that handles say, and in no other."""
+    """Makes copies, ordered only by the caller's stream and by the handles that they have to follow."""
 
     def is_capturing(self) -> bool:
         """Tell whether the caller's stream is being captured in a CUDA graph."""
         ...
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        """Copies to the host, after the work queued on the caller's stream, and after `after`."""
+        """Copies to the host, after the work queued on the caller's stream and the copies in `after`."""
         ...
 
     def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        """Copies to the GPU, after the work queued on the caller's stream, where the GPU's memory became free."""
+        """Copies to the GPU, after `after` and the caller's stream, whose queued work may still use that GPU memory."""
         ...
 
     def wait(self, handle: CopyHandle) -> None:
@@ -59,10 +59,10 @@ class CopyEngine(Protocol):
         ...
 
     def wait_to_free(self, handle: CopyHandle) -> None:
-        """Makes the stream that asked for these copies wait for them before it uses their memory again.
+        """Makes the stream that requested these copies wait for them before it uses their memory again.
 
-        Captures begin on an idle GPU. So there is nothing to wait for where an eager pass's storages are collected
-        beside one, and an event from outside of a capture would end it.
+        Does nothing during a capture. Captures begin on an idle GPU, so that the copies of an eager pass whose storages
+        are garbage-collected meanwhile are done, and to wait for an event from outside of a capture would end it.
         """
         if not self.is_capturing():
             self.wait(handle)
@@ -72,12 +72,12 @@ class CopyEngine(Protocol):
         ...
 
     def timed_waits(self) -> AbstractContextManager[Waits]:
-        """Time what the caller's streams wait inside; an engine whose waits cannot be timed counts none."""
+        """Time the waits of the caller's streams inside; an engine that cannot time its waits counts none."""
         return nullcontext(Waits())
 
 
 class _CurrentStream:
-    """Looks up the caller's stream on one GPU by its handle: `torch.cuda.current_stream` makes an object each time."""
+    """Caches the caller's streams on one GPU by raw handle: `torch.cuda.current_stream` makes an object each time."""
 
     def __init__(self, device: int) -> None:
         self._device = device
@@ -92,16 +92,16 @@ class _CurrentStream:
 
 
 class _RequestEvent(CopyHandle):
-    """Stands for all copies that a copy stream has been given so far; it makes them in order."""
+    """Covers all copies that were queued on a copy stream so far; the stream makes them in order."""
 
     def __init__(
         self, copy_stream: "SpanCopyStream", number: int, event: torch.cuda.Event, caller: torch.cuda.Stream
     ) -> None:
         self._copy_stream, self._number, self.event = copy_stream, number, event
         self.caller = caller
-        """The stream that was current where the copies were asked for, and memory for them allocated."""
+        """The stream that was current when the copies were requested and their memory was allocated."""
         self.waiter: torch.cuda.Stream | None = None
-        """The stream that was told last to wait for it; a layer's storages share a handle, and need one wait."""
+        """The last stream that waits for the event; a layer's storages share a handle, and need one wait."""
 
     def reached(self) -> bool:
         return bool(self.event.query())
@@ -114,17 +114,16 @@ class _RequestEvent(CopyHandle):
         )
 
     def __del__(self) -> None:
-        self._copy_stream.unused_events.append(
-            self.event
-        )  # streams that wait for it wait for what it was at their call
+        # Streams that already wait for the event are not affected when it is recorded again.
+        self._copy_stream.unused_events.append(self.event)
 
 
 class SpanCopyStream:
     """Queues copies of spans in one direction, on a stream of its own.
 
-    Where the CPU sets the pace, each call shows: a request takes three times as long between a model's kernels as in a
-    loop of its own. So events are used again, and copies are asked of the driver by address: `Tensor.copy_` wants
-    tensors of both sides and a change of the stream. Together they were a quarter of the manager's time
+    Where the CPU limits the speed, each call counts: a request takes three times as long between a model's kernels as
+    in a loop of its own. So events are reused, and copies are queued by address, through the driver: `Tensor.copy_`
+    needs a tensor on both sides and a change of the stream. Together these were a quarter of the manager's time
     (docs/decisions/activation-manager.md).
     """
 
@@ -140,12 +139,12 @@ class SpanCopyStream:
         self._stream_of_driver = driver.CUstream(self.stream.cuda_stream)
 
     def enqueue(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
-        """Queue copies behind what the caller's stream has been given, and behind `after`."""
+        """Queue copies after the work queued on the caller's stream and the copies in `after`."""
         begin, caller = self._event(), self._current_stream()
         begin.record(caller)
         begin.wait(self.stream)
         self.unused_events.append(begin)
-        for handle in dict.fromkeys(after):  # most of them are one: that of a group, or that of the last copy
+        for handle in dict.fromkeys(after):  # most are duplicates: that of a group, or of the last copy
             assert isinstance(handle, _RequestEvent)
             handle.event.wait(self.stream)
         self.copy_all(spans)
@@ -155,12 +154,12 @@ class SpanCopyStream:
         return _RequestEvent(self, self._num_requests, end, caller)
 
     def copy_all(self, spans: Iterable[Span]) -> None:
-        """Queue copies; torch has been called in this thread, so that the driver knows its context there.
+        """Queue copies; torch must have been called in this thread before, so that torch's CUDA context is current.
 
         Raises:
             RuntimeError: the driver refused one.
         """
-        for span in spans:  # both addresses are taken from where `host` begins, as cuts are
+        for span in spans:  # both addresses are relative to the start of `host`, as cuts are
             gpu, host = span.gpu.data_ptr() - span.offset, span.host.data_ptr()
             for start, stop in cut_at_locks(span.offset, span.nbytes):
                 there, here = (host, gpu) if self._to_host else (gpu, host)
@@ -177,7 +176,8 @@ class CudaCopies(CopyEngine):
 
     Args:
         device: the GPU.
-        graphs: whether CUDA graphs may be under capture. Without, the driver is not asked, three times a group.
+        graphs: whether CUDA graphs may be under capture. If False, `is_capturing` does not call the driver, which saves
+            three calls a group.
     """
 
     def __init__(self, device: torch.device, *, graphs: bool = False) -> None:
@@ -185,7 +185,7 @@ class CudaCopies(CopyEngine):
         self._current_stream = _CurrentStream(self.copy_streams["out"].stream.device_index)
         self._graphs = graphs
         self._mark = partial(record_current_stream, torch.device(device))
-        self._clock: WaitClock | None = None  # and no null object: it is asked for in each wait of each step
+        self._clock: WaitClock | None = None  # no null object: each wait of each step looks it up
 
     def is_capturing(self) -> bool:
         """See `CopyEngine`."""
@@ -213,7 +213,7 @@ class CudaCopies(CopyEngine):
             handle.event.wait(stream)
 
     def wait_to_free(self, handle: CopyHandle) -> None:
-        """See `CopyEngine`; the caller's stream uses the memory again, in whichever thread garbage is collected."""
+        """See `CopyEngine`; the requesting stream waits, in whichever thread the garbage collector runs."""
         assert isinstance(handle, _RequestEvent)
         with torch.cuda.stream(handle.caller):
             super().wait_to_free(handle)
@@ -225,7 +225,7 @@ class CudaCopies(CopyEngine):
 
     @contextmanager
     def timed_waits(self) -> Iterator[Waits]:
-        """See `CopyEngine`; waits under capture are left out."""
+        """See `CopyEngine`; waits under capture are not timed."""
         self._clock = WaitClock(self._mark)
         try:
             with self._clock.running() as waits:

@@ -1,13 +1,13 @@
 """Offloads activations of passes that CUDA graphs capture: copies are part of the graphs, and run again in replays.
 
 megatron-core captures a graph for each layer's forward pass, then one for each layer's backward pass, and replays all
-of them on one stream, where they follow each other. Rules that come with captures, and the place that keeps each:
+of them on one stream, one after the other. Captures come with these rules, each enforced in one place:
 
-- a stream that copies has to be joined before a capture ends, and an event of one capture means nothing in another
-  (`CapturedCopies`); what an earlier graph copied is there, since that graph has ended;
-- GPU memory that a graph frees is used again by graphs captured later: only after this one has waited for the copies
-  out of it (`Captures.end`);
-- graphs hold addresses, so host memory is theirs until they are deleted (`CapturedRegions`).
+- a copy stream has to be joined before a capture ends, and an event of one capture is not valid in another
+  (`CapturedCopies`); the copies of an earlier graph are done, since that graph has ended;
+- graphs captured later reuse GPU memory that a graph frees, so a graph waits for the copies out of that memory before
+  it ends (`Captures.end`);
+- graphs contain addresses, so their host memory is reserved until they are deleted (`CapturedRegions`).
 """
 
 from collections.abc import Iterable, Sequence
@@ -45,10 +45,10 @@ class CapturedRegions(HostRegions):
         return regions
 
     def give_back(self, region: Region, after: CopyHandle | None) -> None:
-        """Does nothing: the next replay copies there again."""
+        """Does nothing: the next replay copies into the region again."""
 
     def release(self) -> None:
-        """Give all regions back; the graphs have been deleted."""
+        """Return all regions to the host pool; the graphs have been deleted."""
         for region in self._regions:
             self._host_pool.give_back(region, None)
         self._regions = []
@@ -60,7 +60,7 @@ class _CapturedCopyHandle(CopyHandle):
     capture: int
 
     def reached(self) -> bool:
-        """Always true when code outside of a capture can ask."""
+        """Returns True: callers ask outside of a capture, when the copies are done."""
         return True
 
     def covers(self, other: CopyHandle) -> bool:
@@ -72,7 +72,7 @@ class CapturedCopies(CopyEngine):
     """Makes copies that become part of the graph under capture.
 
     Args:
-        copies: makes them, on streams that follow the capturing one.
+        copies: queues the copies, on streams that follow the capturing one.
     """
 
     def __init__(self, copies: CopyEngine) -> None:
@@ -86,18 +86,18 @@ class CapturedCopies(CopyEngine):
 
     def out(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         """See `CopyEngine`."""
-        return self._asked(self._copies.out(spans, self._of_this_capture(after)))
+        return self._track(self._copies.out(spans, self._of_this_capture(after)))
 
     def back(self, spans: Sequence[Span], after: Iterable[CopyHandle]) -> CopyHandle:
         """See `CopyEngine`."""
-        return self._asked(self._copies.back(spans, self._of_this_capture(after)))
+        return self._track(self._copies.back(spans, self._of_this_capture(after)))
 
     def synchronize(self) -> None:
         """See `CopyEngine`."""
         self._copies.synchronize()
 
     def wait(self, handle: CopyHandle) -> None:
-        """See `CopyEngine`; graphs before this one have ended when it begins, their copies included."""
+        """See `CopyEngine`; earlier graphs and their copies have ended when this one begins, and need no wait."""
         for mine in self._of_this_capture([handle]):
             self._copies.wait(mine)
 
@@ -112,17 +112,17 @@ class CapturedCopies(CopyEngine):
         self.forget_capture()
 
     def forget_capture(self) -> None:
-        """Drops the events of a capture that is over or has failed; they are not waited for any more."""
+        """Drops the events of a capture that has ended or failed; later waits skip them."""
         self._unjoined = []
         self._capture += 1
 
-    def _asked(self, handle: CopyHandle) -> CopyHandle:
+    def _track(self, handle: CopyHandle) -> CopyHandle:
         self._unjoined.append(handle)
         return _CapturedCopyHandle(handle, self._capture)
 
     def _of_this_capture(self, handles: Iterable[CopyHandle]) -> list[CopyHandle]:
-        # Of eager copies none is under way: the GPU was idle when captures began (`prepare_capture`). Host memory may
-        # still come back from them, as from a failed step that the garbage collector finds later.
+        # No eager copy is under way: the GPU was idle when captures began (`prepare_capture`). Regions may still name
+        # eager copies, such as those of a failed step whose storages the garbage collector frees later.
         captured = (handle for handle in handles if isinstance(handle, _CapturedCopyHandle))
         return [handle.handle for handle in captured if handle.capture == self._capture]
 
@@ -131,7 +131,7 @@ class Captures:
     """Offloads the activations inside of a model's captured graphs.
 
     Args:
-        host_pool: gives the host memory.
+        host_pool: provides the host memory.
         copies: the copy engine of eager passes.
     """
 
@@ -141,20 +141,20 @@ class Captures:
         self.path = OffloadPath(self.regions, self._copies)
         self.inflight = InflightOffloads(self._copies)
         self.chunk: Chunk | None = None
-        """Under capture."""
+        """The chunk that is under capture."""
         self.graph_inputs: set[int] = set()
-        """Storages of the graphs' own inputs: they live as long as the graphs do."""
+        """Addresses (`_cdata`) of the storages of the graphs' inputs, which live as long as the graphs do."""
         self._num_forward = 0
         self._num_replays = 0
 
     def end(self, *, forward: bool) -> None:
-        """End a graph: wait for its copies, so that graphs behind it may use the memory that they read."""
+        """End a graph: make it wait for its copies, so that later graphs may reuse the memory that these read."""
         self.inflight.release(max_held=0)
         self._copies.end_capture()
         self._num_forward += forward
 
     def abandon(self) -> None:
-        """Drops all captures: tensors that autograd keeps of a failed one must not keep it alive."""
+        """Drops all captures, so that tensors that autograd keeps of a failed one do not hold its memory."""
         self._copies.forget_capture()
         self.inflight.abandon()
         if self.chunk is not None:
@@ -166,9 +166,9 @@ class Captures:
         self._num_replays += 1
 
     def take_report(self) -> dict[str, ModuleReport]:
-        """Returns what the replays since the last report have moved."""
+        """Returns the bytes that replays have moved since the last report, by module."""
         replays, self._num_replays = self._num_replays, 0
         if not replays:
             return {}
-        # Layers are replayed alike, each of them once a micro-batch.
+        # All layers are replayed equally often, each of them once a micro-batch.
         return {name: report.scaled(replays, self._num_forward) for name, report in self.path.tally.modules.items()}

@@ -1,4 +1,4 @@
-"""Holds what a micro-batch's pass saves, in groups of tensors, until it is copied to the host and back."""
+"""Groups the tensors that a micro-batch's pass saves, and tracks their offloads until the backward pass."""
 
 import functools
 import weakref
@@ -39,25 +39,25 @@ class Group:
         self.chunk = chunk
         self.report = report
         self.index = -1
-        """Among its chunk's; -1 before its commit."""
+        """Its index among the groups of its chunk; -1 before its commit."""
         self.in_backward = False
-        """Something that it saved has been unpacked."""
+        """Whether autograd has unpacked a tensor of it."""
         self.key = (name, -1)
-        """The module, and how many of its groups come before this one in the pass."""
+        """The module, and the number of its groups before this one in the pass; -1 before the commit."""
         self.storages: list[weakref.ref[SavedStorage]] = []
-        """The storages of what it saved, in the order in which its backward pass needs them."""
+        """The storages of its tensors, in the order in which its backward pass needs them."""
         self.saved: list[PackedTensor] = []
-        """The tensors that it saved, until its commit is through."""
+        """Its tensors, until its commit is done."""
         self.nbytes = 0
 
     def settle(self) -> tuple[list["PackedTensor"], list[SavedStorage]]:
-        """Check what it saved and list its storages; its forward pass is queued.
+        """Check the saved tensors and list their storages, once the group's forward pass is queued.
 
         Returns:
-            What it saved, and of the storages of that those that no group before it had saved.
+            The saved tensors, and those of their storages that no earlier group had saved.
 
         Raises:
-            InPlaceError: some of it has changed since.
+            InPlaceError: a tensor has changed since it was saved.
         """
         for one in self.saved:
             one.check()
@@ -68,26 +68,26 @@ class Group:
         return self.saved, fresh
 
     def on_host_only(self) -> list[SavedStorage]:
-        """Return the storages of its tensors that are on the host alone."""
+        """Return the group's storages that are on the host only."""
         storages = [ref() for ref in self.storages]
         return [stored for stored in storages if stored is not None and stored.storage is None]
 
     def was_offloaded(self) -> bool:
-        """Tell whether a storage that it saved was copied to the host, perhaps for another group."""
+        """Tell whether one of the group's storages was copied to the host, perhaps by another group."""
         return any(stored is not None and stored.was_offloaded for stored in (ref() for ref in self.storages))
 
 
 class PackedTensor:
-    """Stands for a tensor that may be offloaded: first itself, then how to view it in its storage again.
+    """Holds a saved tensor that may be offloaded: first the tensor itself, then only how to view it in its storage.
 
     Args:
         tensor: the tensor that a module saved.
-        group: the module's group, which the tensor is part of.
+        group: the module's group, which the tensor belongs to.
         stored: its storage.
-        is_alias: only autograd knows the tensor; other tensors may share its storage.
+        is_alias: whether only autograd refers to the tensor, while other tensors may share its storage.
     """
 
-    __slots__ = ("_is_alias", "_seen_as", "_tensor", "_version", "group", "stored")
+    __slots__ = ("_is_alias", "_tensor", "_version", "_view", "group", "stored")
 
     def __init__(self, tensor: torch.Tensor, group: Group, stored: SavedStorage, *, is_alias: bool = False) -> None:
         self.group = group
@@ -95,26 +95,27 @@ class PackedTensor:
         self._is_alias = is_alias
         self._tensor: torch.Tensor | None = tensor
         self._version = tensor._version
-        self._seen_as = _view_of(tensor) if is_alias else None  # the first one that is released empties it
+        # Taken at once for an alias: `release` empties it, perhaps for another `PackedTensor` of the same tensor.
+        self._view = _view_of(tensor) if is_alias else None
 
     def make_resident(self) -> None:
-        """Keeps it on the GPU until the backward pass."""
+        """Keeps the tensor on the GPU until the backward pass."""
         if self._tensor is not None:
             self._tensor = without_history(self._tensor)
 
     def release(self) -> None:
-        """Let go of the tensor; `stored` has its bytes."""
+        """Drop the tensor; `stored` has its bytes."""
         tensor, self._tensor = self._tensor, None
         if tensor is not None:
-            self._seen_as = self._seen_as or _view_of(tensor)
-            if self._is_alias:  # autograd keeps a leaf that requires a gradient, to add that to it
+            self._view = self._view or _view_of(tensor)
+            if self._is_alias:  # autograd keeps a leaf that requires a gradient, to accumulate it
                 tensor.data = tensor.new_empty(0)
 
     def check(self) -> None:
-        """Refuse to go on with a copy of something that has changed since.
+        """Check that the tensor has not changed since it was saved, so that its copy is valid.
 
         Raises:
-            InPlaceError: it has; autograd itself would refuse its backward pass.
+            InPlaceError: it has changed; autograd itself would refuse its backward pass.
         """
         tensor = self._tensor
         if tensor is not None and tensor._version != self._version:
@@ -124,21 +125,21 @@ class PackedTensor:
             )
 
     def unpacked(self) -> torch.Tensor:
-        """Return the tensor, on the GPU.
+        """Return the saved tensor, on the GPU.
 
         Raises:
             InPlaceError: it was never offloaded, and has changed.
         """
         if self._tensor is not None:
             return unpack_resident((self._tensor, self._version, self.group.name))
-        assert self._seen_as is not None
-        offset, size, stride, dtype = self._seen_as
+        assert self._view is not None
+        offset, size, stride, dtype = self._view
         storage = self.stored.fetch()
         return torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, size, stride)
 
 
 def _view_of(tensor: torch.Tensor) -> tuple[int, torch.Size, tuple[int, ...], torch.dtype]:
-    """Returns offset, shape and strides of a tensor in its storage."""
+    """Returns the offset, shape and strides of a tensor in its storage, and its dtype."""
     return int(tensor.storage_offset()), tensor.size(), tensor.stride(), tensor.dtype
 
 
@@ -146,18 +147,18 @@ class GroupListener(Protocol):
     """Decides which groups are offloaded."""
 
     def commit(self, chunk: "Chunk", group: Group) -> None:
-        """Take a group whose forward pass is queued."""
+        """Handle a group whose forward pass is queued."""
         ...
 
 
 class Chunk:
-    """Follows one micro-batch forward and backward through one model chunk, in megatron-core's terms.
+    """Tracks one micro-batch's forward and backward pass through one of megatron-core's model chunks.
 
     Args:
-        listener: told of each group.
+        listener: called at the commit of each group.
         stage: the model chunk's number on this rank.
         path: names the copy engine and host memory of its activations.
-        fraction: of the bytes that are offloaded, at most, of groups that no pass before has seen.
+        fraction: the most that is offloaded, as a fraction of bytes, of groups that no earlier pass has measured.
     """
 
     def __init__(self, listener: GroupListener, stage: int, path: OffloadPath, fraction: float) -> None:
@@ -166,26 +167,26 @@ class Chunk:
         self.path = path
         self.pace = Pace(fraction)
         self.open: list[Group] = []
-        """Started, and not committed: a norm's group commits after the module behind it has started."""
+        """Started groups that are not committed: a norm's group commits after the module behind it has started."""
         self.groups: list[Group] = []
-        """Committed, in order: the backward pass takes them in the reverse order."""
+        """Committed groups, in order: the backward pass takes them in the reverse order."""
         self.storages: dict[int, weakref.ref[SavedStorage]] = {}
-        """By the address of a storage, which is another one's once the saved storage is gone."""
+        """Saved storages by address (`_cdata`); once one is freed, another storage may get its address."""
         self.num_not_prefetched: int | None = None
-        """Number of groups, from the first, that are not requested back; None while the forward pass is under way."""
+        """Number of groups, from the first, whose prefetch is not requested yet; None during the forward pass."""
         self.pending: list[PendingOffload] = []
-        """Offloads that the next request starts."""
+        """Offloads that the next copy request starts."""
         self.lead = 1
-        """Of its copies back over its backward pass, in layers."""
+        """Layers by which prefetches run ahead of the backward pass."""
         self._num_of: Counter[str] = Counter()
         self._ref = weakref.ref(self)
 
     @functools.cached_property
     def prefetch_from(self) -> int:
-        """Returns the first group of the backward pass that prefetches; known when the forward pass is over.
+        """Returns the index of the first group of the backward pass that prefetches; known after the forward pass.
 
-        Those that it takes before have nothing to ask for yet, as nothing of theirs is on the host; or they are of the
-        last layer, while which most memory is in use.
+        Groups that the backward pass takes before it do not prefetch: they have nothing on the host, or they belong to
+        the last layer, during which most memory is in use.
         """
         resident_from = next((group.index for group in reversed(self.groups) if group.was_offloaded()), -1) + 1
         last_layer = len(self.groups) - self.num_modules
@@ -193,7 +194,7 @@ class Chunk:
 
     @property
     def num_modules(self) -> int:
-        """Counts the different modules that have groups here: as many as a layer has."""
+        """Returns the number of different modules with groups in this chunk, which is that of a layer."""
         return len(self._num_of)
 
     def start_group(self, name: str) -> None:
@@ -204,7 +205,7 @@ class Chunk:
         """Commit the oldest open group of this name."""
         group = next(group for group in self.open if group.name == name)
         self.open.remove(group)
-        if group.in_backward:  # its commit was delayed until then: too late for a copy
+        if group.in_backward:  # its commit was delayed until its backward pass: too late for a copy
             return
         group.index = len(self.groups)
         group.key = (name, self._num_of[name])
@@ -214,16 +215,16 @@ class Chunk:
         group.saved = []
 
     def abandon(self) -> None:
-        """Drops all storages of a failed pass, which otherwise only a whole pass would let go of."""
+        """Drops all saved tensors of a failed pass, which otherwise only a whole pass releases."""
         of_groups = [group.saved for group in (*self.groups, *self.open)]
         for saved in chain(*of_groups, *(one.saved for one in self.pending)):
             saved.release()
 
     def offload(self, inflight: "InflightOffloads") -> None:
-        """Request the copies of all pending offloads at once; a group stays if the host memory is full.
+        """Request the copies of all pending offloads at once; a group stays on the GPU if the host memory is full.
 
         Args:
-            inflight: holds their memory on the GPU meanwhile.
+            inflight: holds their GPU memory until the compute stream has waited for the copies.
         """
         placed: list[tuple[SavedStorage, Region]] = []
         held: list[PendingOffload] = []
@@ -251,9 +252,9 @@ class PendingOffload(NamedTuple):
     """Holds a group that is being offloaded.
 
     Attributes:
-        group: the group that these belong to.
-        storages: its storages that no other group has settled.
-        saved: the tensors in them.
+        group: the group.
+        storages: the storages of the group that no earlier group had saved.
+        saved: the tensors in these storages.
     """
 
     group: Group
@@ -261,7 +262,7 @@ class PendingOffload(NamedTuple):
     saved: list[PackedTensor]
 
     def release(self) -> None:
-        """Drops its GPU memory: its bytes are on the host, as far as the compute stream can see."""
+        """Drops the GPU memory; the compute stream has waited for its copies to the host."""
         for saved in self.saved:
             saved.release()
         for stored in self.storages:
@@ -269,7 +270,7 @@ class PendingOffload(NamedTuple):
 
 
 class InflightOffloads:
-    """Holds GPU memory that copies still read."""
+    """Holds the GPU memory of offloads until the compute stream has waited for their copies."""
 
     def __init__(self, copies: CopyEngine) -> None:
         self._copies = copies
@@ -279,14 +280,14 @@ class InflightOffloads:
         return len(self._held)
 
     def hold(self, pending: PendingOffload, handle: CopyHandle) -> None:
-        """Keep what a group saved until the copies of `handle` have been waited for."""
+        """Keep a group's GPU memory until the compute stream has waited for the copies of `handle`."""
         self._held.append((pending, handle))
 
     def release(self, max_held: int) -> None:
-        """Let the compute stream wait for all groups but the `max_held` youngest, and drop their memory.
+        """Make the compute stream wait for all groups but the `max_held` newest, and drop their GPU memory.
 
         Raises:
-            InPlaceError: some of it has changed since it was saved.
+            InPlaceError: a tensor has changed since it was saved.
         """
         while len(self._held) > max_held:
             pending, handle = self._held.popleft()
@@ -298,8 +299,8 @@ class InflightOffloads:
                 pending.release()
 
     def abandon(self) -> None:
-        """Drop all of it; storages that were not used will not be used, so that they may have changed."""
-        with ExitStack() as stack:  # each of them, though a GPU that has failed says so at every wait
+        """Drop all held memory; the backward pass will not use it, so in-place changes are not checked."""
+        with ExitStack() as stack:  # each of them, even if a failed GPU raises at every wait
             while self._held:
                 pending, handle = self._held.pop()
                 stack.callback(pending.release)

@@ -1,4 +1,4 @@
-"""Hands out page-locked host memory by bytes, whatever the shapes are."""
+"""Allocates regions of page-locked host memory by number of bytes, independent of tensor shapes."""
 
 from bisect import bisect
 from collections import deque
@@ -14,16 +14,16 @@ from nemo_offload_rl.activation_offload.report import Tally
 from nemo_offload_rl.memory.units import round_up
 
 ALIGNMENT_BYTES = 4096
-"""Regions start on pages, for copies at full speed."""
+"""Regions start on page boundaries, for copies at full speed."""
 
 
 class Region(NamedTuple):
-    """Names a part of a host pool that one storage was given.
+    """Describes the part of a host pool that is allocated to one storage.
 
     Attributes:
-        offset: of its first byte.
-        reserved_bytes: the bytes that were asked for, with the padding to the next page.
-        after: copies out of this part that the next copy into it has to follow.
+        offset: where its first byte is in the pool.
+        reserved_bytes: the requested bytes, padded to whole pages.
+        after: earlier copies that use this part, which the next copy into it has to follow.
     """
 
     offset: int
@@ -32,7 +32,7 @@ class Region(NamedTuple):
 
 
 class HostRegions(Protocol):
-    """Hands out host memory by bytes, as `PinnedHostPool` does."""
+    """Defines an allocator of host memory regions, such as `PinnedHostPool`."""
 
     @property
     def memory(self) -> torch.Tensor:
@@ -40,17 +40,17 @@ class HostRegions(Protocol):
         ...
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """Take a region for each number of bytes; None, and nothing, if there is no room for all of them."""
+        """Take a region for each number of bytes; returns None, and takes nothing, if they do not all fit."""
         ...
 
     def give_back(self, region: Region, after: CopyHandle | None) -> None:
-        """Return a region; `after` is the copy that reads it last, if it may still be under way."""
+        """Return a region; `after` is the last copy that uses it, if it may still be under way."""
         ...
 
 
 @dataclass
 class OffloadPath:
-    """Names the host memory and the copy engine of eager passes, or of passes captured in CUDA graphs."""
+    """Bundles the host memory, copy engine and byte counts of eager passes, or of passes captured in CUDA graphs."""
 
     host: HostRegions
     copies: CopyEngine
@@ -67,7 +67,7 @@ class PinnedHostPool:
     """Allocates regions of page-locked host memory, first fit, and merges regions that are given back.
 
     Regions may be given back from any thread and at any time, also by the garbage collector while a region is being
-    taken: they are queued, and the next `take_all` finds them.
+    taken: they are queued, and the next `take_all` frees them.
 
     Args:
         memory: uint8 [nbytes] on the CPU.
@@ -82,7 +82,7 @@ class PinnedHostPool:
         self._gaps = [_Gap(0, self.nbytes, ())] if self.nbytes else []
         self._returned: deque[tuple[Region, CopyHandle | None]] = deque()
 
-    def _taken(self, reserved_bytes: int) -> Region | None:
+    def _take_first_fit(self, reserved_bytes: int) -> Region | None:
         for index, gap in enumerate(self._gaps):
             stop = gap.start + reserved_bytes
             if stop > gap.stop:
@@ -97,20 +97,20 @@ class PinnedHostPool:
         return None
 
     def take_all(self, sizes: Sequence[int]) -> list[Region] | None:
-        """Take a region for each number of bytes, side by side if there is such a gap.
+        """Take a region for each number of bytes, side by side if one gap holds all of them.
 
         Returns:
-            None, and nothing is taken, if there is no room for all of them.
+            The regions, in order; None, with nothing taken, if there is no room for all of them.
         """
         self._collect()
         reserved = [round_up(nbytes, ALIGNMENT_BYTES) for nbytes in sizes]
-        whole = self._taken(sum(reserved))
+        whole = self._take_first_fit(sum(reserved))
         if whole is not None:  # one search for all
             offsets = accumulate(reserved, initial=whole.offset)
             return [Region(offset, nbytes, whole.after) for offset, nbytes in zip(offsets, reserved, strict=False)]
         regions: list[Region] = []
         for nbytes in reserved:
-            region = self._taken(nbytes)
+            region = self._take_first_fit(nbytes)
             if region is None:
                 for taken in regions:
                     self.give_back(taken, None)
@@ -119,7 +119,7 @@ class PinnedHostPool:
         return regions
 
     def forget_reached(self) -> None:
-        """Forget copies that are done, so that free regions do not name them; where the GPU is idle, all."""
+        """Forget copies that are done, so that free regions do not name them; on an idle GPU that is all copies."""
         self._collect()
         self._gaps = [
             _Gap(gap.start, gap.stop, tuple(handle for handle in gap.after if not handle.reached()))
@@ -131,12 +131,12 @@ class PinnedHostPool:
 
         Args:
             region: from `take_all`.
-            after: the copy that uses it last, if it may still be under way; it follows those that the region names.
+            after: the last copy that uses it, if it may still be under way; it follows those in `region.after`.
         """
         self._returned.append((region, after))
 
     def close(self) -> None:
-        """Free the memory, even if references to this host pool remain; there is no room in it any more."""
+        """Free the memory, even if references to this host pool remain; later requests find no room."""
         self.nbytes = 0
         self.memory = self.memory[:0].clone()
         self._gaps = []
@@ -152,7 +152,7 @@ class PinnedHostPool:
             stop = start + reserved_bytes
             if last is not None:
                 after = (last,)
-            # What was taken side by side comes back so, and is sorted in as one.
+            # Regions that were taken side by side come back side by side, and are inserted as one gap.
             if gap is not None and gap.after == after and start == gap.stop:
                 gap = _Gap(gap.start, stop, after)
             elif gap is not None and gap.after == after and stop == gap.start:
@@ -165,7 +165,7 @@ class PinnedHostPool:
             self._insert(gap)
 
     def _insert(self, gap: _Gap) -> None:
-        at = bisect(self._gaps, (gap.start,))  # no two begin at the same place
+        at = bisect(self._gaps, (gap.start,))  # no two gaps begin at the same offset
         if at < len(self._gaps) and gap.stop == self._gaps[at].start:
             behind = self._gaps.pop(at)
             gap = _Gap(gap.start, behind.stop, _last(gap.after, behind.after))
@@ -177,7 +177,7 @@ class PinnedHostPool:
 
 
 def _last(some: tuple[CopyHandle, ...], others: tuple[CopyHandle, ...]) -> tuple[CopyHandle, ...]:
-    """Returns the handles after which all are done; asking each whether it is would take a microsecond each."""
+    """Merges handles, without those that others cover; asking each whether it is done would take a microsecond."""
     last = list(some)
     for handle in others:
         if not any(known.covers(handle) for known in last):

@@ -1,21 +1,21 @@
-"""Offloads what autograd saves inside chosen modules, and brings it back in time for the backward pass.
+"""Offloads the tensors that autograd saves inside chosen modules, and prefetches them for the backward pass.
 
 megatron-core's layers mark the modules: they call a manager at the start and the end ("commit") of a group, which is
-one module's forward pass in one layer, and autograd's saved-tensor hooks hand over what is saved in between. This
-manager takes the place of megatron-core's own (docs/decisions/activation-manager.md says why). The life of a storage:
+one module's forward pass in one layer, and autograd's saved-tensor hooks pass on the tensors saved in between. This
+manager replaces megatron-core's own (docs/decisions/activation-manager.md says why). The life of a storage:
 
-    saved -> its group commits -> its layer's last one does: copied out
-          -> the compute stream has waited for the copy: the GPU's memory is dropped
+    saved -> its group commits -> the last group of its layer commits: copied to the host
+          -> the compute stream has waited for that copy: the GPU memory is dropped
           -> a group before it in the backward pass begins: copied back -> unpacked: the compute stream waits -> used
 
-Numbers rest on nothing planned ahead, so micro-batches may change in number and length at any time. Three rules keep
-them right, and each is kept in one place:
+Results do not depend on a plan made ahead, so micro-batches may change in number and length at any time. Three rules
+keep the results right, each enforced in one place:
 
 - GPU memory is held until the compute stream has waited for the copy out of it (`InflightOffloads`);
-- host memory is used again only after the copy out of it: the next copy follows its handle (`PinnedHostPool`);
-- unpacking waits for the copy back, and that follows the copy out (`SavedStorage.fetch`).
+- host memory is reused only after the copy out of it: the next copy into it follows its handle (`PinnedHostPool`);
+- unpacking waits for the copy back to the GPU, which follows the copy to the host (`SavedStorage.fetch`).
 
-Passes that CUDA graphs capture go the same way once, and their replays repeat it (`Captures`).
+Passes that CUDA graphs capture take these steps once, and their replays repeat the copies (`Captures`).
 """
 
 import weakref
@@ -45,19 +45,19 @@ from nemo_offload_rl.activation_offload.storage import (
 
 
 class ActivationOffloader:
-    """Answers the calls of megatron-core's layers; has what they use of `PipelineOffloadManager`.
+    """Offloads activations for megatron-core's layers; implements what they use of `PipelineOffloadManager`.
 
     Args:
         options: what to offload.
-        memory: uint8 [nbytes] of the host, for the activations of all micro-batches in flight.
+        memory: uint8 [nbytes] of host memory, for the activations of all micro-batches in flight.
         copies: makes the copies.
         excluded: storages that are never offloaded: those of parameters and buffers.
     """
 
     cuda_graph_stream: Any = None
-    """Graphs with copies inside are replayed on it, one after the other."""
+    """The stream on which graphs with copies inside are replayed, one after the other."""
     cuda_graph_event: Any = None
-    """Recorded in each of them where its computation ends, and copies may be under way."""
+    """Recorded in each of these graphs where its computation ends; copies may still be under way then."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class ActivationOffloader:
         self.copies = copies
         self.captures = Captures(self.host_pool, copies)
         self.report = StepReport({}, 0, 0, 0)
-        """Of the last step."""
+        """The report of the last step."""
         self._excluded = ExcludedStorages(excluded)
         self._enabled = True
         self._path = OffloadPath(self.host_pool, copies)
@@ -87,10 +87,10 @@ class ActivationOffloader:
         self._in_replay = False  # megatron-core sets it
 
     def offloaded_modules(self) -> set[str]:
-        """Returns the modules that the next pass offloads, as the passes before say."""
+        """Returns the modules that the next pass offloads, according to the profiles of earlier passes."""
         return set().union(*(profile.offloaded_modules() for profile in self._profiles.values()))
 
-    # What megatron-core calls, by its names.
+    # Methods that megatron-core calls, with its names.
 
     def init_model_chunk_offload_handler(
         self, pp_rank: int, vp_size: int | None, vp_stage: int | None, *_: Any, **__: Any
@@ -106,7 +106,7 @@ class ActivationOffloader:
     def pop_forward_chunk(self, name: str) -> None:
         """Start a group: tensors saved from now on are part of it.
 
-        megatron-core would put a node into the autograd graph for the chunk that it hopes to be given. Ours has nothing
+        It returns no chunk, for which megatron-core would put a node into the autograd graph: this manager has nothing
         to do where the group's backward pass ends, and a node costs the host some time in both passes.
         """
         chunk = self.cur_forward_chunk()
@@ -114,7 +114,7 @@ class ActivationOffloader:
             chunk.start_group(name)
 
     def cur_forward_chunk(self) -> Chunk | None:
-        """Return the chunk whose forward pass is under way; None where nothing is saved for a backward pass."""
+        """Return the chunk whose forward pass is under way; None if nothing is saved for a backward pass."""
         if not (self._enabled and torch.is_grad_enabled()):
             return None
         return self._captured_chunk() if self.copies.is_capturing() else self._chunk
@@ -131,12 +131,12 @@ class ActivationOffloader:
 
     @staticmethod
     def mark_not_offload(tensor: torch.Tensor | None) -> None:
-        """Leave this tensor on the GPU."""
+        """Mark a tensor to stay on the GPU."""
         if tensor is not None:
             tensor._do_not_offload = True  # type: ignore[attr-defined]
 
     def disable_offload(self) -> None:
-        """Switch offloading off, as while Transformer Engine warms up before a capture."""
+        """Switch offloading off, for instance while Transformer Engine warms up before a capture."""
         self._enabled = False
 
     def enable_offload(self) -> None:
@@ -158,15 +158,15 @@ class ActivationOffloader:
             self._excluded.add_recomputed(storage)
 
     def flush_delayed_groups(self) -> None:
-        """Make the commits that waited for a graph's replay."""
+        """Commit the groups whose commits waited for a graph's replay."""
         delayed, self._delayed = self._delayed, []
         for commit in delayed:
             commit()
 
     def reset(self) -> None:
-        """End a step, whose schedule has run or has failed, and make its report."""
+        """End a step after its schedule has run or failed, and make its report."""
         self._chunk = None  # its backward pass has not begun, and will not
-        self._in_replay = False  # of a layer that has failed behind its replay
+        self._in_replay = False  # a layer that failed after its replay leaves it True
         try:
             self._inflight.abandon()
         finally:
@@ -177,7 +177,7 @@ class ActivationOffloader:
             self._delayed.clear()
             self._excluded.forget_recomputed()
             self.captures.chunk = None
-        if self.cuda_graph_stream is not None:  # copies in the last graphs may be under way
+        if self.cuda_graph_stream is not None:  # copies of the last graphs may be under way
             torch.cuda.current_stream().wait_stream(self.cuda_graph_stream)
         if self._path.tally.num_chunks:  # not after forward-only passes, nor after captures
             tally, self._path.tally = self._path.tally, Tally()
@@ -186,12 +186,12 @@ class ActivationOffloader:
             self.report = StepReport(
                 tally.modules, tally.num_chunks, self.host_pool.nbytes, self.host_pool.peak_bytes, kept
             )
-            self.host_pool.forget_reached()  # here, where the GPU has work: the next step would begin with it
+            self.host_pool.forget_reached()  # here, while the GPU has work, and not at the start of the next step
             self.host_pool.peak_bytes = self.host_pool.used_bytes
 
     def close(self) -> None:
-        """Let go of the host memory, which no copy uses any more; nothing can be offloaded any more."""
-        with ExitStack() as stack:  # from the last to the first, whatever a GPU that has failed says
+        """Free the host memory, once no copy uses it; nothing can be offloaded afterwards."""
+        with ExitStack() as stack:  # each of them, from the last to the first, even if a failed GPU raises
             stack.callback(self.host_pool.close)
             if self.cuda_graph_stream is not None:
                 stack.callback(self.cuda_graph_stream.synchronize)
@@ -199,7 +199,7 @@ class ActivationOffloader:
             stack.callback(self.reset)
 
     def end_group(self, chunk: Chunk, name: str, *, delay: bool) -> None:
-        """End a group: commit it now or, with `delay`, where a graph's replay ends (`flush_delayed_groups`)."""
+        """End a group: commit it now, or after a graph's replay that is running if `delay` (`flush_delayed_groups`)."""
         if delay and self._in_replay:
             self._delayed.append(lambda: chunk.end_group(name))
         else:
@@ -208,7 +208,7 @@ class ActivationOffloader:
     # CUDA graphs.
 
     def prepare_capture(self) -> None:
-        """Prepare for captures; the GPU is idle, and no copy is under way."""
+        """Prepare for captures; the GPU must be idle, with no copy under way."""
         self.host_pool.forget_reached()
 
     def exclude_graph_input(self, storage: torch.UntypedStorage) -> None:
@@ -216,7 +216,7 @@ class ActivationOffloader:
         self.captures.graph_inputs.add(storage._cdata)
 
     def end_capture(self, *, forward: bool) -> None:
-        """End a captured pass of a layer; called last in it."""
+        """End a layer's captured pass; must be the last call in it."""
         self.captures.end(forward=forward)
 
     def count_replay(self) -> None:
@@ -224,20 +224,20 @@ class ActivationOffloader:
         self.captures.count_replay()
 
     def forget_captures(self) -> None:
-        """Drop captures whose graphs were deleted, or failed, perhaps in Transformer Engine's warm-up."""
+        """Drop all captures after their graphs were deleted or one failed, perhaps in Transformer Engine's warm-up."""
         self.captures.abandon()
         self.captures = Captures(self.host_pool, self.copies)
         self._enabled = True
 
     def _captured_chunk(self) -> Chunk:
         if self.captures.chunk is None:
-            self.captures.chunk = Chunk(self, 0, self.captures.path, self.options.fraction)  # the one pipeline stage
+            self.captures.chunk = Chunk(self, 0, self.captures.path, self.options.fraction)  # stage 0 is the only one
         return self.captures.chunk
 
     # Forward.
 
     def commit(self, chunk: Chunk, group: Group) -> None:
-        """Decide whether a group, whose forward pass is queued, is offloaded; at a layer's end request copies."""
+        """Decide whether a group whose forward pass is queued is offloaded; request copies at the end of a layer."""
         saved, fresh = group.settle()
         is_captured = chunk.path is self.captures.path
         group.report.distinct_bytes += group.nbytes
@@ -248,16 +248,17 @@ class ActivationOffloader:
         for one in saved:
             if one.stored.is_resident:
                 one.make_resident()
-            elif one.stored not in fresh:  # it is offloaded with the group that saved it first
+            elif one.stored not in fresh:  # the group that saved this storage first offloads it
                 one.release()
         if is_resident:
             group.report.resident_bytes += group.nbytes
         elif fresh:
-            if any(one.group.name == group.name for one in chunk.pending):  # a new layer, and the last one did not ask:
-                chunk.offload(self._inflight)  # in the pass before it was too short to be offloaded
+            # A new layer, and the last one made no request: in the profiled pass it was too short to be offloaded.
+            if any(one.group.name == group.name for one in chunk.pending):
+                chunk.offload(self._inflight)
             chunk.pending.append(PendingOffload(group, fresh, [one for one in saved if one.stored in fresh]))
         if is_captured:
-            chunk.offload(self.captures.inflight)  # the wait is at the end of the graph
+            chunk.offload(self.captures.inflight)  # the wait follows at the end of the graph
             return
         max_inflight = self.options.max_inflight
         if profile is None or max_inflight is not None or group.key in profile.asks:
@@ -267,7 +268,7 @@ class ActivationOffloader:
 
     def _is_resident(self, profile: Profile | None, chunk: Chunk, group: Group, fresh: Sequence[SavedStorage]) -> bool:
         offloads = None if profile is None else profile.offloads.get(group.key)
-        if offloads is None:  # its size was not known before
+        if offloads is None:  # the profile does not have its size
             offloads = chunk.pace.offloads(group.nbytes)
         if not offloads:
             return True
@@ -278,11 +279,11 @@ class ActivationOffloader:
         return False
 
     def drain(self) -> None:
-        """Waits until all offloaded memory is free, as far as the caller's stream can see.
+        """Makes the caller's stream wait for all copies to the host, and drops the GPU memory that they read.
 
-        Called before the logits are made: with the loss they are where most memory is in use.
+        Called before the logits are computed: most memory is in use for them and the loss.
         """
-        self.flush_delayed_groups()  # the last layer's: no replay follows that would
+        self.flush_delayed_groups()  # the last layer's: no later replay commits them
         if self._chunk is not None:
             self._chunk.offload(self._inflight)
         self._inflight.release(max_held=0)
@@ -296,16 +297,16 @@ class ActivationOffloader:
         chunk.offload(self._inflight)
         chunk.num_not_prefetched = len(chunk.groups)
         profile = self._profiles.get(chunk.stage)
-        is_whole = not self.captures.regions.nbytes  # a pass with replays has eager groups only
+        is_whole = not self.captures.regions.nbytes  # a pass with graph replays shows only its eager groups
         if profile is None or (is_whole and profile.is_outdated_by(chunk.groups)):
             has_margin = chunk.stage == self.options.margin_stage
             profile = Profile(chunk.groups, self.options.fraction, has_margin=has_margin)
-            if profile.per_layer:  # else it was too short to say anything
+            if profile.per_layer:  # else the pass was too short for a profile
                 self._profiles[chunk.stage] = profile
         chunk.lead = profile.lead
 
     def _pack(self, tensor: torch.Tensor) -> ResidentTensor | PackedTensor:
-        # Cheap checks first: most of what modules save is small or a parameter.
+        # Cheap checks first: most tensors that modules save are small or parameters.
         active = self._active[-1]
         assert active is not None
         chunk, group = active
@@ -323,7 +324,7 @@ class ActivationOffloader:
             return as_resident(tensor, group.name)
         known = chunk.storages.get(number)
         stored = known() if known is not None else None
-        if stored is None or stored.version != tensor._version:  # a new storage, or new bytes
+        if stored is None or stored.version != tensor._version:  # a new storage, or changed in place since
             stored = SavedStorage(storage, tensor._version, group.report, chunk.path)
             chunk.storages[number] = weakref.ref(stored)
         elif stored.report is not group.report:
@@ -335,10 +336,10 @@ class ActivationOffloader:
     # Backward.
 
     def begin_backward(self, chunk: Chunk, group: Group) -> None:
-        """Prefetch for the groups behind one whose backward pass is about to be queued."""
+        """Prefetch for the groups that follow one whose backward pass is about to be queued."""
         if group.index < 0:  # its commit is delayed
             return
-        self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of one that is to follow it
+        self._end_forward()  # of this chunk or, on a pipeline's earlier stages, of a later one
         if chunk.num_not_prefetched is None:
             chunk.num_not_prefetched = len(chunk.groups)
         if group.index > chunk.prefetch_from:
@@ -354,21 +355,21 @@ class ActivationOffloader:
             self._chunks.remove(chunk)
 
     def _next_backward(self, chunk: Chunk) -> Chunk | None:
-        """Return the oldest other chunk of this stage with its forward pass behind it: 1F1B takes them in order."""
+        """Return the oldest other chunk of this stage whose forward pass is done: 1F1B takes them in order."""
         return next(
             (c for c in self._chunks if c is not chunk and c.num_not_prefetched and c.stage == chunk.stage), None
         )
 
     def _prefetch_groups(self, chunk: Chunk, first: int, begun: Group) -> None:
-        """Request the copies of all groups from `first` on that are not requested yet; late where one has `begun`."""
+        """Request the copies of groups from `first` on that are not requested yet; those of `begun` count as late."""
         assert chunk.num_not_prefetched is not None
         due = chunk.groups[max(0, first) : chunk.num_not_prefetched]
         if not due:
             return
-        requests = [[group] for group in reversed(due)]  # each is waited for by itself
+        requests = [[group] for group in reversed(due)]  # one request each, so that each can be waited for
         if len(due) == 1:
-            # In step with the backward pass, `lead` ahead of it: then a layer's groups are one request. The host pays
-            # for each, and would pay as often as a layer has modules.
+            # Prefetches are in step with the backward pass, `lead` layers ahead of it: then one request takes a whole
+            # layer. Each request costs host time, and one a module would cost it as often as a layer has modules.
             start = max(0, due[0].index - chunk.num_modules + 1)
             requests = [chunk.groups[start : chunk.num_not_prefetched][::-1]]
         for groups in requests:

@@ -1,4 +1,4 @@
-"""Counts what activation offloading moved in a step, module by module, and says what it means for the recipe."""
+"""Counts the bytes that activation offloading moved in a step, by module, and suggests changes to the recipe."""
 
 import math
 from collections.abc import Mapping
@@ -15,23 +15,23 @@ class ModuleReport:
     """Counts bytes of one module in one step on one rank."""
 
     distinct_bytes: int = 0
-    """Storages that were large enough, each counted once for a micro-batch."""
+    """In storages that were large enough, each counted once for a micro-batch."""
     moved_bytes: int = 0
     """Of these, copied to the host."""
     prefetched_bytes: int = 0
     """Copied back ahead of need."""
     late_bytes: int = 0
-    """Copied back when they were needed: the backward pass of their own group had begun."""
+    """Copied back only when they were needed: the backward pass of their own group had begun."""
     freed_bytes: int = 0
-    """Freed on the GPU between their copy out and their copy back; other references keep the memory of the rest."""
+    """Freed on the GPU between the copy to the host and the copy back; other references keep the memory of the rest."""
     duplicate_bytes: int = 0
-    """Saved here, too, after another module had saved the same storage; not copied again."""
+    """In storages that another module had saved before this one; not copied again."""
     resident_bytes: int = 0
-    """Left on the GPU by choice: the last group of its name, the fraction, the pipeline's share."""
+    """Left on the GPU by choice: the module's last group, by the fraction, or by the pipeline rank's share."""
     refused_bytes: int = 0
-    """Left on the GPU since the host memory was full."""
+    """Left on the GPU because the host memory was full."""
     small_bytes: int = 0
-    """In storages below the minimum."""
+    """In storages below the minimum size."""
 
     def count_prefetch(self, nbytes: int, *, is_late: bool) -> None:
         """Count a storage of `nbytes` whose copy to the GPU was requested."""
@@ -58,9 +58,9 @@ class StepReport:
     host_bytes: int
     """Host memory for activations, page-locked once."""
     host_peak_bytes: int
-    """The most of it that was in use at once."""
+    """The most host memory that was in use at once."""
     captured_host_bytes: int = 0
-    """The part of it that CUDA graphs keep until they are deleted."""
+    """The host memory that CUDA graphs keep until they are deleted."""
 
     def total(self) -> ModuleReport:
         """Returns the sums over all modules."""
@@ -81,18 +81,18 @@ class Tally:
         return self.modules[module]
 
     def add(self, modules: Mapping[str, ModuleReport]) -> None:
-        """Count what was counted elsewhere."""
+        """Add the counts of other reports."""
         for name, report in modules.items():
             self.modules[name] = self.of(name) + report
 
 
 def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: bool) -> str | None:
-    """Says why all activations of a module stay on the GPU; None if some are offloaded, with another module's, too.
+    """Explains why all activations of a module stay on the GPU; None if some are offloaded, perhaps by another module.
 
     Args:
         module: its name.
-        report: of the first step; None if it took no part.
-        offloads_later: whether later passes offload some of it; in the first the last layer is not known.
+        report: the module's counts of the first step; None if it has none.
+        offloads_later: whether later passes offload some of it; the first pass does not know the last layer.
     """
     if report is None:
         if module.endswith("_norm"):
@@ -126,7 +126,7 @@ def why_no_effect(module: str, report: ModuleReport | None, *, offloads_later: b
 
 
 def table(report: StepReport) -> str:
-    """Makes a table of what each module moved, in MiB, a line each."""
+    """Formats what each module moved as a table in MiB, one line for each module."""
     lines = [f"{'module':16s} {'moved':>10s} {'freed':>10s} {'duplicate':>10s} {'kept':>10s} {'no room':>10s}"]
     for name, m in report.modules.items():
         values = (m.moved_bytes, m.freed_bytes, m.duplicate_bytes, m.resident_bytes, m.refused_bytes)
@@ -135,7 +135,7 @@ def table(report: StepReport) -> str:
 
 
 def stays_alive(module: str, report: ModuleReport) -> str:
-    """Says that not all bytes that a module moved came free."""
+    """Formats a warning that not all bytes that a module moved were freed."""
     return (
         f"of the {report.moved_bytes / MIB:.0f} MiB that {module} moved in the first step only "
         f"{report.freed_bytes / MIB:.0f} MiB came free on the GPU; something else keeps the rest{_hint(module)}."
@@ -149,36 +149,37 @@ def _hint(module: str) -> str:
 def suggested_fraction(fraction: float, link_s: float, waited_s: float) -> float | None:
     """Returns the `activation_offload_fraction` that the link would keep up with.
 
-    In the time in which nothing waited it moved `link_s - waited_s` seconds' worth of bytes. To the nearest multiple of
-    0.05 that is little enough: a GPU at its power limit makes up for a part of each wait, 24 of 76 ms on an H200.
+    While nothing waited, the link moved `link_s - waited_s` seconds' worth of bytes. The nearest multiple of 0.05 to
+    that is low enough: a GPU at its power limit makes up for a part of each wait, 24 of 76 ms on an H200.
 
     Args:
-        fraction: what was moved.
-        link_s: what the link takes to move it, alone.
-        waited_s: what of that the GPU waited.
+        fraction: the fraction that was moved.
+        link_s: seconds that the link alone takes to move it.
+        waited_s: seconds of that for which the GPU waited.
 
     Returns:
-        None if the GPU waited as long as the link takes, or nearly: then it is not the link's speed.
+        The fraction; None if the GPU waited as long as the link takes, or nearly: then the link's speed is not the
+        cause.
     """
     if waited_s >= link_s:
         return None
     asked = fraction / _FRACTION_STEP
-    num_steps = min(round(asked * (link_s - waited_s) / link_s), math.ceil(asked - 1e-9) - 1)  # less than it was
+    num_steps = min(round(asked * (link_s - waited_s) / link_s), math.ceil(asked - 1e-9) - 1)  # less than `fraction`
     return round(num_steps * _FRACTION_STEP, 2) if num_steps else None
 
 
 def gpu_waited(
     waits: Waits, moved_bytes: int, *, link_speed: float | None, fraction: float, max_inflight: int | None
 ) -> str:
-    """Says how long the GPU waited for copies, and what would change that.
+    """Formats how long the GPU waited for copies, and how to change that.
 
     Args:
-        waits: of a training step.
-        moved_bytes: to the host in it.
-        link_speed: to the host, bytes a second; None if it is not known.
+        waits: the waits of a training step.
+        moved_bytes: bytes copied to the host in that step.
+        link_speed: speed to the host in bytes a second; None if it is not known.
         fraction: `activation_offload_fraction` of the step.
-        max_inflight: `fine_grained_offloading_max_inflight_offloads`. A number may make the GPU wait on any link, so
-            that no fraction follows from the wait.
+        max_inflight: `fine_grained_offloading_max_inflight_offloads`. If it is a number, the GPU may wait on any link,
+            and no fraction is suggested.
     """
     found = f"the GPU waited {_ms(waits.seconds_waited)} of a training step of {_ms(waits.seconds)} for copies of"
     moved = f"{moved_bytes / MIB:,.0f} MiB"

@@ -12,15 +12,15 @@ from nemo_offload_rl.memory.errors import preserve_first_error
 
 
 class SavedStorage:
-    """Follows a storage that autograd saved, wherever it is now.
+    """Tracks a storage that autograd saved, on the GPU or on the host.
 
     Attributes:
-        version: of the tensor that was saved first, in autograd's count of changes in place.
-        report: of the module that saved it first.
+        version: autograd's count of in-place changes of the tensor that was saved first.
+        report: counts of the module that saved it first.
         path: names the copy engine and host memory that offloading it uses.
-        nbytes: of the storage.
+        nbytes: size of the storage.
         device: the GPU.
-        storage: on the GPU; None while it is on the host alone.
+        storage: the storage on the GPU; None while it is on the host only.
         is_resident: whether it stays on the GPU; None until a group has committed it.
     """
 
@@ -38,7 +38,7 @@ class SavedStorage:
         "storage",
         "version",
     )
-    # Not by torch's name when it is called: an interpreter that ends may have cleared that module.
+    # Bound here: when `__del__` runs at interpreter exit, the torch module may have been cleared.
     _free_weak_ref = staticmethod(torch.UntypedStorage._free_weak_ref)
 
     def __init__(self, storage: torch.UntypedStorage, version: int, report: ModuleReport, path: OffloadPath) -> None:
@@ -49,7 +49,7 @@ class SavedStorage:
         self.storage: torch.UntypedStorage | None = storage
         self.is_resident: bool | None = None
         self.device = storage.device
-        self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; given back in `__del__`
+        self._weak = storage._weak_ref()  # as torch.multiprocessing's StorageWeakRef; freed in `__del__`
         self._region: Region | None = None
         self._offloaded: CopyHandle | None = None
         self._prefetched: CopyHandle | None = None
@@ -60,20 +60,20 @@ class SavedStorage:
         return self._offloaded is not None
 
     def span(self, storage: torch.UntypedStorage, region: Region) -> Span:
-        """Pair `storage` on the GPU, as large as its own, with a region of its path."""
+        """Pair a GPU storage of this storage's size with a host region of its path."""
         return Span(storage, self.path.host.memory, region.offset, self.nbytes)
 
     def set_offloaded(self, region: Region, handle: CopyHandle) -> None:
-        """Notes that its copy to the host was requested."""
+        """Records that its copy to the host was requested."""
         self._region, self._offloaded = region, handle
 
     def on_host(self) -> tuple[Region, CopyHandle]:
-        """Returns its place on the host, and the copy that has taken it there."""
+        """Returns its host region, and the handle of the copy into that region."""
         assert self._region is not None and self._offloaded is not None
         return self._region, self._offloaded
 
     def set_prefetched(self, storage: torch.UntypedStorage, handle: CopyHandle) -> None:
-        """Notes that its copy to the GPU was requested."""
+        """Records that its copy to the GPU was requested."""
         region, _ = self.on_host()
         self.storage, self._prefetched = storage, handle
         self._region = None
@@ -82,7 +82,7 @@ class SavedStorage:
         self.path.host.give_back(region, handle)
 
     def fetch(self) -> torch.UntypedStorage:
-        """Returns its storage on the GPU; the caller's stream has waited for it."""
+        """Returns its storage on the GPU, prefetched if necessary; the caller's stream waits for the copy."""
         if self.storage is None:
             prefetch([self])
         if self._prefetched is not None:
@@ -111,7 +111,7 @@ def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) ->
         handle = path.copies.out(spans, after)
     except BaseException:
         with preserve_first_error():
-            for _, region in placed:  # the next copy there comes after those of this request, on the same stream
+            for _, region in placed:  # the next copy into a region follows those of this request, on one stream
                 path.host.give_back(region, None)
             _end_copies(path)
         raise
@@ -121,13 +121,13 @@ def offload(path: OffloadPath, placed: Sequence[tuple[SavedStorage, Region]]) ->
 
 
 def _end_copies(path: OffloadPath) -> None:
-    """Waits for copies of a refused request that may be under way, in memory about to be used again."""
-    if not path.copies.is_capturing():  # what a capture has asked for never runs where it fails
+    """Waits for copies of a refused request that may be under way, since their memory is about to be reused."""
+    if not path.copies.is_capturing():  # the copies of a failed capture never run
         path.copies.synchronize()
 
 
 def prefetch(storages: Sequence[SavedStorage]) -> None:
-    """Request the copies to the GPU of saved storages that are on the host alone and take one path, all at once."""
+    """Request the copies to the GPU of saved storages that are on the host only and share a path, in one request."""
     if not storages:
         return
     spans: list[Span] = []
@@ -148,10 +148,10 @@ def prefetch(storages: Sequence[SavedStorage]) -> None:
 
 
 class ExcludedStorages:
-    """Tracks the storages that are never offloaded: of parameters, buffers and recomputed activations.
+    """Tracks the storages that are never offloaded: those of parameters, buffers and recomputed activations.
 
     Args:
-        storages: of parameters and buffers, for as long as they live.
+        storages: those of parameters and buffers, excluded for as long as they live.
     """
 
     def __init__(self, storages: Iterable[torch.UntypedStorage]) -> None:
@@ -161,19 +161,19 @@ class ExcludedStorages:
     def add_recomputed(self, storage: torch.UntypedStorage) -> None:
         """Exclude a storage that selective recomputation empties, and fills again in the backward pass.
 
-        Its bytes go before a copy could be through, and those that come back do so in this storage.
+        It is emptied before a copy could be done, and recomputed into this same storage.
         """
         self.addresses.add(storage._cdata)
-        self._recomputed.append(StorageWeakRef(storage))  # until it is forgotten no other one has this address
+        self._recomputed.append(StorageWeakRef(storage))  # keeps its address from being reused until it is forgotten
 
     def forget_recomputed(self) -> None:
-        """Forget recomputed storages, whose passes have ended."""
+        """Forget recomputed storages after their passes have ended."""
         self.addresses.difference_update(ref.cdata for ref in self._recomputed)
         self._recomputed.clear()
 
 
 class InPlaceError(RuntimeError):
-    """Reports that a tensor was changed between its saving and its use, or its copy."""
+    """Raised when a tensor was changed in place after it was saved, and before it was used or copied."""
 
 
 ResidentTensor = tuple[torch.Tensor, int, str]
@@ -181,12 +181,12 @@ ResidentTensor = tuple[torch.Tensor, int, str]
 
 
 def as_resident(tensor: torch.Tensor, module: str) -> ResidentTensor:
-    """Returns what autograd keeps of a tensor that stays."""
+    """Returns what autograd stores for a tensor that stays on the GPU."""
     return without_history(tensor), tensor._version, module
 
 
 def unpack_resident(resident: ResidentTensor) -> torch.Tensor:
-    """Return the tensor, as it was saved: autograd asks for versions only where there are no hooks.
+    """Return the tensor after checking that it is unchanged: autograd itself checks versions only without hooks.
 
     Raises:
         InPlaceError: it has changed.
@@ -201,7 +201,7 @@ def unpack_resident(resident: ResidentTensor) -> torch.Tensor:
 
 
 def may_move(tensor: torch.Tensor) -> bool:
-    """Tell whether a tensor is not marked to stay, and its bytes are its values (neither conjugated nor negated)."""
+    """Tell whether a tensor may be offloaded: it is not marked to stay, nor lazily conjugated or negated."""
     return not (
         tensor.is_conj()
         or tensor.is_neg()
@@ -211,12 +211,12 @@ def may_move(tensor: torch.Tensor) -> bool:
 
 
 def without_history(tensor: torch.Tensor) -> torch.Tensor:
-    """Detach an output: with its history, the node that made it would hold itself alive."""
+    """Detach a non-leaf tensor: if saved with its history, the node that made it would keep itself alive."""
     return tensor if tensor.is_leaf else tensor.detach()
 
 
 def changed_in_place(tensor: torch.Tensor, version: int, module: str) -> str:
-    """Begin a message about a tensor that was changed after `module` had saved it at `version`."""
+    """Format the start of a message about a tensor that was changed after `module` had saved it at `version`."""
     return (
         f"a tensor of shape {list(tensor.shape)} that {module} saved for the backward pass was changed in place "
         f"(version {tensor._version}, saved at {version})"

@@ -1,1 +1,1 @@
-"""Host memory, GPU ranges, copy streams: what moving tensors between GPU and host is made of."""
+"""Provides host memory, GPU ranges and copy streams for moving tensors between GPU and host."""

@@ -1,4 +1,4 @@
-"""Results of the CUDA driver's calls (cuda.bindings), and its memory as tensors."""
+"""Checks results of CUDA driver calls (cuda.bindings) and wraps driver memory as tensors."""
 
 from typing import Any
 
@@ -18,14 +18,14 @@ def checked(result: tuple[Any, ...]) -> Any:
 
 
 def device_tensor(address: int, nbytes: int, device_index: int) -> torch.Tensor:
-    """Returns memory of a GPU as uint8 [nbytes]; the tensor does not keep it."""
+    """Wraps GPU memory at `address` as a tensor, uint8 [nbytes]; the tensor does not own the memory."""
     tensor = torch.as_tensor(_ArrayInterface(address, nbytes), device=torch.device("cuda", device_index))
     assert tensor.data_ptr() == address
     return tensor
 
 
 class _ArrayInterface:
-    """Shows device memory to torch as a uint8 array."""
+    """Exposes device memory to torch as a uint8 array."""
 
     def __init__(self, address: int, nbytes: int) -> None:
         self.__cuda_array_interface__ = {

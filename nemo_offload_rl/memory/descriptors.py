@@ -1,4 +1,4 @@
-"""Hands a file descriptor to other processes of the node, through a Unix socket that has no file."""
+"""Passes a file descriptor to other processes on the node through an abstract Unix socket (one without a file)."""
 
 import contextlib
 import os
@@ -13,15 +13,15 @@ _CREDENTIALS = struct.Struct("3i")  # process, user and group
 
 
 class DescriptorError(RuntimeError):
-    """Says that a descriptor that another process offers has not arrived."""
+    """Raised when this process cannot receive a descriptor that another process offers."""
 
 
 @dataclass(frozen=True)
 class DescriptorAddress:
-    """Says where a process offers a descriptor; it can be pickled.
+    """Identifies the process and the socket that offer a descriptor; it can be pickled.
 
     Attributes:
-        pid: The process that offers it.
+        pid: The process that offers the descriptor.
         socket_name: The name of its abstract Unix socket.
     """
 
@@ -29,10 +29,10 @@ class DescriptorAddress:
     socket_name: str
 
     def receive(self) -> int:
-        """Return the descriptor as one of this process, which has to close it.
+        """Receive the descriptor into this process; the caller has to close it.
 
         Raises:
-            DescriptorError: If it is not offered any more, or not to this process.
+            DescriptorError: If the descriptor is no longer offered, or not to this process's user.
         """
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
@@ -52,13 +52,13 @@ class DescriptorAddress:
 
 
 class DescriptorOffer:
-    """Gives a descriptor to each process of the same user that asks, until it is closed.
+    """Sends a descriptor to each process of the same user that connects, until the offer is closed.
 
     Args:
-        descriptor: Is closed with the offer.
+        descriptor: The descriptor to send; `close` closes it, too.
 
     Raises:
-        OSError: This machine has no such sockets.
+        OSError: This machine has no abstract Unix sockets.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -74,16 +74,16 @@ class DescriptorOffer:
         while True:
             try:
                 connection, _ = self._listener.accept()
-            except OSError:  # closed
+            except OSError:  # the listener was closed
                 return
-            with connection, contextlib.suppress(OSError):  # the other side has ended
+            with connection, contextlib.suppress(OSError):  # the peer has disconnected
                 credentials = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
                 if _CREDENTIALS.unpack(credentials)[1] == os.getuid():
                     socket.send_fds(connection, [b"d"], [self._descriptor])
 
     def close(self) -> None:
-        """End the offer; what others have taken stays theirs."""
-        self._listener.shutdown(socket.SHUT_RDWR)  # closing alone would leave the thread in accept
+        """End the offer; descriptors that other processes have received stay open."""
+        self._listener.shutdown(socket.SHUT_RDWR)  # close() alone would leave the thread blocked in accept()
         self._thread.join()
         self._listener.close()
         os.close(self._descriptor)

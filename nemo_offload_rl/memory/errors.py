@@ -1,4 +1,4 @@
-"""Cleans up behind an error without replacing it."""
+"""Keeps the original error when cleaning up after it fails as well."""
 
 import logging
 import sys
@@ -11,13 +11,13 @@ logger = logging.getLogger(__name__)
 
 @contextmanager
 def preserve_first_error() -> Iterator[None]:
-    """Keeps the first error the one that is raised, though cleaning up behind it fails as well.
+    """Keeps the original error the one that propagates when cleanup inside this context fails as well.
 
-    "Behind" is while it is on its way, and where an `except` block handles it: after that block the failures in
-    here are in the log alone.
+    This applies while an error is propagating or an `except` block is handling one. A cleanup failure is then logged
+    and added to the original error as a note. If the `except` block does not raise again, it is in the log only.
 
-    Nested exit stacks lose it otherwise: each takes the error that its caller is handling out of the context of the one
-    that it raises. What fails inside then becomes a note on it, and a line of the log.
+    Without this, nested exit stacks lose the original error: each stack removes the error that its caller is handling
+    from the `__context__` of the error that it raises.
     """
     first = sys.exception()
     try:
@@ -25,6 +25,6 @@ def preserve_first_error() -> Iterator[None]:
     except Exception as error:
         if first is None:
             raise
-        text = "".join(traceback.format_exception(error)).rstrip()  # a record must not keep frames, and their tensors
+        text = "".join(traceback.format_exception(error)).rstrip()  # a log record must not keep frames' tensors
         logger.error("cleaning up behind an error (%s) failed, too:\n%s", type(first).__name__, text)
         first.add_note(f"Cleaning up behind it failed, too: {type(error).__name__}: {error}")

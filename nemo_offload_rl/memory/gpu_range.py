@@ -1,9 +1,9 @@
-"""GPU memory at addresses that stay: a virtual address range, mapped and unmapped in chunks.
+"""Provides GPU memory at fixed addresses: virtual address ranges that are mapped and unmapped in chunks.
 
-Giving memory back through torch's allocator moves addresses (which captured graphs remember) and ends in `empty_cache`,
+Freeing memory through torch's allocator changes the addresses (which captured graphs contain) and needs `empty_cache`,
 which waits for every stream of the GPU: 1,010 ms beside a busy stream on an H200, where unmapping 6 GB takes 3 ms.
 
-A range counts its own bytes; torch's `memory_allocated` does not know of them.
+A range counts its own bytes; torch's `memory_allocated` does not include them.
 """
 
 import contextlib
@@ -20,62 +20,62 @@ from nemo_offload_rl.memory.units import MIB, round_up
 logger = logging.getLogger(__name__)
 
 CHUNK_BYTES = 256 * MIB
-"""Some 25 us pass between two copies on an H200: 2% of the time with 64 MiB, 0.5% with 256 MiB. Larger chunks are given
-back later, and mapped later."""
+"""An H200 leaves some 25 us between two copies: 2% of the time with 64 MiB chunks, 0.5% with 256 MiB. Larger chunks are
+unmapped later, and mapped later."""
 
 
 class OutOfGpuMemoryError(torch.OutOfMemoryError):
-    """Says that the GPU has no memory for a chunk of a range, or for a buffer."""
+    """Raised when the GPU has no memory for a chunk of a range, or for a buffer."""
 
 
 class GpuRange(Protocol):
-    """Defines a range of one device's memory at one address, which is mapped chunk by chunk.
+    """Defines an address range on one device whose memory is mapped chunk by chunk.
 
-    Contents of a chunk are lost when it is unmapped, and undefined when it is mapped again.
+    A chunk loses its contents when it is unmapped; they are undefined when it is mapped again.
     """
 
     nbytes: int
     chunks: tuple[slice, ...]
-    """Byte ranges, in order, that are mapped and unmapped as one."""
+    """Byte ranges of the chunks, in order; each is mapped and unmapped as a whole."""
     tensor: torch.Tensor
-    """uint8 [nbytes]; only mapped chunks of it may be touched."""
+    """uint8 [nbytes]; only its mapped chunks may be accessed."""
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the bytes that are taken from the device now."""
+        """Returns the bytes of device memory that are mapped now."""
         ...
 
     def map(self, index: int) -> None:
-        """Take memory for a chunk that has none.
+        """Map memory to an unmapped chunk.
 
         Raises:
-            OutOfGpuMemoryError: there is none.
+            OutOfGpuMemoryError: the device has no memory for it.
         """
         ...
 
     def unmap(self, index: int) -> None:
-        """Give a mapped chunk's memory back; nothing may be using it any more."""
+        """Unmap a chunk and free its memory; no kernel or copy may be using it any more."""
         ...
 
     def close(self) -> None:
-        """Give everything back, the addresses too; the tensor is of no use afterwards."""
+        """Free the memory and the addresses; the tensor must not be used afterwards."""
         ...
 
 
 RangeMaker = Callable[[int, torch.device, int], GpuRange]
-"""From a size, a device and the size of a chunk: `make_range`, or another that keeps its contract."""
+"""Makes a range from its size, its device and the size of a chunk: `make_range`, or a function with its contract."""
 
 
 def make_range(nbytes: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> GpuRange:
-    """Makes a range on a device, none of it mapped.
+    """Makes a range on a device, with no chunk mapped.
 
     Args:
         nbytes: size, above 0.
         device: a CUDA device, or the CPU, where a range is plain memory.
-        chunk_bytes: a multiple of 2 MiB; what is mapped and unmapped as one.
+        chunk_bytes: size of the chunks that are mapped and unmapped; a multiple of 2 MiB.
 
     Raises:
-        OutOfGpuMemoryError: the device has no room.
+        OutOfGpuMemoryError: the device has no memory for it.
     """
     assert nbytes > 0 and chunk_bytes % (2 * MIB) == 0
     if device.type != "cuda":
@@ -91,15 +91,15 @@ def make_range(nbytes: int, device: torch.device, chunk_bytes: int = CHUNK_BYTES
 
 
 class VirtualMemoryUnsupportedError(RuntimeError):
-    """Says that the driver or the device does not offer the virtual memory management that a range needs."""
+    """Raised when the driver or the device lacks the virtual memory management that a range needs."""
 
 
 class VirtualRange:
-    """Maps a range by CUDA's virtual memory management (cuMemAddressReserve, cuMemMap), through cuda.bindings.
+    """Implements a range with CUDA's virtual memory management (cuMemAddressReserve, cuMemMap), through cuda.bindings.
 
     Raises:
         VirtualMemoryUnsupportedError: the device lacks it.
-        OutOfGpuMemoryError: the device has no room.
+        OutOfGpuMemoryError: the device has no memory for it.
     """
 
     def __init__(self, nbytes: int, device: torch.device, chunk_bytes: int) -> None:
@@ -107,7 +107,7 @@ class VirtualRange:
             from cuda.bindings import driver
         except ImportError as error:
             raise VirtualMemoryUnsupportedError(f"cuda.bindings cannot be imported ({error})") from error
-        torch.cuda.current_stream(device).synchronize()  # torch has its context by now
+        torch.cuda.current_stream(device).synchronize()  # creates torch's CUDA context if there is none
         self._driver = driver
         self._context = checked(driver.cuCtxGetCurrent())
         index = torch.cuda.current_device() if device.index is None else device.index
@@ -131,21 +131,21 @@ class VirtualRange:
         self._reserved = sum(self._sizes)
         self._address = int(checked(driver.cuMemAddressReserve(self._reserved, 0, 0, 0)))
         self._handles: list[Any] = [None] * len(self.chunks)
-        self.map(0)  # torch asks the driver whose the address is, and only mapped memory has an answer
+        self.map(0)  # torch asks the driver for the device of the address, which only mapped memory has
         self.tensor = device_tensor(self._address, nbytes, index)
         self.unmap(0)
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the bytes that are taken from the device now."""
+        """Returns the bytes of device memory that are mapped now."""
         return sum(size for size, handle in zip(self._sizes, self._handles, strict=True) if handle is not None)
 
     def map(self, index: int) -> None:
-        """Take memory for a chunk; callable from any thread."""
+        """Map memory to a chunk; callable from any thread."""
         assert self._handles[index] is None, f"chunk {index} is mapped already"
         driver, size = self._driver, self._sizes[index]
-        checked(driver.cuCtxSetCurrent(self._context))  # a helper thread starts without one
-        handle = self._take(size)
+        checked(driver.cuCtxSetCurrent(self._context))  # a helper thread starts without a current context
+        handle = self._allocate(size)
         address = self._address + self.chunks[index].start
         (error,) = driver.cuMemMap(address, size, 0, handle, 0)
         if int(error) == 0:
@@ -155,16 +155,16 @@ class VirtualRange:
                 self.unmap(index)
         else:
             checked(driver.cuMemRelease(handle))
-        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # for page tables
+        if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:  # no memory for page tables
             raise OutOfGpuMemoryError(f"The driver has no memory to map {size / MIB:.0f} MiB of a range.")
         checked((error,))
 
     def _handle_type(self, driver: Any) -> Any:
-        """Returns how a chunk's memory may be handed to another process: in no way."""
+        """Returns the handle type with which other processes can map a chunk's memory: none."""
         return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_NONE
 
-    def _take(self, size: int) -> Any:
-        """Returns the driver's handle of new memory."""
+    def _allocate(self, size: int) -> Any:
+        """Allocates memory for a chunk and returns the driver's handle of it."""
         driver = self._driver
         error, handle = driver.cuMemCreate(size, self._properties, 0)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
@@ -173,7 +173,7 @@ class VirtualRange:
         return handle
 
     def unmap(self, index: int) -> None:
-        """Give a chunk's memory back; callable from any thread."""
+        """Unmap a chunk and free its memory; callable from any thread."""
         handle, self._handles[index] = self._handles[index], None
         assert handle is not None, f"chunk {index} is not mapped"
         driver = self._driver
@@ -182,7 +182,7 @@ class VirtualRange:
         checked(driver.cuMemRelease(handle))
 
     def close(self) -> None:
-        """Give everything back, the addresses too; waits for the device."""
+        """Free the memory and the addresses; waits for the device."""
         torch.cuda.synchronize()
         for index, handle in enumerate(self._handles):
             if handle is not None:
@@ -191,7 +191,7 @@ class VirtualRange:
 
 
 class TorchRange:
-    """Takes one chunk from torch's allocator on devices without virtual memory management; its address changes."""
+    """Allocates one chunk with torch's allocator on devices without virtual memory management; its address changes."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes = nbytes
@@ -204,41 +204,41 @@ class TorchRange:
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the bytes that are taken from the device now."""
+        """Returns the bytes of device memory that are mapped now."""
         return self.tensor.untyped_storage().size()
 
     def map(self, index: int) -> None:
-        """Take memory; every view follows, since views share the storage."""
+        """Allocate the memory; all views of the tensor see it, since they share its storage."""
         assert index == 0 and self.mapped_bytes == 0
         try:
             self.tensor.untyped_storage().resize_(self.nbytes)
         except torch.OutOfMemoryError as error:
             raise OutOfGpuMemoryError(str(error)) from error
-        if self.tensor.is_cuda:  # a kernel of this stream may still read the block that the allocator gives
+        if self.tensor.is_cuda:  # a kernel on this stream may still read the block that the allocator reuses
             torch.cuda.current_stream(self.tensor.device).synchronize()
 
     def unmap(self, index: int) -> None:
-        """Give the memory back to the driver, which waits for every stream."""
+        """Free the memory to the driver (`empty_cache`), which waits for every stream."""
         assert index == 0 and self.mapped_bytes
         self.tensor.untyped_storage().resize_(0)
         torch.cuda.empty_cache()
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         if self.mapped_bytes:
             self.unmap(0)
 
 
 class HostRange:
-    """Maps a range in host memory, for machines without a GPU; unmapped pages are freed, and read as zeros."""
+    """Provides a range in host memory, for machines without a GPU; unmapped pages are freed, and read as zeros."""
 
     def __init__(self, nbytes: int, chunk_bytes: int) -> None:
         self.nbytes = nbytes
         self.chunks = _cut(nbytes, chunk_bytes)
-        # Private: of shared memory, MADV_DONTNEED gives nothing back.
+        # MAP_PRIVATE, since MADV_DONTNEED does not free the pages of a shared mapping.
         self._memory = mmap.mmap(-1, round_up(nbytes, mmap.PAGESIZE), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self._mapped = [False] * len(self.chunks)
-        # frombuffer(self._memory) would let go of the buffer at once, and `close` would unmap it under its views.
+        # torch.frombuffer(self._memory) would release the buffer at once, and `close` would unmap it under its views.
         self.tensor = torch.frombuffer(memoryview(self._memory), dtype=torch.uint8, count=nbytes)
 
     @property
@@ -248,24 +248,24 @@ class HostRange:
         return sum(size for size, mapped in zip(sizes, self._mapped, strict=True) if mapped)
 
     def map(self, index: int) -> None:
-        """Allow a chunk to be used; the kernel gives its pages at the first touch."""
+        """Mark a chunk as mapped; the kernel allocates its pages at the first touch."""
         assert not self._mapped[index], f"chunk {index} is mapped already"
         self._mapped[index] = True
 
     def unmap(self, index: int) -> None:
-        """Give a chunk's pages back to the kernel."""
+        """Return a chunk's pages to the kernel."""
         assert self._mapped[index], f"chunk {index} is not mapped"
         chunk = self.chunks[index]
         self._memory.madvise(mmap.MADV_DONTNEED, chunk.start, round_up(chunk.stop - chunk.start, mmap.PAGESIZE))
         self._mapped[index] = False
 
     def close(self) -> None:
-        """Give the pages back; the addresses follow when the last view is gone."""
+        """Free the pages; the addresses are freed when no tensor views them any more."""
         for index, mapped in enumerate(self._mapped):
             if mapped:
                 self.unmap(index)
         del self.tensor
-        with contextlib.suppress(BufferError):  # views of it are still about
+        with contextlib.suppress(BufferError):  # tensors still view it
             self._memory.close()
 
 

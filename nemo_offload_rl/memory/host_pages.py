@@ -1,4 +1,4 @@
-"""Gives a mapping of host memory its pages, in parallel, and page-locks them, so that the GPU copies at full speed."""
+"""Touches the pages of a host mapping in parallel and page-locks them, so that GPU copies run at full speed."""
 
 import ctypes
 import functools
@@ -17,8 +17,9 @@ from nemo_offload_rl.memory.units import MIB
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 16
-# A thread takes one slice after the other. Halves, one a thread, gained nothing from the second thread (2.5 to 2.6 GB/s
-# with 4 KiB pages; slices: 2.6 to 5.4). A multiple of 2 MiB, so that no huge page is two threads' business.
+# Each thread touches one slice after another. With one half of the memory for each of two threads, the second thread
+# gained nothing (2.5 to 2.6 GB/s with 4 KiB pages; slices: 2.6 to 5.4). A multiple of 2 MiB, so that no two threads
+# touch the same huge page.
 SLICE_BYTES = 64 * MIB
 _MADV_POPULATE_WRITE = 23  # include/uapi/asm-generic/mman-common.h, since Linux 5.14
 
@@ -30,39 +31,39 @@ Touch = Callable[[int, int], None]
 
 
 def populate(address: int, nbytes: int) -> None:
-    """Give a range its pages by one call to the kernel.
+    """Allocate the pages of a range with one call of the kernel.
 
     Raises:
-        OSError: if the kernel has none left (ENOMEM), instead of the signal that a write would end in.
+        OSError: if the kernel has no pages left (ENOMEM), where a write would end in a signal.
     """
     if _libc.madvise(address, nbytes, _MADV_POPULATE_WRITE) != 0:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
 
 
 def write_each_page(address: int, nbytes: int) -> None:
-    """Give a range its pages by writing a zero byte into each, for kernels that cannot populate."""
+    """Allocate the pages of a range by writing a zero byte into each, for kernels without MADV_POPULATE_WRITE."""
     memory = (ctypes.c_uint8 * nbytes).from_address(address)
     torch.frombuffer(memory, dtype=torch.uint8)[:: mmap.PAGESIZE].zero_()
 
 
 @functools.cache
 def best_touch() -> Touch:
-    """Returns the faster function that this kernel has for touching pages.
+    """Returns the fastest function for touching pages that this kernel supports.
 
-    Two threads, GB/s on a virtual machine with Linux 6.18: populating 5.4 with 4 KiB pages and 19.3 with huge pages,
-    writing 2.1 and 19.5.
+    GB/s with two threads on a virtual machine with Linux 6.18: `populate` 5.4 with 4 KiB pages and 19.3 with huge
+    pages, `write_each_page` 2.1 and 19.5.
     """
-    knows_populate = _libc.madvise(None, 0, _MADV_POPULATE_WRITE) == 0  # an empty range: 0 where the advice is known
+    knows_populate = _libc.madvise(None, 0, _MADV_POPULATE_WRITE) == 0  # an empty range: 0 if the advice is known
     return populate if knows_populate else write_each_page
 
 
 def default_num_threads() -> int:
-    """Returns the CPUs that this process may use, up to 16: beyond, memory is the limit."""
+    """Returns the number of CPUs that this process may use, up to 16: beyond that, memory is the limit."""
     return min(MAX_THREADS, len(os.sched_getaffinity(0)))
 
 
 def slices(start: int, nbytes: int, slice_bytes: int) -> Iterator[tuple[int, int]]:
-    """Cuts a range into (start, number of bytes); the last may be shorter."""
+    """Yields the (start, number of bytes) of each slice of a range; the last may be shorter."""
     for offset in range(0, nbytes, slice_bytes):
         yield start + offset, min(slice_bytes, nbytes - offset)
 
@@ -71,16 +72,16 @@ def slices(start: int, nbytes: int, slice_bytes: int) -> Iterator[tuple[int, int
 def touching(
     address: int, nbytes: int, chunk_bytes: int, *, num_threads: int, touch: Touch
 ) -> Iterator[Iterator[tuple[int, int]]]:
-    """Touch a mapping in threads; the body iterates over chunks, each as soon as all of its pages are there.
+    """Touch a mapping in threads; the body iterates over its chunks, and gets each once all of its pages are touched.
 
-    So what the body does with a chunk overlaps with the touching of the next ones. Leaving the body early leaves the
-    rest untouched. What `touch` raises comes out of the iteration.
+    So the body's work on a chunk overlaps with the touching of the next ones. If the body ends early, the rest is not
+    touched. The iteration raises the errors of `touch`.
 
     Args:
         address: the mapping's start.
         nbytes: its size.
-        chunk_bytes: how much the iteration yields at a time, as (address, number of bytes).
-        num_threads: how many threads touch.
+        chunk_bytes: size of the chunks that the iteration yields, as (address, number of bytes).
+        num_threads: number of touching threads.
         touch: touches one slice.
     """
     pool = ThreadPoolExecutor(num_threads, thread_name_prefix="first-touch")
@@ -102,14 +103,14 @@ def touching(
 
 
 class PageLockError(RuntimeError):
-    """Says that memory could not be page-locked; no part of the refused range is."""
+    """Raised when a range cannot be page-locked; no part of that range is locked."""
 
 
 class PageLocker(Protocol):
     """Page-locks ranges of touched host memory; the caller unlocks a range before it is unmapped."""
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Lock a page-aligned range; raises PageLockError, and leaves nothing behind, where that is refused."""
+        """Lock a page-aligned range; if that is refused, raises PageLockError and leaves nothing locked."""
         ...
 
     def unlock(self, address: int) -> None:
@@ -118,10 +119,10 @@ class PageLocker(Protocol):
 
 
 class CudaPageLocker:
-    """Page-locks memory for all GPUs of this process, by the context of the GPU that is current when it is made.
+    """Page-locks memory for all GPUs of this process, in the context of the GPU that is current at construction.
 
-    The driver's own call, not the runtime's cudaHostRegister: a refusal by the runtime stays in a thread-local error
-    that the next kernel launch would raise as its own; the driver keeps none, so that there is nothing to clear.
+    It calls the driver, and not the runtime's cudaHostRegister: a refusal by the runtime stays in a thread-local error
+    that the next kernel launch would raise as its own; the driver keeps no such error to clear.
     """
 
     def __init__(self) -> None:
@@ -132,29 +133,29 @@ class CudaPageLocker:
         error, device = driver.cuDeviceGet(torch.cuda.current_device())
         if error:
             raise PageLockError(f"cuDeviceGet: {error.name}")
-        # The context that torch uses; retained as long as the process lives, as torch itself does.
+        # The context that torch uses; retained until the process ends, as torch does.
         error, self._context = driver.cuDevicePrimaryCtxRetain(device)
         if error:
             raise PageLockError(f"cuDevicePrimaryCtxRetain: {error.name}")
 
     def lock(self, address: int, nbytes: int) -> None:
-        """Lock a range; the GIL is free meanwhile.
+        """Lock a range; releases the GIL meanwhile.
 
         Raises:
-            PageLockError: with the driver's name of the error.
+            PageLockError: the driver refused; the message has its name of the error.
         """
         error = self._call(self._driver.cuMemHostRegister, address, nbytes, self._driver.CU_MEMHOSTREGISTER_PORTABLE)
         if error:
             raise PageLockError(f"cuMemHostRegister: {error.name}")
 
     def unlock(self, address: int) -> None:
-        """Unlock a range; a context that a failed kernel broke cannot, and then it is left to the process's end."""
+        """Unlock a range; if a failed kernel broke the context, it stays locked until the process ends."""
         error = self._call(self._driver.cuMemHostUnregister, address)
         if error:
             logger.warning("cuMemHostUnregister: %s; the memory stays locked until this process ends", error.name)
 
     def _call(self, function: Callable[..., tuple[Any]], *arguments: int) -> Any:
-        """Call in torch's context, whichever thread this is and whatever context it has; returns the error."""
+        """Calls a driver function in torch's context, from any thread and whatever its context; returns the error."""
         (error,) = self._driver.cuCtxPushCurrent(self._context)
         if error:
             return error
@@ -169,8 +170,8 @@ class LockedRanges:
     """Locks ranges of one mapping, and unlocks all of them when one is refused.
 
     Attributes:
-        error: the first refusal, after which everything was unlocked and nothing more is tried.
-        locked_bytes: how much was locked in all; unlocking does not lower it.
+        error: the first refusal, after which all ranges are unlocked and no further one is locked.
+        locked_bytes: total bytes that were locked; unlocking does not reduce it.
     """
 
     def __init__(self, locker: PageLocker) -> None:
@@ -186,7 +187,7 @@ class LockedRanges:
         try:
             self._locker.lock(address, nbytes)
         except PageLockError as error:
-            self.error = error.with_traceback(None)  # which would keep all callers' locals, tensors too
+            self.error = error.with_traceback(None)  # a traceback keeps all callers' locals, including tensors
             self.unlock()
             return
         self._addresses.append(address)

@@ -46,12 +46,12 @@ def _measure(host: torch.Tensor, device: torch.device) -> LinkSpeed:
 
 
 def copy_bytes_per_s(*copies: Copy, repeats: int, num_copies: int = 1) -> float:
-    """Time copies that start together, each on a stream of its own, and return the median of their speeds, added up.
+    """Time copies that start together, each on its own stream, and return the median of their combined speed.
 
     Args:
         copies: each between a GPU and page-locked memory.
-        repeats: how many times all of it is timed, after one time that is not.
-        num_copies: how many times in a row each copy is made at a time.
+        repeats: number of timed runs, after one that is not timed.
+        num_copies: how many times in a row each copy is made in a run.
     """
     device = next(tensor.device for tensor in copies[0] if tensor.is_cuda)
     streams = [CopyStream(device) for _ in copies]

@@ -1,4 +1,4 @@
-"""NUMA: which node a GPU hangs on, and a process's CPUs and memory on it before its first pinned page."""
+"""Finds a GPU's NUMA node, and binds a process's CPUs and memory to it before its first pinned page."""
 
 import contextlib
 import ctypes
@@ -14,7 +14,7 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-# include/uapi/linux/mempolicy.h. Never MPOL_BIND (2): once the node is full the kernel kills without a message.
+# include/uapi/linux/mempolicy.h. Never MPOL_BIND (2): once the node is full, the kernel kills without a message.
 _MPOL_PREFERRED = 1
 _MASK_WORD_BITS = 64
 _SYSCALLS = {"x86_64": {"mbind": 237, "set_mempolicy": 238}, "aarch64": {"mbind": 235, "set_mempolicy": 237}}
@@ -23,7 +23,7 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 @dataclass(frozen=True)
 class NumaNode:
-    """Describes a NUMA node: its online CPUs (none for memory alone, such as a GB200's GPU memory) and distances."""
+    """Describes a NUMA node: its online CPUs (none if it is memory only, like a GB200's GPU memory) and distances."""
 
     number: int
     cpus: frozenset[int]
@@ -35,10 +35,10 @@ class Binding:
     """Reports what `bind_process` did.
 
     Attributes:
-        node: The node that the process was put on; None where nothing was bound.
+        node: The node that the process was bound to; None if it was not bound.
         cpus: The CPUs that the calling thread may use now, ascending.
         memory_preferred: Whether new pages come from the node while it has free ones.
-        note: All of this in words, for the log.
+        note: A summary for the log.
     """
 
     node: int | None
@@ -68,10 +68,10 @@ def gpu_numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
         sysfs: Where sysfs is mounted.
 
     Returns:
-        The node's number; None where sysfs does not tell the nodes apart for this device.
+        The node's number; None where sysfs does not single out one for this device.
 
     Raises:
-        ValueError: If the text is no PCI address.
+        ValueError: If the text is not a PCI address.
     """
     device = sysfs / "bus/pci/devices" / normalize_pci_bus_id(pci_bus_id)
     nodes = numa_nodes(sysfs)
@@ -80,7 +80,7 @@ def gpu_numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
     if named is not None and int(named) in nodes:
         nearest = nodes[int(named)]
         if not nearest.cpus and with_cpus:
-            # A distance that the kernel does not give is taken to be the farthest (ACPI's "unreachable").
+            # A distance that the kernel does not list counts as the farthest (ACPI's "unreachable").
             return min(with_cpus, key=lambda node: nearest.distances.get(node.number, 255)).number
         return nearest.number if nearest.cpus else None
     local_cpus = parse_cpu_list(read_text(device / "local_cpulist") or "")
@@ -91,19 +91,19 @@ def gpu_numa_node(pci_bus_id: str, sysfs: Path = Path("/sys")) -> int | None:
 
 
 def bind_process(setting: str | int, pci_bus_id: str | None, sysfs: Path = Path("/sys")) -> Binding:
-    """Put this process on its GPU's node: the CPUs of all its threads, and where its new pages come from.
+    """Bind this process to its GPU's node: the CPUs of all its threads, and the node that its new pages come from.
 
-    Call it before the first large allocation. CPUs outside what the process may use already are left out. The memory
-    policy is the calling thread's and that of threads which it starts afterwards: threads that run already keep theirs.
-    What the kernel or a container denies is logged as a warning and left as it was.
+    Call it before the first large allocation. CPUs that the process was not allowed to use before are left out. The
+    memory policy applies to the calling thread and to threads that it starts afterwards: running threads keep theirs.
+    If the kernel or a container denies a call, a warning is logged and that setting stays as it was.
 
     Args:
         setting: `policy.numa`: "auto" for the GPU's node, "none" for no binding, or a node's number.
-        pci_bus_id: The GPU's; None without a GPU.
+        pci_bus_id: The GPU's PCI address; None without a GPU.
         sysfs: Where sysfs is mounted.
 
     Raises:
-        ValueError: If the setting is none of these, or names a node that is not there or has no CPUs.
+        ValueError: If the setting is none of these, or names a node that does not exist or has no CPUs.
     """
     nodes = numa_nodes(sysfs)
     if setting == "none":
@@ -130,7 +130,7 @@ def bind_process(setting: str | int, pci_bus_id: str | None, sysfs: Path = Path(
 
 
 def prefer_node(address: int, nbytes: int, node: int) -> bool:
-    """Have the pages of a mapping come from a node while it has free ones; for pages that are not there yet.
+    """Make the pages of a mapping come from a node while it has free ones; affects only pages not yet touched.
 
     Args:
         address: The mapping's start, a multiple of the page size.
@@ -138,7 +138,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
         node: The node's number.
 
     Returns:
-        Whether the kernel took it. Where not, a warning is logged, once in a process for each kind of refusal.
+        Whether the kernel accepted it. If not, a warning is logged, once in a process for each kind of refusal.
     """
     mask, bits = _node_mask(node)
     error = _syscall("mbind", address, nbytes, _MPOL_PREFERRED, ctypes.addressof(mask), bits, 0)
@@ -148,7 +148,7 @@ def prefer_node(address: int, nbytes: int, node: int) -> bool:
 
 
 def read_text(path: Path) -> str | None:
-    """Reads a file of sysfs or procfs; None where it is missing, as in older kernels and containers."""
+    """Returns the text of a sysfs or procfs file; None if it is missing, as in older kernels and containers."""
     try:
         return path.read_text().strip()
     except OSError:
@@ -205,8 +205,8 @@ def _bind_threads(node: int, node_cpus: frozenset[int]) -> str:
     bound: set[int] = set()
     try:
         while threads := {int(path.name) for path in Path("/proc/self/task").iterdir()} - bound:
-            for thread in threads:  # again, until no thread not yet bound has started another meanwhile
-                with contextlib.suppress(ProcessLookupError):  # it has ended
+            for thread in threads:  # repeated, since a thread that was not bound yet may have started another one
+                with contextlib.suppress(ProcessLookupError):  # the thread has ended
                     os.sched_setaffinity(thread, cpus)
             bound |= threads
     except OSError as error:
@@ -221,7 +221,7 @@ def _allowed_cpus() -> tuple[int, ...]:
 
 
 def _node_mask(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
-    """Returns a node mask and its `maxnode`, of which the kernel reads one bit less."""
+    """Returns a node mask and its `maxnode`; the kernel reads one bit less than that."""
     words = node // _MASK_WORD_BITS + 1
     mask = (ctypes.c_uint64 * words)()
     mask[-1] = 1 << (node % _MASK_WORD_BITS)
@@ -229,7 +229,7 @@ def _node_mask(node: int) -> tuple[ctypes.Array[ctypes.c_uint64], int]:
 
 
 def _syscall(name: str, *arguments: int) -> OSError | None:
-    """Calls the kernel, for glibc wraps neither of these; returns its refusal, if it refuses."""
+    """Makes a system call that glibc does not wrap; returns the error if the kernel refuses it."""
     numbers = _SYSCALLS.get(platform.machine(), {})
     if name not in numbers:
         return OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))

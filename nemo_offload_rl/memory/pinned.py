@@ -1,8 +1,8 @@
-"""Gives host memory for offloaded state: exact to the page, near the GPU, page-locked, one owner a segment.
+"""Allocates page-locked host memory for offloaded state, near the GPU, in segments of whole pages with one owner each.
 
-A segment is mapped, given a memory policy, touched by many threads and page-locked in chunks as its pages come; torch's
-`pin_memory=True` does all that on one thread and rounds up to a power of two. Without CUDA the same path ends before
-the page-locking.
+A segment is mapped, given a memory policy, touched by many threads, and page-locked chunk by chunk as its pages are
+allocated; torch's `pin_memory=True` does all that on one thread and rounds up to a power of two. Without CUDA only the
+page-locking is skipped.
 """
 
 import errno
@@ -33,29 +33,29 @@ from nemo_offload_rl.memory.units import GIB, round_up
 logger = logging.getLogger(__name__)
 
 LOCK_CHUNK_BYTES = GIB
-"""What is page-locked at a time, while the next is touched; drivers from R580 on refuse 512 GiB in one piece.
+"""Bytes that are page-locked in one call, while the next chunk is touched; drivers from R580 on refuse 512 GiB at once.
 
-CUDA may refuse a copy that reaches over two locked ranges ("invalid argument"). One that is cut at multiples of this
-from the segment's start never does.
+CUDA may refuse a copy that spans two locked ranges ("invalid argument"). Copies that are cut at multiples of this
+number from the segment's start never do.
 """
 _MAP_NORESERVE = 0x4000  # include/uapi/asm-generic/mman-common.h; the mmap module has no name for it
 
 
 class HostMemoryError(MemoryError):
-    """Says that the host has less memory than a segment asked for."""
+    """Raised when the host has less memory than a segment needs."""
 
 
 class LeakError(RuntimeError):
-    """Says that a host segment was not released, or was released while tensors still view it."""
+    """Raised when a host segment was not released, or was released while tensors still view it."""
 
 
 class HostSegment:
     """Holds zeroed host memory of one owner; made by `PinnedArena.allocate`.
 
     Attributes:
-        owner: what the memory is for, as logs and errors name it.
-        nbytes: the size that was asked for.
-        mapped_bytes: that size, rounded up to whole pages.
+        owner: name of its user in logs and errors.
+        nbytes: the requested size.
+        mapped_bytes: the requested size, rounded up to whole pages.
         pinned: whether all of it is page-locked.
     """
 
@@ -66,33 +66,33 @@ class HostSegment:
         self.pinned = locked is not None and locked.error is None
         self._mapping: mmap.mmap | None = mapping
         self._locked = locked
-        # Tensors keep this view and it keeps the mapping, so no tensor can outlive its memory. frombuffer(mapping)
-        # would not do: torch gives the buffer back at once.
+        # Tensors keep this view and it keeps the mapping, so no tensor can outlive its memory. With
+        # torch.frombuffer(mapping) they could: torch releases that buffer at once.
         self._view: memoryview | None = memoryview(mapping)
         self._tensor: torch.Tensor | None = self.window(0, nbytes)
 
     @property
     def tensor(self) -> torch.Tensor:
-        """Returns all of its memory: uint8 [nbytes] on the CPU, its start on a page boundary.
+        """Returns the segment's memory: uint8 [nbytes] on the CPU, starting on a page boundary.
 
-        Between it and a GPU, cut copies at multiples of `LOCK_CHUNK_BYTES`.
+        Cut copies between it and a GPU at multiples of `LOCK_CHUNK_BYTES`.
         """
         assert self._tensor is not None, f"the host segment of {self.owner} has been released"
         return self._tensor
 
     def window(self, offset: int, nbytes: int) -> torch.Tensor:
-        """Returns a part, uint8 [nbytes], as a tensor with a storage of its own.
+        """Returns a part of the segment, uint8 [nbytes], as a tensor with its own storage.
 
-        `torch.save` writes, and megatron-core's checkpoint writer copies, the whole storage behind a view; behind this
-        one there is nothing but the part.
+        `torch.save` writes the whole storage behind a view, and megatron-core's checkpoint writer copies it; the
+        storage of this tensor holds only the part.
         """
         assert self._view is not None, f"the host segment of {self.owner} has been released"
         return torch.frombuffer(self._view, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def _release(self) -> bool:
-        """Unlocks, and unmaps unless a tensor still needs it: then the last one does. Returns whether it is unmapped.
+        """Unlocks the memory, and unmaps it unless a tensor still views it; returns whether it is unmapped.
 
-        The caller sees to it that no copy is under way.
+        Otherwise it is unmapped with its last tensor. The caller makes sure that no copy is under way.
         """
         if self._locked is not None:
             self._locked.unlock()
@@ -104,15 +104,16 @@ class HostSegment:
 
 
 class PinnedArena:
-    """Allocates and releases segments; for one thread at a time.
+    """Allocates and releases host segments; not thread-safe.
 
     Args:
-        numa_node: where pages should come from while that node has free ones; None leaves it to the process's policy.
-        huge_pages: ask for transparent huge pages: several times faster to touch and to lock, and as exact.
-        pin: False never page-locks. True and None do where they can: with a `locker`, or where CUDA is available.
-        locker: how to page-lock; None for CUDA's way.
-        num_touch_threads: how many threads touch new memory; None for as many as this process may use, up to 16.
-        lock_chunk_bytes: how much is page-locked at a time, a multiple of the page size.
+        numa_node: node that pages come from while it has free ones; None for the process's memory policy.
+        huge_pages: whether to request transparent huge pages: several times faster to touch and to lock, with the same
+            segment sizes.
+        pin: False never page-locks. True and None do, with a `locker` or if CUDA is available.
+        locker: page-locks the memory; None for `CudaPageLocker`.
+        num_touch_threads: threads that touch new memory; None for one for each CPU that this process may use, up to 16.
+        lock_chunk_bytes: bytes that are page-locked in one call, a multiple of the page size.
     """
 
     _mappings: ClassVar[weakref.WeakSet[mmap.mmap]] = weakref.WeakSet()
@@ -138,14 +139,14 @@ class PinnedArena:
         self._touch: Touch = best_touch()
         self._segments: list[HostSegment] = []
         self._has_warned = False
-        # A range that is unmapped while locked stays pinned, and CUDA takes what is mapped there next for locked.
+        # A range that is unmapped while locked stays pinned, and CUDA treats the next mapping at its address as locked.
         weakref.finalize(self, _unlock_all, self._segments).atexit = False
 
     @staticmethod
     def live_bytes() -> int:
-        """Returns the bytes that arenas of this process have mapped now, released segments that tensors hold included.
+        """Returns the bytes that this process's arenas have mapped now, with released segments that tensors still view.
 
-        0 after a test in which nothing leaked.
+        After a test in which nothing leaked it is 0.
         """
         return sum(len(mapping) for mapping in PinnedArena._mappings if not mapping.closed)
 
@@ -160,18 +161,19 @@ class PinnedArena:
         return sum(segment.mapped_bytes for segment in self._segments if segment.pinned)
 
     def allocate(self, owner: str, nbytes: int, *, pin: bool = True) -> HostSegment:
-        """Map, touch and page-lock a segment, zeroed; pair it with `release`.
+        """Map, touch and page-lock a zeroed segment; pair it with `release`.
 
-        Where page-locking is refused the segment is plain memory, `pinned` is False, and a warning says so, once.
+        If page-locking is refused, the segment is pageable, its `pinned` is False, and the first refusal is logged as a
+        warning.
 
         Args:
-            owner: whom it is for.
-            nbytes: its size; rounded up to whole pages, not further.
+            owner: name of the segment's user in logs and errors.
+            nbytes: size of the segment; rounded up to whole pages, not further.
             pin: False leaves this segment pageable in an arena that page-locks others.
 
         Raises:
             ValueError: if `nbytes` is not positive.
-            HostMemoryError: if the host has not that much.
+            HostMemoryError: if the host does not have that much memory.
         """
         if nbytes <= 0:
             raise ValueError(
@@ -204,8 +206,8 @@ class PinnedArena:
     def release(self, segment: HostSegment) -> None:
         """Unlock and unmap a segment.
 
-        No copy may be under way, and no tensor may view it any more: one that does stays valid and keeps the memory,
-        unlocked.
+        No copy may be under way, and no tensor may view it any more: a tensor that does stays valid and keeps the
+        memory, which is no longer page-locked.
 
         Raises:
             ValueError: if the segment is not this arena's, or was released before.
@@ -221,10 +223,10 @@ class PinnedArena:
             )
 
     def close(self) -> None:
-        """Release what is left, which should be nothing.
+        """Release all segments that their owners did not release.
 
         Raises:
-            LeakError: if segments were left, with their owners.
+            LeakError: if there were any; the message names their owners.
         """
         left = self._release_all()
         if left:
@@ -238,7 +240,7 @@ class PinnedArena:
     ) -> None:
         if error is None:
             self.close()
-        else:  # the error says why owners did not come to release theirs
+        else:  # the error explains why owners did not release theirs
             self._release_all()
 
     def _back_with_pages(self, mapping: mmap.mmap, locked: LockedRanges | None) -> None:
@@ -255,8 +257,8 @@ class PinnedArena:
                 if locked is not None:
                     locked.add(*chunk)
         if locked is not None and locked.error is None:
-            # At a fork Linux gives the child its own copy of every page-locked page at once: twice the memory, and
-            # seconds. A child that reads a pinned segment gets a fault instead, so it needs a copy made before.
+            # At a fork, Linux copies every page-locked page for the child at once: that takes twice the memory, and
+            # seconds. With this, a child that reads a pinned segment gets a fault, so it needs a copy made before.
             mapping.madvise(mmap.MADV_DONTFORK)
 
     def _ask_for_huge_pages(self, mapping: mmap.mmap) -> None:
@@ -288,7 +290,7 @@ class PinnedArena:
 
 
 def cut_at_locks(start: int, nbytes: int) -> list[tuple[int, int]]:
-    """Yields begin and end of the parts of a segment's range that are page-locked in one piece each."""
+    """Cuts a segment's range into parts within one page-locked chunk each; returns the (begin, end) of each part."""
     stop, cuts = start + nbytes, []
     while start < stop:
         end = min(stop, (start // LOCK_CHUNK_BYTES + 1) * LOCK_CHUNK_BYTES)

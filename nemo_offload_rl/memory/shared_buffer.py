@@ -1,6 +1,6 @@
-"""Memory that another process of the same node reads: a GPU's through CUDA IPC, or the host's.
+"""Shares memory with other processes of the same node: GPU memory through CUDA IPC, or host memory.
 
-Neither leaves anything behind when a process is killed: the driver and the kernel take both kinds back.
+When a process is killed, the driver and the kernel free both kinds, so that nothing is left behind.
 """
 
 import contextlib
@@ -20,34 +20,34 @@ from nemo_offload_rl.memory.units import MIB
 
 
 class SharedBufferError(RuntimeError):
-    """Says that this process cannot open memory of another one."""
+    """Raised when this process cannot open another process's memory."""
 
 
 class BufferHandle(Protocol):
-    """Names a `SharedBuffer` to another process; it can be pickled."""
+    """Lets another process open a `SharedBuffer`; it can be pickled."""
 
     def opened(self) -> contextlib.AbstractContextManager[torch.Tensor]:
-        """Map the buffer into this process, not the one that made it: uint8 [nbytes], until the context ends.
+        """Map the buffer, in a process that did not make it, as uint8 [nbytes] until the context ends.
 
         Raises:
-            SharedBufferError: it cannot be opened from here.
+            SharedBufferError: this process cannot open it.
         """
         ...
 
 
 class SharedBuffer(Protocol):
-    """Defines memory of this process that others may open, and must have closed before it is closed here."""
+    """Defines memory of this process that others may open; they must close it before this process does."""
 
     tensor: torch.Tensor
     """uint8 [nbytes]."""
 
     @property
     def handle(self) -> BufferHandle:
-        """Returns what another process opens it by."""
+        """Returns the handle with which another process opens it."""
         ...
 
     def close(self) -> None:
-        """Give the memory back; the tensor is of no use afterwards."""
+        """Free the memory; the tensor must not be used afterwards."""
         ...
 
 
@@ -59,8 +59,8 @@ def make_shared_buffer(nbytes: int, device: torch.device) -> SharedBuffer:
         device: the current CUDA device, or the CPU.
 
     Raises:
-        OutOfGpuMemoryError: the GPU has not that much.
-        OSError: the host has not.
+        OutOfGpuMemoryError: the GPU does not have that much memory.
+        OSError: the host does not.
     """
     assert nbytes > 0
     return SharedGpuBuffer(nbytes) if device.type == "cuda" else SharedHostBuffer(nbytes)
@@ -68,10 +68,10 @@ def make_shared_buffer(nbytes: int, device: torch.device) -> SharedBuffer:
 
 @dataclass(frozen=True)
 class GpuBufferHandle:
-    """Names a `SharedGpuBuffer` to another process (see `BufferHandle`).
+    """Lets another process open a `SharedGpuBuffer` (see `BufferHandle`).
 
     Attributes:
-        nbytes: of the buffer.
+        nbytes: size of the buffer.
         ipc_handle: the driver's CUipcMemHandle.
     """
 
@@ -80,10 +80,10 @@ class GpuBufferHandle:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[torch.Tensor]:
-        """Map the buffer on the current device; what was started on it has ended when the context ends."""
+        """Map the buffer on the current device; waits for the device before it unmaps the buffer."""
         from cuda.bindings import driver
 
-        torch.cuda.current_stream().synchronize()  # torch has its context by now
+        torch.cuda.current_stream().synchronize()  # creates torch's CUDA context if there is none
         handle = driver.CUipcMemHandle()
         ctypes.memmove(handle.getPtr(), self.ipc_handle, driver.CU_IPC_HANDLE_SIZE)
         peer = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
@@ -101,22 +101,22 @@ class GpuBufferHandle:
 
 
 class SharedGpuBuffer:
-    """Takes GPU memory from the driver's own allocator, since CUDA IPC exports no part of a virtual range.
+    """Allocates GPU memory with the driver's cuMemAlloc, since CUDA IPC exports no part of a virtual range.
 
     Args:
         nbytes: size, above 0.
 
     Raises:
-        OutOfGpuMemoryError: there is not that much.
+        OutOfGpuMemoryError: the GPU does not have that much memory.
     """
 
     def __init__(self, nbytes: int) -> None:
         from cuda.bindings import driver
 
-        torch.cuda.current_stream().synchronize()  # torch has its context by now
+        torch.cuda.current_stream().synchronize()  # creates torch's CUDA context if there is none
         error, address = driver.cuMemAlloc(nbytes)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
-            torch.cuda.empty_cache()  # blocks that torch holds and does not use
+            torch.cuda.empty_cache()  # frees blocks that torch caches and does not use
             error, address = driver.cuMemAlloc(nbytes)
         if error == driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY:
             raise OutOfGpuMemoryError(f"The driver has no {nbytes / MIB:.0f} MiB for a buffer that processes share.")
@@ -128,19 +128,19 @@ class SharedGpuBuffer:
         self.handle = GpuBufferHandle(nbytes, ctypes.string_at(handle.getPtr(), driver.CU_IPC_HANDLE_SIZE))
 
     def close(self) -> None:
-        """Give the memory back; waits for the device."""
+        """Free the memory; waits for the device."""
         checked(self._driver.cuMemFree(self._address))
 
 
 @dataclass(frozen=True)
 class HostBufferHandle:
-    """Names a `SharedHostBuffer` to another process (see `BufferHandle`).
+    """Lets another process open a `SharedHostBuffer` (see `BufferHandle`).
 
     Attributes:
-        nbytes: of the buffer.
-        pid: the process that made it.
+        nbytes: size of the buffer.
+        pid: the process that made the buffer.
         descriptor: the number of its file's descriptor in that process.
-        node: identifies the maker's node and container; `pid` means that process only where it is the same.
+        node: identifies that process's node and container, in which alone `pid` is valid.
     """
 
     nbytes: int
@@ -168,12 +168,12 @@ class HostBufferHandle:
         try:
             yield torch.frombuffer(memoryview(memory), dtype=torch.uint8, count=self.nbytes)
         finally:
-            with contextlib.suppress(BufferError):  # tensors keep it
+            with contextlib.suppress(BufferError):  # tensors still view it
                 memory.close()
 
 
 class SharedHostBuffer:
-    """Takes host memory that is backed by a file without a name (memfd).
+    """Allocates host memory that is backed by an anonymous file (memfd).
 
     Args:
         nbytes: size, above 0.
@@ -183,12 +183,12 @@ class SharedHostBuffer:
         self._descriptor = os.memfd_create("nemo_offload_rl", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, nbytes)
         memory = _map(os.dup(self._descriptor), nbytes)
-        # frombuffer(memory) would let go of the buffer at once.
+        # torch.frombuffer(memory) would release the buffer at once.
         self.tensor = torch.frombuffer(memoryview(memory), dtype=torch.uint8, count=nbytes)
         self.handle = HostBufferHandle(nbytes, os.getpid(), self._descriptor, _node())
 
     def close(self) -> None:
-        """Give the memory back, as soon as no view of the tensor is left."""
+        """Free the memory, as soon as no view of the tensor is left."""
         del self.tensor
         os.close(self._descriptor)
 
@@ -201,6 +201,6 @@ def _map(descriptor: int, nbytes: int) -> mmap.mmap:
 
 
 def _node() -> str:
-    """Return what processes share that can name one another by process id."""
+    """Returns a name that is the same for all processes that can address each other by process id."""
     boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{os.uname().nodename} (boot {boot_id}, {os.readlink('/proc/self/ns/pid')})"

@@ -1,9 +1,9 @@
-"""Memory at addresses that stay in two processes, and that is there only while both need it.
+"""Shares memory between processes at fixed addresses, and allocates it only while it is needed.
 
 A range keeps its address for as long as it lives, in the process that made it and in each one that maps it, so graphs
-that were captured with it can be replayed. Its memory is taken and given back in between, contents and all. It comes
-from the driver's virtual memory management and goes to another process as a file descriptor: CUDA's older IPC, which
-`shared_buffer` uses, exports no part of a virtual range. On a CPU it is a file without a name.
+that were captured with it can be replayed. Its memory is allocated and freed in between, and loses its contents. It
+comes from the driver's virtual memory management and is passed to another process as a file descriptor: CUDA's older
+IPC, which `shared_buffer` uses, exports no part of a virtual range. On a CPU it is an anonymous file (memfd).
 """
 
 import contextlib
@@ -23,73 +23,73 @@ from nemo_offload_rl.memory.units import MIB, round_up
 
 
 class PeerRange(Protocol):
-    """Defines a range of another process as this one maps it, at one address."""
+    """Defines this process's mapping of another process's range, at a fixed address."""
 
     tensor: torch.Tensor
-    """uint8 [nbytes]; to be touched only while it is mapped."""
+    """uint8 [nbytes]; may be accessed only while it is mapped."""
 
     def map(self, handle: Any) -> None:
-        """Map the memory that the owner has now.
+        """Map the memory that the owner has allocated now.
 
         Raises:
-            SharedBufferError: It cannot be opened from here.
+            SharedBufferError: This process cannot open it.
         """
         ...
 
     def unmap(self) -> None:
-        """Let go of the memory, which the owner's `unmap` alone does not give back; nothing may be using it now."""
+        """Unmap the memory, which nothing may be using now; on a GPU the owner's `unmap` frees it only after this."""
         ...
 
     def close(self) -> None:
-        """Give the addresses back, of what is not mapped; the tensor is of no use afterwards."""
+        """Free the addresses of an unmapped range; the tensor must not be used afterwards."""
         ...
 
 
 class RangeHandle(Protocol):
-    """Names the memory that a `SharedRange` has now to another process; it can be pickled and compared."""
+    """Lets another process map the memory that a `SharedRange` has now; it can be pickled and compared."""
 
     def make_peer(self) -> PeerRange:
-        """Reserve addresses in this process, not the one that made the range; nothing is mapped there yet.
+        """Reserve addresses in a process that did not make the range; nothing is mapped there yet.
 
         Raises:
-            SharedBufferError: The memory cannot be opened from here.
+            SharedBufferError: This process cannot open the memory.
         """
         ...
 
 
 class SharedRange(Protocol):
-    """Defines a range of this process that others map."""
+    """Defines a range of this process that other processes map."""
 
     tensor: torch.Tensor
-    """uint8 [nbytes], at one address; to be touched only while it is mapped."""
+    """uint8 [nbytes], at a fixed address; may be accessed only while it is mapped."""
 
     def map(self) -> RangeHandle:
-        """Take memory, with undefined contents, and return what others map it by until `unmap`.
+        """Allocate memory with undefined contents, and return the handle with which others map it until `unmap`.
 
         Raises:
-            OutOfGpuMemoryError: There is none.
+            OutOfGpuMemoryError: The GPU does not have that much memory.
         """
         ...
 
     def unmap(self) -> None:
-        """Give the memory back, as soon as no other process maps it."""
+        """Unmap the memory; it is freed as soon as no other process maps it."""
         ...
 
     def close(self) -> None:
-        """Give the addresses back, of what is not mapped; the tensor is of no use afterwards."""
+        """Free the addresses of an unmapped range; the tensor must not be used afterwards."""
         ...
 
 
 def make_shared_range(nbytes: int, device: torch.device) -> SharedRange:
-    """Makes a range on a device, not mapped.
+    """Makes an unmapped range on a device.
 
     Args:
         nbytes: Size, above 0.
         device: The current CUDA device, or the CPU.
 
     Raises:
-        OutOfGpuMemoryError: The GPU has not that much.
-        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared so.
+        OutOfGpuMemoryError: The GPU does not have that much memory.
+        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared in this way.
     """
     assert nbytes > 0
     return SharedGpuRange(nbytes, device) if device.type == "cuda" else SharedHostRange(nbytes)
@@ -99,34 +99,34 @@ class SharedGpuRange:
     """Shares one chunk of a `VirtualRange` with other processes (see `SharedRange`).
 
     Raises:
-        OutOfGpuMemoryError: The GPU has not that much.
-        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared so.
+        OutOfGpuMemoryError: The GPU does not have that much memory.
+        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared in this way.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
-        self._range = _ExportedRange(nbytes, device, _whole(nbytes))
+        self._range = _ExportedRange(nbytes, device, _single_chunk_bytes(nbytes))
         self._offers: list[DescriptorOffer] = []
         self.tensor = self._range.tensor
 
     def map(self) -> RangeHandle:
-        """Take memory and offer it to other processes."""
+        """Allocate memory and offer it to other processes."""
         self._range.map(0)
         self._offers.append(DescriptorOffer(self._range.export()))
         return GpuRangeHandle(self._range.nbytes, self._offers[-1].address)
 
     def unmap(self) -> None:
-        """Give the memory back, as soon as no other process maps it."""
+        """Unmap the memory; it is freed as soon as no other process maps it."""
         torch.cuda.current_stream().synchronize()
         self._offers.pop().close()
         self._range.unmap(0)
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Free the addresses."""
         self._range.close()
 
 
 class _ExportedRange(VirtualRange):
-    """A range whose memory other processes may map."""
+    """Allocates range memory that other processes may map."""
 
     def _handle_type(self, driver: Any) -> Any:
         attribute = driver.CUdevice_attribute.CU_DEVICE_ATTRIBUTE_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED
@@ -135,18 +135,18 @@ class _ExportedRange(VirtualRange):
         return driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
 
     def export(self) -> int:
-        """Returns a new descriptor of the mapped memory, which it keeps until it is closed."""
+        """Returns a new descriptor of the mapped memory, which stays allocated until the descriptor is closed."""
         driver = self._driver
         return int(checked(driver.cuMemExportToShareableHandle(self._handles[0], self._handle_type(driver), 0)))
 
 
 @dataclass(frozen=True)
 class GpuRangeHandle:
-    """Names a `SharedGpuRange` to another process (see `RangeHandle`).
+    """Lets another process map a `SharedGpuRange` (see `RangeHandle`).
 
     Attributes:
         nbytes: Bytes of the range.
-        descriptor: Where the descriptor of its memory is offered.
+        descriptor: Where the owner offers the descriptor of its memory.
     """
 
     nbytes: int
@@ -157,7 +157,7 @@ class GpuRangeHandle:
         return PeerGpuRange(self)
 
     def receive(self) -> int:
-        """Return a descriptor of the memory, which has to be closed."""
+        """Return a descriptor of the memory; the caller has to close it."""
         try:
             return self.descriptor.receive()
         except DescriptorError as error:
@@ -172,36 +172,36 @@ class PeerGpuRange:
         self.tensor = self._range.tensor
 
     def map(self, handle: GpuRangeHandle) -> None:
-        """Map the memory that the owner has now."""
+        """Map the memory that the owner has allocated now."""
         self._range.handle = handle
         self._range.map(0)
 
     def unmap(self) -> None:
-        """Let go of the memory, once the current stream has done its work."""
+        """Unmap the memory, once the current stream has done its queued work."""
         torch.cuda.current_stream().synchronize()
         self._range.unmap(0)
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Free the addresses."""
         self._range.close()
 
 
 class _ImportedRange(VirtualRange):
-    """A range that is mapped with another process's memory."""
+    """Maps another process's memory into a range of this process."""
 
     def __init__(self, handle: GpuRangeHandle) -> None:
         self.handle = handle
         device = torch.device("cuda", torch.cuda.current_device())
-        super().__init__(handle.nbytes, device, _whole(handle.nbytes))
+        super().__init__(handle.nbytes, device, _single_chunk_bytes(handle.nbytes))
 
-    def _take(self, size: int) -> Any:
+    def _allocate(self, size: int) -> Any:
         driver = self._driver
         descriptor = self.handle.receive()
         try:
             kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
             error, memory = driver.cuMemImportFromShareableHandle(descriptor, kind)
         finally:
-            os.close(descriptor)  # it would keep the memory
+            os.close(descriptor)  # it would keep the memory allocated
         if int(error) != 0:
             raise SharedBufferError(
                 f"The driver does not open {size / MIB:.0f} MiB of another process on "
@@ -210,13 +210,13 @@ class _ImportedRange(VirtualRange):
         return memory
 
 
-def _whole(nbytes: int) -> int:
-    """The size of a chunk that is the whole range."""
+def _single_chunk_bytes(nbytes: int) -> int:
+    """Returns the chunk size with which a range is one chunk."""
     return round_up(nbytes, 2 * MIB)
 
 
 class SharedHostRange:
-    """Shares host memory with other processes; its file stays while its pages come and go (see `SharedRange`)."""
+    """Shares host memory with other processes; the file stays while its pages are freed (see `SharedRange`)."""
 
     def __init__(self, nbytes: int) -> None:
         self._buffer = SharedHostBuffer(nbytes)
@@ -224,46 +224,46 @@ class SharedHostRange:
         self.tensor = self._buffer.tensor
 
     def map(self) -> RangeHandle:
-        """Allow the memory to be used; the kernel gives its pages at the first touch."""
+        """Return the handle of the file; the kernel allocates its pages at the first touch."""
         return HostRangeHandle(self._buffer.handle)
 
     def unmap(self) -> None:
-        """Give the pages back to the kernel, those that other processes map, too; they read as zeros."""
+        """Return the pages to the kernel, also those that other processes map; they read as zeros."""
         _give_pages_back(self.tensor.data_ptr(), round_up(self._nbytes, mmap.PAGESIZE))
 
     def close(self) -> None:
-        """Give everything back, as soon as no view of the tensor is left."""
+        """Free the memory, as soon as no view of the tensor is left."""
         del self.tensor
         self._buffer.close()
 
 
 @dataclass(frozen=True)
 class HostRangeHandle:
-    """Names a `SharedHostRange` to another process (see `RangeHandle`).
+    """Lets another process map a `SharedHostRange` (see `RangeHandle`).
 
     Attributes:
-        buffer: Names the file.
+        buffer: The handle of the file.
     """
 
     buffer: HostBufferHandle
 
     def make_peer(self) -> PeerRange:
-        """Map the file, whose pages come with the first touch."""
+        """Map the file; the kernel allocates its pages at the first touch."""
         return PeerHostRange(self.buffer)
 
 
 class PeerHostRange:
-    """Maps a `SharedHostRange` for good: its owner alone gives the pages back (see `PeerRange`)."""
+    """Maps a `SharedHostRange` until `close`; only the owner frees its pages (see `PeerRange`)."""
 
     def __init__(self, buffer: HostBufferHandle) -> None:
         self._open = contextlib.ExitStack()
         self.tensor = self._open.enter_context(buffer.opened())
 
     def map(self, handle: HostRangeHandle) -> None:
-        """Does nothing: the file is mapped."""
+        """Does nothing: the file is mapped already."""
 
     def unmap(self) -> None:
-        """Does nothing: the owner gives the pages back."""
+        """Does nothing: the owner frees the pages."""
 
     def close(self) -> None:
         """Unmap the file, as soon as no view of the tensor is left."""
@@ -272,7 +272,7 @@ class PeerHostRange:
 
 
 def _give_pages_back(address: int, nbytes: int) -> None:
-    """Punch a hole into the file behind a mapping; MADV_DONTNEED gives no page of a file back."""
+    """Punches a hole into the file behind a mapping, since MADV_DONTNEED does not free the pages of a file."""
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.madvise(ctypes.c_void_p(address), ctypes.c_size_t(nbytes), mmap.MADV_REMOVE) != 0:
         raise OSError(ctypes.get_errno(), "the kernel does not take back pages of shared memory")

@@ -1,4 +1,4 @@
-"""Copies to and from host memory that is not page-locked: through small pinned buffers, one copied while one fills."""
+"""Copies between GPU and pageable host memory through a ring of small pinned buffers."""
 
 from collections import deque
 from collections.abc import Iterator
@@ -13,16 +13,16 @@ BUFFER_BYTES = 32 * MIB  # the link reaches 97% of its rate with 16 MiB, 99% wit
 
 
 class StagingRing:
-    """Copies between GPU and pageable host memory in pieces, the copy over the link beside the one on the CPU.
+    """Copies between GPU and pageable host memory in pieces; copies over the link overlap with those on the CPU.
 
-    Its buffers are one segment of the arena, plain memory where not even that can be page-locked. For one thread at a
-    time; calls return when the last byte has arrived. Without CUDA, with CPU tensors on both sides and no stream, the
-    same pieces go through the same buffers.
+    The buffers are one segment of the arena, pageable if not even that can be page-locked. Not thread-safe; calls
+    return when the last byte has arrived. Without CUDA, with CPU tensors on both sides and no stream, the same pieces
+    go through the same buffers.
 
     Args:
-        arena: gives the buffers, and takes them back at `close`.
-        num_buffers: how many, at least 2 for copies to overlap.
-        buffer_bytes: the size of one.
+        arena: provides the memory of the buffers until `close`.
+        num_buffers: number of buffers, at least 2 for copies to overlap.
+        buffer_bytes: size of one buffer.
     """
 
     def __init__(self, arena: PinnedArena, *, num_buffers: int = NUM_BUFFERS, buffer_bytes: int = BUFFER_BYTES) -> None:
@@ -34,7 +34,7 @@ class StagingRing:
 
     @property
     def pinned(self) -> bool:
-        """Whether its buffers are page-locked."""
+        """Returns whether the buffers are page-locked."""
         return self._segment.pinned
 
     def to_host(self, source: torch.Tensor, destination: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
@@ -43,18 +43,18 @@ class StagingRing:
         Args:
             source: uint8 [nbytes] on the GPU; contiguous.
             destination: uint8 [nbytes] on the CPU; contiguous.
-            stream: where the copies over the link run, after what is queued there; None without CUDA.
+            stream: runs the copies over the link, after the work queued on it; None without CUDA.
 
         Raises:
-            ValueError: if the tensors are not flat uint8 of one size.
+            ValueError: if the tensors are not flat uint8 of the same size.
         """
         arriving: deque[tuple[torch.Tensor, torch.Tensor, torch.cuda.Event | None]] = deque()
         for buffer, piece, end in self._pieces(source, destination):
             if len(arriving) == self._num_buffers:
-                _take_out(*arriving.popleft())
+                _copy_out_of_buffer(*arriving.popleft())
             arriving.append((buffer, end, _copy(piece, buffer, stream)))
         while arriving:
-            _take_out(*arriving.popleft())
+            _copy_out_of_buffer(*arriving.popleft())
 
     def to_gpu(self, source: torch.Tensor, destination: torch.Tensor, stream: torch.cuda.Stream | None) -> None:
         """Copy from the host to the GPU.
@@ -62,10 +62,10 @@ class StagingRing:
         Args:
             source: uint8 [nbytes] on the CPU; contiguous.
             destination: uint8 [nbytes] on the GPU; contiguous.
-            stream: where the copies over the link run, after what is queued there; None without CUDA.
+            stream: runs the copies over the link, after the work queued on it; None without CUDA.
 
         Raises:
-            ValueError: if the tensors are not flat uint8 of one size.
+            ValueError: if the tensors are not flat uint8 of the same size.
         """
         leaving: deque[torch.cuda.Event | None] = deque()
         for buffer, piece, end in self._pieces(source, destination):
@@ -77,13 +77,13 @@ class StagingRing:
             _wait(leaving.popleft())
 
     def close(self) -> None:
-        """Give the buffers back."""
+        """Return the buffers to the arena."""
         self._arena.release(self._segment)
 
     def _pieces(
         self, source: torch.Tensor, destination: torch.Tensor
     ) -> Iterator[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """Yields the buffers in turn, each cut to its piece of the source and of the destination."""
+        """Yields (buffer, source piece, destination piece), all of the same size, taking the buffers in turn."""
         for tensor in (source, destination):
             if tensor.dtype != torch.uint8 or tensor.dim() != 1 or not tensor.is_contiguous():
                 raise ValueError(
@@ -98,7 +98,7 @@ class StagingRing:
 
 
 def _copy(source: torch.Tensor, destination: torch.Tensor, stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
-    """Starts a copy on a stream, and returns what to wait for; without one, copies."""
+    """Queues a copy on a stream and returns the event of its end; without a stream, copies at once."""
     if stream is None:
         destination.copy_(source)
         return None
@@ -109,7 +109,7 @@ def _copy(source: torch.Tensor, destination: torch.Tensor, stream: torch.cuda.St
     return event
 
 
-def _take_out(buffer: torch.Tensor, destination: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
+def _copy_out_of_buffer(buffer: torch.Tensor, destination: torch.Tensor, arrived: torch.cuda.Event | None) -> None:
     _wait(arrived)
     destination.copy_(buffer)
 

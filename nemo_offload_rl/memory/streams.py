@@ -1,4 +1,4 @@
-"""Streams for copies, their events, and a clock for waits; without a GPU the calling thread makes the copies."""
+"""Provides copy streams, their events, and a clock for waits; without a GPU the calling thread makes the copies."""
 
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -13,19 +13,19 @@ class Event(Protocol):
     """Marks a point in a stream's work."""
 
     def wait(self) -> None:
-        """The caller waits until it is reached."""
+        """Block the calling thread until the event is reached."""
         ...
 
     def wait_on_current_stream(self) -> None:
-        """Makes later work of the caller's stream wait for it."""
+        """Makes later work of the caller's stream wait for the event."""
         ...
 
     def hold(self, stream: torch.cuda.Stream) -> None:
-        """Makes later work of a stream wait for it."""
+        """Makes later work of a stream wait for the event."""
         ...
 
     def seconds_since(self, earlier: Self) -> float:
-        """Returns the seconds from `earlier` to here, both of them reached; below 0 if `earlier` was reached later."""
+        """Returns the seconds from `earlier` to this event, both reached; below 0 if `earlier` was reached later."""
         ...
 
 
@@ -53,7 +53,7 @@ class _HostEvent:
         self._time = time.perf_counter()
 
     def wait(self) -> None:
-        """Copies on a CPU have been made when they are marked."""
+        """Does nothing: copies on a CPU are complete when the event is recorded."""
 
     def wait_on_current_stream(self) -> None:
         """Does nothing: there are no streams on a CPU."""
@@ -87,12 +87,12 @@ class CopyStream:
         self.copy_all([(destination, source)])
 
     def copy_all(self, pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies, each of a destination and its source, and change the caller's stream once for all of them."""
+        """Queue copies of (destination, source) pairs, changing the current stream only once for all of them."""
         if self.stream is None:
             for destination, source in pairs:
                 destination.copy_(source)
             return
-        # As `torch.cuda.stream`, which asks about devices first: 9 us on the host of an H200, this takes a third.
+        # As `torch.cuda.stream` without its device checks: that takes 9 us on the host of an H200, this a third.
         current = torch.cuda.current_stream(self._device)
         torch.cuda.set_stream(self.stream)
         try:
@@ -102,35 +102,36 @@ class CopyStream:
             torch.cuda.set_stream(current)
 
     def mark(self, *, spins: bool = False) -> Event:
-        """Records the copies queued so far.
+        """Records an event after the copies queued so far.
 
         Args:
-            spins: a thread that waits for it learns of it some 0.5 ms sooner, and keeps a core busy.
+            spins: whether a thread that waits for the event polls it: it returns some 0.5 ms sooner, and keeps a core
+                busy.
         """
         return _HostEvent() if self.stream is None else _CudaEvent(self.stream, spins=spins)
 
 
 def record_current_stream(device: torch.device) -> Event:
-    """Records the work queued on the caller's stream so far."""
+    """Records an event after the work queued on the caller's stream so far."""
     return _CudaEvent(torch.cuda.current_stream(), spins=False) if device.type == "cuda" else _HostEvent()
 
 
 @dataclass
 class Waits:
-    """Holds what a `WaitClock` has measured; 0 until it has been stopped."""
+    """Holds the measurements of a `WaitClock`; 0 until it has stopped."""
 
     seconds_waited: float = 0.0
-    """All waits together; some microseconds are counted for one that held nothing up."""
+    """Sum of all waits; a wait that delayed nothing still counts some microseconds."""
     seconds: float = 0.0
-    """All time from the clock's start to its stop."""
+    """Time from the clock's start to its stop."""
 
 
 class WaitClock:
-    """Times waits of the caller's stream, and all that the stream is given meanwhile.
+    """Times the waits of the caller's stream, and its whole work from the clock's start to its stop.
 
     Args:
-        mark: records an event on the stream that is current when it is called. Streams and threads may be several,
-            as in backward passes, as long as each of them records both ends of a wait.
+        mark: records an event on the stream that is current when it is called. Waits may be on several streams and
+            threads, as in backward passes, as long as both ends of a wait are recorded on the same one.
     """
 
     def __init__(self, mark: Callable[[], Event]) -> None:
@@ -139,7 +140,7 @@ class WaitClock:
 
     @contextmanager
     def running(self) -> Iterator[Waits]:
-        """Start and stop; what it yields is filled in at the end, when the stream has got there."""
+        """Run the clock inside the context, whose end waits for the stream and fills in the yielded `Waits`."""
         waits = Waits()
         start = self._mark()
         yield waits
@@ -147,12 +148,12 @@ class WaitClock:
         stop.wait()
         waits.seconds = stop.seconds_since(start)
         for before, after in self._held:
-            after.wait()  # it may be of another stream
+            after.wait()  # it may be on another stream
             waits.seconds_waited += after.seconds_since(before)
 
     @contextmanager
     def wait(self) -> Iterator[None]:
-        """Times what the stream is told to wait for inside; not in a capture, where events have no time."""
+        """Times the stream waits that are queued inside; not for graph captures, where events have no time."""
         before = self._mark()
         yield
         self._held.append((before, self._mark()))

@@ -1,4 +1,4 @@
-"""Puts the engine on a model and an optimizer of megatron-core; no Ray, no recipe, no worker is needed for it."""
+"""Attaches the engine to a megatron-core model and optimizer; needs no Ray, no recipe and no worker."""
 
 import contextlib
 import logging
@@ -35,7 +35,7 @@ class Engine:
 
     Attributes:
         context: the model, the optimizer and the options that it was made from.
-        hooks: take the engine's hooks off model and optimizer.
+        hooks: functions that remove the engine's hooks from model and optimizer.
     """
 
     context: TargetContext
@@ -43,7 +43,7 @@ class Engine:
 
     @property
     def residency(self) -> Residency:
-        """Returns what moves targets: `residency.enter(phase)`."""
+        """Returns the residency, which moves targets: `residency.enter(phase)`."""
         return self.context.residency
 
     @property
@@ -58,14 +58,14 @@ class Engine:
 
     @property
     def reference(self) -> ReferenceWeights | None:
-        """Returns the weights of the start, if they were to be kept."""
+        """Returns the reference weights; None unless `Options.with_reference` is set."""
         reference = self.targets.get(Target.REFERENCE_WEIGHTS)
         assert reference is None or isinstance(reference, ReferenceWeights)
         return reference
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of all ranges now, which torch's allocator does not count."""
+        """Returns the GPU memory that all ranges have mapped now, which torch's allocator does not count."""
         return self.context.mapped_bytes
 
     def nbytes(self) -> dict[Target, int]:
@@ -73,34 +73,36 @@ class Engine:
         return {name: target.nbytes for name, target in self.targets.items()}
 
     def checkpoint_reader(self, lent: set[int] | None = None) -> Callable[[torch.Tensor], torch.Tensor]:
-        """Makes everything readable where it is, on the CPU or the GPU, for instance to save a checkpoint.
+        """Returns a function that reads tensors where their data is, on CPU or GPU, for instance to save a checkpoint.
 
         Args:
-            lent: gets the addresses of the tensors that are given of optimizer state on the host, whose contents
-                `residency.lend` can keep. With it, state that is leaving the GPU is not waited for: its contents are
-                there once `residency.wait_until_released` has returned.
+            lent: is filled with the data addresses of the returned host tensors of optimizer state, whose contents
+                `residency.lend` can keep unchanged. With it, optimizer state that is leaving the GPU is not waited for:
+                its contents are there once `residency.wait_until_released` has returned.
 
         Returns:
-            For a tensor whose memory is on the host now: a CPU tensor of the same contents, with a storage of its own
-            and no larger; any other tensor as it is. Good until the next phase.
+            A function that returns, for a tensor whose data is on the host now, a CPU tensor with the same contents
+            and a storage of just its size, and any other tensor as it is. Valid until the next phase.
         """
         self.residency.wait_until_released(without=() if lent is None else (Target.OPTIMIZER_STATE,))
         self.context.mover.check()
         on_host = (_HOST, Placement.STREAMED)
-        away = {name: target for name, target in self.targets.items() if self.residency.where(name) in on_host}
-        if any(target.needs_gpu_to_save for target in away.values()):
+        host_targets = {name: target for name, target in self.targets.items() if self.residency.where(name) in on_host}
+        if any(target.needs_gpu_to_save for target in host_targets.values()):
             self.load_all_to_gpu()
-            away = {}
+            host_targets = {}
         for name in self.targets:
             if self.residency.where(name) is Placement.GPU:
                 self.residency.require(name)
-        # A streamed step changes state on the host, and a swap with reference weights the params there.
-        still = {name for name in away if name is Target.OPTIMIZER_STATE and self.residency.where(name) is _HOST}
+        # Not streamed state, which a step changes on the host, nor params, which a swap with reference weights changes.
+        lendable = {
+            name for name in host_targets if name is Target.OPTIMIZER_STATE and self.residency.where(name) is _HOST
+        }
 
         def read(tensor: torch.Tensor) -> torch.Tensor:
-            for name, target in away.items():
+            for name, target in host_targets.items():
                 if (view := target.host_view(tensor)) is not None:
-                    if lent is not None and name in still:
+                    if lent is not None and name in lendable:
                         lent.add(view.data_ptr())
                     return view
             return tensor
@@ -108,7 +110,7 @@ class Engine:
         return read
 
     def load_all_to_gpu(self) -> None:
-        """Bring to the GPU what training needs and wait for all of it, for instance before a checkpoint is loaded."""
+        """Move all that training needs to the GPU and wait for it, for instance before a checkpoint is loaded."""
         self.residency.enter(Phase.TRAIN)
         for name in self.targets:
             if self.residency.where(name) is Placement.GPU:
@@ -116,21 +118,21 @@ class Engine:
 
     @contextlib.contextmanager
     def streamed_state_on_host(self) -> Iterator[None]:
-        """Have streamed masters and state be CPU tensors meanwhile, into whose memory a checkpoint is loaded."""
+        """Expose streamed masters and state as CPU tensors inside the context, to load a checkpoint into them."""
         state = self.targets.get(Target.OPTIMIZER_STATE)
         with state.on_host() if isinstance(state, StreamedState) else contextlib.nullcontext():
             yield
 
     def prefetch_streamed_state(self) -> None:
-        """Let the first chunks of streamed optimizer state come in before the step, such as beside a backward pass."""
+        """Prefetch the first chunks of streamed optimizer state before the step, such as during a backward pass."""
         state = self.targets.get(Target.OPTIMIZER_STATE)
         if isinstance(state, StreamedState):
             state.prefetch()
 
     def adopt_new_tensors(self) -> None:
-        """Bring into ranges what has got memory of its own, such as optimizer state that a checkpoint replaced.
+        """Move tensors that got memory outside of ranges into ranges, such as state that a checkpoint replaced.
 
-        It happens anyway when that state leaves; until then both would take memory.
+        This happens anyway when the state leaves the GPU; until then both the tensors and the ranges take memory.
 
         Raises:
             MemoryError: the host has no room.
@@ -141,10 +143,10 @@ class Engine:
                 target.adopt_new_tensors()
 
     def close(self) -> None:
-        """Give all memory back, the arena's segments too; model and optimizer are of no use afterwards."""
+        """Free all memory, the arena's segments too; model and optimizer must not be used afterwards."""
         for remove in self.hooks:
             remove()
-        with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, whatever the others say
+        with preserve_first_error(), contextlib.ExitStack() as stack:  # each of them, even if others raise
             stack.callback(self.context.arena.close)
             for target in self.targets.values():
                 stack.callback(target.close)
@@ -160,38 +162,39 @@ def attach(
     options: Options = DEFAULT_OPTIONS,
     ranges: RangeMaker = make_range,
 ) -> Engine:
-    """Move a model and an optimizer into ranges, and hand them to a residency.
+    """Move the tensors of a model and an optimizer into ranges, and return the engine that moves these.
 
-    Call it before the first forward pass, since every view of a parameter or gradient buffer has to follow. Parameters,
-    optimizer and its state stay the same objects. Everything is on the GPU when this returns.
+    Call it before the first forward pass, since every view of a parameter or gradient buffer has to be moved, too.
+    Parameters, optimizer and its state stay the same objects. Every target that can be on the GPU is there when this
+    returns.
 
     Args:
-        model: the chunks, each bare or in megatron-core's DistributedDataParallel.
+        model: the model's chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: megatron-core's, or a torch optimizer; None if nothing is trained.
-        arena: gives the host memory. Without a GPU everything works alike, between two places of host memory.
+        arena: provides the host memory. Without a GPU the moves are made between two places of host memory.
         table: where each target lives in each phase.
-        options: how the engine works.
-        ranges: makes the ranges that everything lives in.
+        options: options of the engine.
+        ranges: makes the ranges that hold the tensors.
 
     Raises:
-        ValueError: the table does not fit, or something holds views that would not follow.
+        ValueError: the table does not fit the targets, or a tensor has views that are not known and would not be moved.
         MemoryError: the host has no room.
-        torch.OutOfMemoryError: the GPU has none. After any of these model and optimizer are of no use.
+        torch.OutOfMemoryError: the GPU has no room. After any of these, model and optimizer must not be used.
     """
     start = time.perf_counter()
     context = TargetContext(model, optimizer, arena, table, options, ranges)
     with contextlib.ExitStack() as undo:
-        meter = context.meter  # measures the link before anything is in the way
+        meter = context.meter  # measures the link while nothing else uses it
         undo.callback(context.mover.close)
         for name, kind in TARGETS.items():
-            # What the last one lived in is not kept: an engine that is built on this GPU meanwhile may need it.
+            # Free the last target's old memory: a generator's engine that is built on this GPU meanwhile may need it.
             meter.give_back_cache()
             if (made := kind.make(context)) is not None:
                 context.targets[name] = made
                 undo.callback(made.close)
         residency = context.residency
         undo.pop_all()
-    meter.give_back_cache()  # what everything lived in before
+    meter.give_back_cache()  # the last target's old memory
     engine = Engine(context, _guard(residency, model, optimizer))
     sizes = ", ".join(f"{target} {nbytes / GIB:.2f} GiB" for target, nbytes in engine.nbytes().items())
     logger.info("residency: %s; set up in %.2f s", sizes, time.perf_counter() - start)
@@ -206,16 +209,16 @@ def needed_host_bytes(
     table: Table = DEFAULT_TABLE,
     options: Options = DEFAULT_OPTIONS,
 ) -> dict[Target, int]:
-    """Return what `attach` with the same arguments will take of the arena for each target, in bytes; takes nothing."""
+    """Return the bytes of the arena that `attach` with these arguments will take for each target; takes none itself."""
     context = TargetContext(model, optimizer, arena, table, options)
     return {target: kind.host_bytes(context) for target, kind in TARGETS.items()}
 
 
 def _guard(residency: Residency, model: Sequence[torch.nn.Module], optimizer: Any | None) -> list[Callable[[], None]]:
-    """Have forward passes ask for the params, and optimizer steps for their state; returns how to stop that.
+    """Makes forward passes require the params, and optimizer steps their state; returns functions that undo this.
 
-    Late arrivals are waited for here, and a use in the wrong phase ends in a message and not in an illegal
-    memory access.
+    These hooks wait for moves that are still under way, and a use in the wrong phase raises an error instead of an
+    illegal memory access.
     """
 
     def before_forward(*_: object) -> None:

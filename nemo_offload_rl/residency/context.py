@@ -1,4 +1,4 @@
-"""Describes what targets are made of: a model, an optimizer, devices, and the engine's tools."""
+"""Provides what targets are made from: a model, an optimizer, a device, and the engine's tools."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -24,13 +24,13 @@ class Options:
     """Holds the options of the engine.
 
     Attributes:
-        pinned_optimizer_state: page-lock the host memory of optimizer state; False copies it through the staging
-            ring, slowly, and locks no more than that.
-        verify: compare checksums of everything that leaves and comes back.
-        with_reference: keep a copy of the weights as they are, for `Engine.reference`.
+        pinned_optimizer_state: whether to page-lock the host memory of optimizer state; False copies it through the
+            staging ring, slowly, and page-locks only that ring.
+        verify: whether to compare checksums of all data that leaves the GPU and comes back.
+        with_reference: whether to keep a copy of the present weights, for `Engine.reference`.
         stream_window_bytes: GPU memory that streamed optimizer state passes through.
-        generator_bytes: free GPU memory with which a generator in another process runs short of nothing in a refit and
-            while it generates; None where that is not known (see `Residency`).
+        generator_bytes: free GPU memory that is enough for a generator in another process, in a refit and while it
+            generates; None if it is not known (see `Residency`).
     """
 
     pinned_optimizer_state: bool = True
@@ -45,14 +45,14 @@ DEFAULT_OPTIONS = Options()
 
 @dataclass(frozen=True)
 class TargetContext:
-    """Gives every target what it is made from.
+    """Provides every target with what it is made from.
 
-    Making one takes no memory: mover, meter and residency are made when they are first asked for.
+    A new context takes no memory: mover, meter and residency are made at their first use.
 
     Attributes:
-        model: the chunks, each bare or in megatron-core's DistributedDataParallel.
+        model: the model's chunks, each bare or in megatron-core's DistributedDataParallel.
         optimizer: megatron-core's, or one of torch's; None if nothing is trained.
-        arena: gives the host memory.
+        arena: provides the host memory.
         table: where each target lives in each phase.
         options: how the engine works.
         ranges: makes the ranges.
@@ -74,17 +74,17 @@ class TargetContext:
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of all ranges now, which torch's allocator does not count."""
+        """Returns the GPU memory that all ranges have mapped now, which torch's allocator does not count."""
         return sum(target.mapped_bytes for target in self.targets.values())
 
     @cached_property
     def mover(self) -> Mover:
-        """Copies between the GPU and the host."""
+        """Returns the mover, which copies between the GPU and the host."""
         return Mover(self.device, self.arena)
 
     @cached_property
     def meter(self) -> Meter:
-        """Takes the measurements, and measures the link when it is made."""
+        """Returns the meter of moves, which measures the link when it is made."""
         return Meter(
             self.device,
             pinned_bytes=lambda: self.arena.pinned_bytes,
@@ -94,8 +94,8 @@ class TargetContext:
 
     @cached_property
     def residency(self) -> Residency:
-        """Moves the targets; to be asked for when all of them are made."""
-        # A generator loads its weights during a refit, beside what is still being copied to the host.
+        """Returns the residency, which moves the targets; all of them must have been made."""
+        # During a refit, a generator loads its weights while targets are still being copied to the host.
         room = {Phase.REFIT: self.targets[Target.PARAMS].nbytes}
         return Residency(
             self.targets,
@@ -107,14 +107,14 @@ class TargetContext:
         )
 
     def visits_host(self, target: Target) -> bool:
-        """Whether the table has a target on the host in some phase."""
+        """Returns whether the table has a target on the host in some phase."""
         return any(placements[target] is Placement.HOST for placements in self.table.values() if target in placements)
 
     @property
     def streams_optimizer_state(self) -> bool:
-        """Whether the table has optimizer state streamed while the model is trained."""
+        """Returns whether the table has optimizer state streamed in the train phase."""
         return self.table[Phase.TRAIN].get(Target.OPTIMIZER_STATE) is Placement.STREAMED
 
     def flat_buffer(self, target: Target, *, with_host_side: bool, pin: bool = True) -> FlatBuffer:
-        """Make an empty flat buffer for a target; `pin` as `PinnedArena.allocate` takes it."""
+        """Make an empty flat buffer for a target; `pin` is that of `PinnedArena.allocate`."""
         return FlatBuffer(target, self.device, self.arena if with_host_side else None, ranges=self.ranges, pin=pin)

@@ -1,6 +1,6 @@
-"""Lays out the storages of tensors in GPU ranges, once; the same tensor objects then point there.
+"""Packs the storages of tensors into GPU ranges, once; the same tensor objects then point into these.
 
-Ten thousand small tensors thus cross the link as one large one does, and their addresses never change.
+Ten thousand small tensors thus cross the link like one large one, and their addresses never change.
 """
 
 import dataclasses
@@ -25,9 +25,9 @@ class BufferEntry:
     """Describes a storage that is to move into a range, and all tensors that view it.
 
     Attributes:
-        name: what messages call it.
-        storage: the memory that its data moves out of.
-        tensors: all tensors of that storage, strided views of whatever dtype.
+        name: its name in messages.
+        storage: the storage that the data moves out of.
+        tensors: all tensors that view that storage, strided and of any dtype.
     """
 
     name: str
@@ -35,19 +35,19 @@ class BufferEntry:
     tensors: Sequence[torch.Tensor]
 
     def num_unknown_views(self) -> int:
-        """Counts the other tensors or graphs that use the storage, and would go on doing so."""
-        return torch._C._storage_Use_Count(self.storage._cdata) - len(self.tensors) - 1  # one count is ours
+        """Counts the tensors or graphs that use the storage but are not in `tensors`, and would keep using it."""
+        return torch._C._storage_Use_Count(self.storage._cdata) - len(self.tensors) - 1  # one is of `self.storage`
 
 
 @dataclass(frozen=True)
 class BufferSlice:
-    """Says where an entry is in the ranges of a flat buffer.
+    """Locates an entry in the ranges of a flat buffer.
 
     Attributes:
-        name: of the entry.
-        backed: the range it lives in.
-        offset: where in the range it begins, bytes.
-        nbytes: its size.
+        name: the entry's name.
+        backed: the range that holds the entry.
+        offset: where in the range the entry begins, in bytes.
+        nbytes: size of the entry.
         tensors: the entry's tensors.
     """
 
@@ -58,20 +58,20 @@ class BufferSlice:
     tensors: Sequence[torch.Tensor]
 
     def on_device(self) -> torch.Tensor:
-        """uint8 [nbytes]; to be touched only while the range is mapped."""
+        """Returns the entry's bytes in the range: uint8 [nbytes]; may be accessed only while the range is mapped."""
         return self.backed.range.tensor[self.offset : self.offset + self.nbytes]
 
 
 class FlatBuffer:
-    """Keeps the tensors of one target in ranges of GPU memory, and the host memory that these are copied to.
+    """Holds the tensors of one target in ranges of GPU memory, and the host memory that the ranges are copied to.
 
     Args:
-        owner: the target, for messages and for the arena's books.
+        owner: name of the target in messages and in the arena.
         device: where the tensors are used.
-        arena: gives the host's side; None for what is only ever dropped.
-        chunk_bytes: bytes that are mapped and unmapped as one.
+        arena: provides the host side; None for contents that are only ever dropped.
+        chunk_bytes: size of the chunks that are mapped and unmapped.
         ranges: makes the ranges.
-        pin: whether the host's side is to be page-locked.
+        pin: whether to page-lock the host side.
     """
 
     def __init__(
@@ -95,7 +95,7 @@ class FlatBuffer:
 
     @property
     def has_host_side(self) -> bool:
-        """Whether the contents can leave, and not only be dropped."""
+        """Returns whether the contents can be copied to the host, and not only dropped."""
         return self._arena is not None
 
     @property
@@ -105,19 +105,20 @@ class FlatBuffer:
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the device memory of the backed ranges now."""
+        """Returns the device memory that the backed ranges have mapped now."""
         return sum(backed.range.mapped_bytes for backed in self.backed_ranges)
 
     def add(self, entries: Sequence[BufferEntry]) -> None:
-        """Move more entries into a range of their own, which stays mapped.
+        """Move more entries into a new range, which stays mapped.
 
-        A entry's old memory is free as soon as it has moved, so that both copies of everything are never there.
+        An entry's old memory is freed as soon as it has moved, so that two copies of all entries never exist.
 
         Raises:
             MemoryError: the host has no room; nothing has changed.
-            OutOfGpuMemoryError: the device has no room for an entry beside its old memory; the message names it. What
-                had moved in has moved out again, to memory of its own.
-            ValueError: an entry's storage is used by something that was not named. The model cannot be used further.
+            OutOfGpuMemoryError: the device has no room for an entry beside its old memory; the message names it.
+                Entries that had moved in have moved out again, to memory of their own.
+            ValueError: an entry's storage is used by tensors or graphs that the entry does not list. The model must not
+                be used afterwards.
         """
         if not entries:
             return
@@ -142,14 +143,14 @@ class FlatBuffer:
                 mapped += 1
             try:
                 _move_in(entry, buffer_slice)
-            except ValueError:  # the range stays, for tensors look into it
+            except ValueError:  # the range stays, since tensors view it
                 self._release_host_side(backed)
                 raise
         self.backed_ranges.append(backed)
         self.slices += slices
 
     def add_or_replace(self, entries: Sequence[BufferEntry]) -> None:
-        """Move entries in, those of a known name and size in the place of their predecessors; see `add`."""
+        """Move entries in; one with the name and size of an earlier entry takes its slice (see `add`)."""
         places = (
             {(buffer_slice.name, buffer_slice.nbytes): index for index, buffer_slice in enumerate(self.slices)}
             if entries
@@ -166,17 +167,17 @@ class FlatBuffer:
         self.add(new)
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor lives in one of the backed ranges, mapped or not."""
+        """Returns whether a tensor is in one of the backed ranges, mapped or not."""
         address = tensor.untyped_storage().data_ptr()
         return any(backed.range.tensor.data_ptr() == address for backed in self.backed_ranges)
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns a CPU tensor of the same dtype, shape and strides that views the host copy of one of its tensors.
+        """Returns a CPU tensor of the same dtype, shape and strides that views the host copy of a tensor.
 
-        Its storage is its own and ends where it ends: what serialises a whole storage writes no neighbours.
+        It has its own storage of just its size, so that code that serialises whole storages writes no neighbours.
 
         Args:
-            tensor: any; None comes back for one that is not in this buffer.
+            tensor: any tensor; the result is None if it is not in this buffer.
         """
         address = tensor.untyped_storage().data_ptr()
         for backed in self.backed_ranges:
@@ -190,7 +191,7 @@ class FlatBuffer:
         return None
 
     def name_at(self, error: ChunkError) -> str:
-        """Returns the entry whose bytes begin in, or reach into, the chunk that an error is about."""
+        """Returns the name of the first entry with bytes in the chunk that an error is about."""
         return next(
             buffer_slice.name
             for buffer_slice in self.slices
@@ -198,7 +199,7 @@ class FlatBuffer:
         )
 
     def close(self) -> None:
-        """Give all memory back; the tensors are of no use afterwards."""
+        """Free all memory; the tensors must not be used afterwards."""
         for backed in self.backed_ranges:
             self._give_back(backed)
         self.backed_ranges, self.slices = [], []
@@ -223,7 +224,7 @@ class FlatBuffer:
 
 
 def flat_buffer_bytes(entries: Iterable[BufferEntry]) -> int:
-    """Returns the bytes that entries will take in a range, and of the arena."""
+    """Returns the bytes that entries will take in a range and in the arena."""
     return sum(map(_aligned_bytes, entries))
 
 
@@ -236,7 +237,7 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
     there = buffer_slice.on_device()
     there.copy_(_bytes_of(entry.storage, there.device))
     _point(entry.tensors, buffer_slice.backed.range.tensor, buffer_slice.offset)
-    # One count is ours. More of them are views that would go on using the old memory.
+    # One count is of `entry.storage`. Others are of views that would keep using the old memory.
     others = torch._C._storage_Use_Count(entry.storage._cdata) - 1
     if others:
         raise ValueError(
@@ -244,19 +245,19 @@ def _move_in(entry: BufferEntry, buffer_slice: BufferSlice) -> None:
             "see it move; attach the engine before the first forward pass, and keep no views of parameters or buffers."
         )
     if entry.storage.resizable():
-        entry.storage.resize_(0)  # the lister of the entries still holds it
+        entry.storage.resize_(0)  # the caller's list of entries still holds it
 
 
 @torch.no_grad()
 def _move_out(
     backed: BackedRange, entries: Sequence[BufferEntry], slices: Sequence[BufferSlice], num_mapped: int
 ) -> None:
-    """Moves tensors back into their old memory, by way of the host: the GPU is full.
+    """Moves tensors back into their old memory, through the host, since the GPU is full.
 
     Args:
-        backed: they have moved into.
-        entries: that have moved.
-        slices: where they live.
+        backed: the range that they have moved into.
+        entries: the entries that have moved.
+        slices: their slices of the range.
         num_mapped: how many of the backed range's chunks are mapped; none of them is afterwards.
     """
     kept = [buffer_slice.on_device().to("cpu", copy=True) for buffer_slice in slices]
@@ -275,19 +276,19 @@ def _bytes_of(storage: torch.UntypedStorage, device: torch.device) -> torch.Tens
 
 
 def _point(tensors: Iterable[torch.Tensor], memory: torch.Tensor, shift: int) -> None:
-    """Let tensors look at other memory, with the dtype, shape and strides that they have.
+    """Points tensors at other memory, keeping their dtype, shape and strides.
 
     Args:
-        tensors: of one storage.
-        memory: uint8, the whole of its storage.
-        shift: how many bytes further into it than into their present storage.
+        tensors: tensors of one storage.
+        memory: uint8, covering its whole storage.
+        shift: bytes to add to their offsets in their present storage.
     """
     for tensor in tensors:
         tensor.data = _view(tensor, memory, int(tensor.storage_offset()) * tensor.element_size() + shift)
 
 
 def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tensor:
-    """Views `memory`, the whole of a storage, from a byte on, with the dtype, shape and strides of a tensor."""
+    """Views `memory`, which covers its storage, from byte `offset` with the dtype, shape and strides of a tensor."""
     start, rest = divmod(offset, tensor.element_size())
     assert rest == 0
     view = torch.empty(0, dtype=tensor.dtype, device=memory.device)
@@ -295,16 +296,16 @@ def _view(tensor: torch.Tensor, memory: torch.Tensor, offset: int) -> torch.Tens
 
 
 class CorruptedTransferError(ResidencyError):
-    """Says that the bytes that came back differ from those that were copied out."""
+    """Raised when the bytes that came back from the host differ from those that were copied out."""
 
 
 class FlatBufferTarget:
     """Moves a target's flat buffer to the host and back, range by range.
 
     Args:
-        flat_buffer: where its tensors live.
+        flat_buffer: holds its tensors.
         mover: copies the ranges.
-        verify: compare checksums of every chunk before it leaves and after it is back; waits for the GPU.
+        verify: whether to compare checksums of every chunk before it leaves and after it is back; waits for the GPU.
     """
 
     lazy_wait = False
@@ -317,38 +318,38 @@ class FlatBufferTarget:
 
     @property
     def placements(self) -> frozenset[Placement]:
-        """Returns GPU and host; the GPU alone without host memory."""
+        """Returns GPU and host; without host memory, only the GPU."""
         return frozenset({Placement.GPU, Placement.HOST} if self.flat_buffer.has_host_side else {Placement.GPU})
 
     @property
     def nbytes(self) -> int:
-        """Returns the GPU memory that it takes while it is there."""
+        """Returns the GPU memory that the target takes while it is on the GPU."""
         return self.flat_buffer.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of its ranges now."""
+        """Returns the GPU memory that its ranges have mapped now."""
         return self.flat_buffer.mapped_bytes
 
     @property
     def needs_gpu_to_save(self) -> bool:
-        """Returns False: saving reads it as it is."""
+        """Returns False: a checkpoint reads the tensors where they are."""
         return False
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `residency.OffloadTarget`."""
+        """See `OffloadTarget`."""
         return self.flat_buffer.host_view(tensor)
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.flat_buffer.close()
 
     def start(self, placement: Placement) -> Move:
-        """See `residency.OffloadTarget`."""
+        """See `OffloadTarget`."""
         return self._leave() if placement is Placement.HOST else self._come_back()
 
     def name_for_error(self, error: Exception) -> str:
-        """Returns the tensor that an error of a move is about."""
+        """Returns the name of the tensor that an error of a move is about."""
         return (
             self.flat_buffer.name_at(error)
             if isinstance(error, ChunkError)
@@ -367,7 +368,7 @@ class FlatBufferTarget:
         return transfer
 
     def _compare(self) -> None:
-        """Compare what has come back with what left.
+        """Compare the checksums of the chunks that have come back with those of the chunks that left.
 
         Raises:
             CorruptedTransferError: they differ.
@@ -384,7 +385,7 @@ class FlatBufferTarget:
 
 
 def chunk_checksums(backed_ranges: Sequence[BackedRange]) -> list[torch.Tensor]:
-    """Sums the 8-byte words of every chunk, 0-dim int64 modulo 2**64, on the device; ranges have to be mapped."""
+    """Sums the 8-byte words of every chunk, 0-dim int64 modulo 2**64, on the device; ranges must be mapped."""
     return [
         backed.range.tensor[chunk].view(torch.int64).sum() for backed in backed_ranges for chunk in backed.range.chunks
     ]

@@ -16,7 +16,7 @@ from nemo_offload_rl.residency.table import Phase, Placement, Target
 from nemo_offload_rl.residency.target import Move
 
 _MOST_RECORDS = 512
-"""Older ones are dropped unless they are taken."""
+"""Records that are kept until they are taken; older ones are dropped."""
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class MemoryNow:
     """Holds the memory in use, in bytes; the GPU's values are None without one."""
 
     host_rss: int
-    """Of this process, page-locked memory included."""
+    """Resident memory of this process, page-locked memory included."""
     host_pinned: int
     gpu_allocated: int | None = None
     """By torch's allocator; ranges not included."""
@@ -36,10 +36,10 @@ class MemoryNow:
     gpu_total: int | None = None
 
     def left(self, target_bytes: Mapping[Target, int]) -> dict[str, float]:
-        """Returns what is on the GPU, item by item in GiB, as `left_NAME_gib`; empty without a GPU.
+        """Returns the GPU memory of each item in GiB, as `left_NAME_gib`; empty without a GPU.
 
         Args:
-            target_bytes: mapped in each target's ranges.
+            target_bytes: bytes mapped in each target's ranges.
         """
         if self.gpu_reserved is None or self.gpu_allocated is None or self.gpu_free is None or self.gpu_total is None:
             return {}
@@ -53,7 +53,7 @@ class MemoryNow:
         return {f"left_{name}_gib": nbytes / GIB for name, nbytes in items.items()}
 
     def describe(self) -> str:
-        """Describes it for an error message."""
+        """Describes the memory in use for an error message."""
         if self.gpu_free is None or self.gpu_total is None or self.gpu_reserved is None or self.gpu_ranges is None:
             return f"this process holds {self.host_rss / GIB:.2f} GiB of host memory"
         return (
@@ -62,13 +62,13 @@ class MemoryNow:
         )
 
     def as_gib(self) -> dict[str, float]:
-        """Returns every quantity that is known."""
+        """Returns the known values in GiB, by name."""
         return {f"{name}_gib": value / GIB for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
 class Started:
-    """Describes a move that has begun: its target, its phase, and from where to where."""
+    """Describes a move that has begun: its phase, its target, its source and its goal."""
 
     phase: Phase
     target: Target
@@ -94,18 +94,18 @@ class MoveRecord:
     nbytes: int
     """Bytes that crossed the link."""
     copy_s: float
-    """From the first byte on the link to the last."""
+    """Seconds from the first byte on the link to the last."""
     exposed_s: float
     """Seconds that the caller, or its stream, waited."""
     link: LinkSpeed | None
 
     @property
     def hidden_s(self) -> float:
-        """Returns the seconds of copying beside which something else ran."""
+        """Returns the seconds of copying that overlapped with other work."""
         return max(0.0, self.copy_s - self.exposed_s)
 
     def plus(self, later: "MoveRecord") -> "MoveRecord":
-        """Returns both as one."""
+        """Returns the sum of this record and a later one."""
         return dataclasses.replace(
             later,
             nbytes=self.nbytes + later.nbytes,
@@ -114,7 +114,7 @@ class MoveRecord:
         )
 
     def metrics(self) -> dict[str, float]:
-        """Returns by name: seconds, and for copies GB, GB/s and the share of the link."""
+        """Returns the metrics by name: seconds, and for copies also GB, GB/s and the share of the link."""
         values = {"exposed_s": self.exposed_s}
         if self.nbytes and self.copy_s > 0:
             speed = self.nbytes / self.copy_s
@@ -138,7 +138,7 @@ class Meter:
     Args:
         device: the device whose memory is measured.
         pinned_bytes: returns how many bytes are page-locked now.
-        mapped_bytes: gives the bytes that ranges take of the GPU now.
+        mapped_bytes: returns how many bytes of GPU memory ranges have mapped now.
         link: speed of the link; None where it was not measured.
     """
 
@@ -159,7 +159,7 @@ class Meter:
         self._transitions: defaultdict[str, float] = defaultdict(float)
 
     def memory(self) -> MemoryNow:
-        """Returns memory as it is."""
+        """Returns the memory in use now."""
         rss, pinned = self._process.memory_info().rss, self._pinned_bytes()
         if self._device.type != "cuda":
             return MemoryNow(rss, pinned)
@@ -175,28 +175,28 @@ class Meter:
         )
 
     def give_back_cache(self) -> None:
-        """Give the driver what torch's allocator keeps but does not use; waits for every stream."""
+        """Release torch's cached but unused memory to the driver; waits for every stream."""
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
     def record_start(self, started: Started) -> None:
-        """Note a move that has begun."""
+        """Record a move that has begun."""
         self._started.append(started)
 
     def forget(self, move: Move) -> None:
-        """Leave a move that failed out of the records."""
+        """Remove a move that failed from the records."""
         self._keep([started for started in self._started if started.move is not move])
 
     def record_transition(
         self, phase: Phase, seconds: float, before: MemoryNow, target_bytes: Mapping[Target, int]
     ) -> None:
-        """Note what an `enter` took of its caller, and what memory the last one of its phase began and ended with.
+        """Record the time of an `enter`, which is added up by phase, and the memory before and after it.
 
         Args:
-            phase: that was entered.
-            seconds: that it took.
+            phase: the phase that was entered.
+            seconds: the time that `enter` took.
             before: memory at its beginning.
-            target_bytes: of the GPU, what is mapped for each target at its end.
+            target_bytes: GPU memory that is mapped for each target at its end.
         """
         self._transitions[f"{phase}/enter_s"] += seconds
         after = self.memory()
@@ -218,7 +218,7 @@ class Meter:
         return [started.finished(self.link) for started in ended]
 
     def take_metrics(self) -> dict[str, float]:
-        """Returns plain numbers: `PHASE/TARGET/...`, `PHASE/...` of transitions, host memory of now.
+        """Returns metrics by name: `PHASE/TARGET/...` of moves, `PHASE/...` of transitions, and the host memory now.
 
         Several moves of a target in one phase, such as the params' before and after a swap with the reference weights,
         are added up, and so are the seconds of several entries of a phase.

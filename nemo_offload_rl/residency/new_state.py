@@ -8,17 +8,18 @@ import torch
 
 @torch.no_grad()
 def make_state(optimizer: Any, group: Mapping[str, Any], parameter: torch.Tensor) -> bool:
-    """Make the state of a parameter that has none.
+    """Make the optimizer state of a parameter that has none.
 
-    Of torch's Adam and AdamW, as their first step does, and of Transformer Engine's FusedAdam, by its own method.
+    For torch's Adam and AdamW it makes what their first step makes; for Transformer Engine's FusedAdam it calls that
+    optimizer's own method.
 
     Args:
         optimizer: a torch optimizer.
-        group: the parameter's.
-        parameter: a key of its state.
+        group: the parameter's group.
+        parameter: its key in `optimizer.state`.
 
     Returns:
-        Whether this optimizer's state is known.
+        Whether the optimizer is one of these; if not, nothing is made.
     """
     if isinstance(optimizer, (torch.optim.Adam, torch.optim.AdamW)):
         on_device = group["capturable"] or group["fused"]

@@ -1,4 +1,4 @@
-"""Optimizer state as a target: fp32 masters and moments, whatever megatron-core's optimizer classes call them."""
+"""Implements optimizer state as a target: the fp32 masters and moments of megatron-core's optimizer classes."""
 
 import itertools
 import logging
@@ -35,18 +35,18 @@ def optimizer_parts(optimizer: Any) -> Iterator[tuple[Any, torch.optim.Optimizer
 
 
 def stepped_optimizers(optimizer: Any) -> Iterator[torch.optim.Optimizer]:
-    """Yields the torch optimizers inside of what `optimizer_parts` takes."""
+    """Yields the torch optimizers inside of an optimizer (see `optimizer_parts`)."""
     return (inner for _, inner in optimizer_parts(optimizer))
 
 
 def torch_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Returns the optimizers that hold state: HybridDeviceOptimizer has one of its own for each device."""
+    """Yields the optimizers that hold state: HybridDeviceOptimizer has one of its own for each device."""
     for inner in stepped_optimizers(optimizer):
         yield from getattr(inner, "sub_optimizers", [inner])
 
 
 def _moving_optimizers(optimizer: Any) -> Iterator[Any]:
-    """Yields those whose state moves: not those that step on the CPU, whose state never does."""
+    """Yields the optimizers whose state moves: all but those that step on the CPU."""
     for inner in stepped_optimizers(optimizer):
         on_cpu = getattr(inner, "cpu_optimizers", ())
         yield from (
@@ -55,10 +55,10 @@ def _moving_optimizers(optimizer: Any) -> Iterator[Any]:
 
 
 def state_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yields the tensors that an optimizer keeps on a device beside the model's: masters and state, by a lasting name.
+    """Yields the masters and state tensors that an optimizer keeps on a device, each with a name that does not change.
 
-    The 0-dim `step` of torch's Adam stays: moving it would cost a synchronisation for each parameter. Beside a CPU
-    optimizer, megatron-core may have masters on the GPU also of what is stepped on the CPU.
+    The 0-dim `step` of torch's Adam is left out: moving it would cost a synchronisation for each parameter. With a CPU
+    optimizer, megatron-core may have masters on the GPU also of parameters that are stepped on the CPU.
     """
     seen = set()
     for name, tensor in _inner_tensors(optimizer, device):
@@ -87,9 +87,9 @@ def _inner_tensors(optimizer: Any, device: torch.device) -> Iterator[tuple[str, 
 
 
 def has_scaled_moments(optimizer: Any) -> bool:
-    """Whether megatron-core computes fp32 moments on the GPU when it saves them: those kept in fewer bits.
+    """Returns whether moments are kept in fewer bits than fp32, which megatron-core converts on the GPU to save them.
 
-    Transformer Engine's fp8 tensors say that they are float32, and hold their bytes in `_data`.
+    Transformer Engine's fp8 tensors report float32 as their dtype, and hold their bytes in `_data`.
     """
     return any(
         isinstance(value, torch.Tensor)
@@ -100,18 +100,18 @@ def has_scaled_moments(optimizer: Any) -> bool:
     )
 
 
-def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) -> list[list[tuple[str, torch.Tensor]]]:
-    """Returns an optimizer's tensors with their names, those of one storage together.
+def _by_storage(optimizer: Any, device: torch.device, excluded: Container[int]) -> list[list[tuple[str, torch.Tensor]]]:
+    """Returns an optimizer's tensors with their names, grouped by storage.
 
     Args:
         optimizer: see `optimizer_parts`.
         device: where the optimizer steps.
-        but_in: addresses of storages that belong to another target, or are in a flat buffer already.
+        excluded: addresses of storages that belong to another target, or are in a flat buffer already.
     """
     found: dict[int, list[tuple[str, torch.Tensor]]] = {}
     for name, tensor in state_tensors(optimizer, device):
         address = tensor.untyped_storage().data_ptr()
-        if address and address not in but_in:
+        if address and address not in excluded:
             found.setdefault(address, []).append((name, tensor))
     return list(found.values())
 
@@ -119,8 +119,8 @@ def _by_storage(optimizer: Any, device: torch.device, but_in: Container[int]) ->
 def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
     """Returns the entries of one storage's tensors.
 
-    torch.load and deepcopy may put many tensors into one storage, which would be an entry of another size each time;
-    where no other tensor shares it, each gets its own.
+    torch.load and deepcopy may put many tensors into one storage, which would be an entry of another size each time. If
+    no other tensor shares that storage, each of the tensors gets its own.
     """
     storage = named[0][1].untyped_storage()
     if len(named) == 1 or torch._C._storage_Use_Count(storage._cdata) > len(named) + 1:
@@ -131,7 +131,7 @@ def _entries(named: Sequence[tuple[str, torch.Tensor]]) -> list[BufferEntry]:
 
 
 def release_main_grads(optimizer: Any | None) -> None:
-    """Drop the fp32 gradients that megatron-core makes of a bf16 model's, and its views of the gradient buffers."""
+    """Drop the fp32 gradients that megatron-core makes from bf16 ones, and its views of the gradient buffers."""
     if optimizer is None:
         return
     for inner in itertools.chain(stepped_optimizers(optimizer), torch_optimizers(optimizer)):
@@ -143,7 +143,7 @@ def release_main_grads(optimizer: Any | None) -> None:
 
 
 def host_bytes(context: TargetContext) -> int:
-    """Returns the bytes that optimizer state will take of the arena."""
+    """Returns the bytes that optimizer state will take in the arena."""
     if context.optimizer is None or not context.visits_host(Target.OPTIMIZER_STATE):
         return 0
     groups = _by_storage(context.optimizer, context.device, model_storages(context))
@@ -151,7 +151,7 @@ def host_bytes(context: TargetContext) -> int:
 
 
 def make(context: TargetContext) -> "OptimizerState | None":
-    """Move the optimizer's state into ranges, unless the table never has it on the host; None without an optimizer."""
+    """Move optimizer state into ranges, unless the table never has it on the host; None without an optimizer."""
     if context.optimizer is None:
         return None
     flat_buffer = context.flat_buffer(
@@ -175,20 +175,20 @@ def model_storages(context: TargetContext) -> set[int]:
 
 
 class OptimizerState(FlatBufferTarget):
-    """Moves fp32 masters and moments, in ranges; the optimizer's Parameter and state objects stay the same.
+    """Moves fp32 masters and moments in ranges; the optimizer's Parameter and state objects stay the same.
 
     What the optimizer shares with the model (the parameters of an fp32 model, the bf16 views of the precision-aware
-    optimizer) belongs to the params and stays out.
+    optimizer) belongs to the target of the params and is left out.
 
     Args:
         optimizer: see `torch_optimizers`.
-        model_storages: gives the addresses of the storages of the model's parameters, as they are now.
-        flat_buffer: of this target.
+        model_storages: returns the addresses of the storages of the model's parameters, as they are now.
+        flat_buffer: the flat buffer of this target.
         mover: copies the ranges.
         verify: see `FlatBufferTarget`.
     """
 
-    lazy_wait = True  # see attach.py: before the step of each inner optimizer
+    lazy_wait = True  # the hook of attach.py waits before the step of each inner optimizer
 
     def __init__(
         self,
@@ -206,7 +206,7 @@ class OptimizerState(FlatBufferTarget):
 
     @property
     def nbytes(self) -> int:
-        """Returns the GPU memory that it takes while it is there; also of state that stays there, outside of ranges."""
+        """Returns the GPU memory that it takes while on the GPU: in ranges or, if it never leaves, outside of them."""
         if self.flat_buffer.has_host_side:
             return super().nbytes
         groups = _by_storage(self._optimizer, self.flat_buffer.device, self._model_storages())
@@ -218,7 +218,7 @@ class OptimizerState(FlatBufferTarget):
         return has_scaled_moments(self._optimizer)
 
     def adopt_new_tensors(self) -> int:
-        """Bring into a range what has appeared since the last time: state of a first step, of a loaded checkpoint.
+        """Move tensors that are new since the last call into a range: state of a first step, or of a loaded checkpoint.
 
         Returns:
             The number of tensors that moved in.
@@ -227,7 +227,7 @@ class OptimizerState(FlatBufferTarget):
             MemoryError: the host has no room.
             torch.OutOfMemoryError: the GPU has none.
         """
-        if not self.flat_buffer.has_host_side:  # it never leaves
+        if not self.flat_buffer.has_host_side:  # the state never leaves the GPU
             return 0
         known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
         groups = _by_storage(self._optimizer, self.flat_buffer.device, known | self._model_storages())
@@ -244,11 +244,11 @@ class OptimizerState(FlatBufferTarget):
         gate = Gate()
         try:
             move = self._mover.out(self.flat_buffer.backed_ranges, gate)
-            # While the copies run: it takes 10 ms to look through ten thousand tensors.
+            # Looked for while the copies run: with ten thousand tensors that takes 10 ms.
             if not self.adopt_new_tensors():
                 gate.open()
                 return move
         finally:
-            gate.cancel()  # does nothing to an open one
+            gate.cancel()  # has no effect on an open gate
         move.wait()
         return super()._leave()

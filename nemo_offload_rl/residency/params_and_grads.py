@@ -1,6 +1,6 @@
-"""Params and grads as targets.
+"""Implements params and grads as targets.
 
-DistributedDataParallel of megatron-core keeps both in flat buffers; frozen parameters, parameters outside its buffers
+megatron-core's DistributedDataParallel keeps both in flat buffers; frozen parameters, parameters outside its buffers
 and module buffers (rotary frequencies, router biases) have memory of their own and move along with the params.
 """
 
@@ -41,7 +41,7 @@ def ddp_buffers(model: Sequence[torch.nn.Module]) -> Iterator[Any]:
 
 
 def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> list[tuple[str, torch.UntypedStorage]]:
-    """Returns a model's storages of parameters and module buffers on a device, largest first, with a name in each."""
+    """Returns the storages of a model's parameters and module buffers on a device, named, the largest first."""
     found: dict[int, tuple[str, torch.UntypedStorage]] = {}
     for index, chunk in enumerate(model):
         for name, tensor in _named_tensors(chunk):
@@ -52,7 +52,7 @@ def param_storages(model: Sequence[torch.nn.Module], device: torch.device) -> li
 
 
 def param_entries(model: Sequence[torch.nn.Module], device: torch.device) -> list[BufferEntry]:
-    """Returns the same with every tensor that looks into them."""
+    """Returns the entries of `param_storages`, each with every tensor that views it."""
     return _with_views(param_storages(model, device))
 
 
@@ -69,7 +69,7 @@ def _named_tensors(chunk: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]
 
 
 def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
-    """Returns the storages of a model's gradient buffers."""
+    """Returns the entries of a model's gradient buffers."""
     storages = {buffer.grad_data.data_ptr(): buffer.grad_data.untyped_storage() for buffer in ddp_buffers(model)}
     views = tensors_by_storage(storages.values())
     return [
@@ -79,28 +79,28 @@ def grad_entries(model: Sequence[torch.nn.Module]) -> list[BufferEntry]:
 
 
 def tensors_by_storage(storages: Iterable[torch.UntypedStorage]) -> dict[int, list[torch.Tensor]]:
-    """Finds every tensor object in this process that looks into one of some storages, by the storage's address.
+    """Returns all tensor objects of this process that view the given storages, by the storage's address.
 
-    megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; to ask the
-    garbage collector finds them all, and those of its next version. Storages are compared, and not addresses: new
-    memory may get the address that a tensor of a closed engine still has.
+    megatron-core keeps views of a DDP buffer in parameters, `main_grad`, buckets and optimizer groups; the garbage
+    collector knows all of them, and those of future versions. Storages are compared, and not addresses: new memory may
+    get the address that a tensor of a closed engine still has.
     """
     storages = list(storages)
     found: dict[int, list[torch.Tensor]] = {storage.data_ptr(): [] for storage in storages}
     address_of = {storage._cdata: storage.data_ptr() for storage in storages}
     for candidate in gc.get_objects():
-        # type(), since isinstance() asks proxies for a __class__, which some of them then import something for.
-        if issubclass(type(candidate), torch.Tensor) and (storage := _storage(candidate)) in address_of:
+        # type(), since isinstance() reads __class__, for which some proxies import a module.
+        if issubclass(type(candidate), torch.Tensor) and (storage := _storage_id(candidate)) in address_of:
             found[address_of[storage]].append(candidate)
     return found
 
 
-def _storage(tensor: torch.Tensor) -> int | None:
-    """Returns what tells storages apart; None for a tensor without one, such as a DTensor or a lazy parameter."""
+def _storage_id(tensor: torch.Tensor) -> int | None:
+    """Returns the identity of the storage; None for a tensor without one, such as a DTensor or a lazy parameter."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return tensor.untyped_storage()._cdata if torch._C._has_storage(tensor) else None
-        except (RuntimeError, ValueError):  # what torch says of a wrapper; the tensors in it are found by themselves
+        except (RuntimeError, ValueError):  # a wrapper; the tensors in it are found on their own
             return None
 
 
@@ -108,13 +108,13 @@ class Params(FlatBufferTarget):
     """Moves the parameters and module buffers between the GPU and host memory.
 
     Args:
-        model: the chunks that they belong to.
-        flat_buffer: of this target.
+        model: the model's chunks, which they belong to.
+        flat_buffer: the flat buffer of this target.
         mover: copies the ranges.
         verify: see `FlatBufferTarget`.
 
     Attributes:
-        is_swapped_out: whether other weights are in their place, and they themselves in their host memory.
+        is_swapped_out: whether other weights are in the GPU ranges, and the params themselves in their host memory.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Params(FlatBufferTarget):
         self._model = model
 
     def start(self, placement: Placement) -> Move:
-        """See `residency.OffloadTarget`."""
+        """See `OffloadTarget`."""
         if self.is_swapped_out:
             raise ResidencyError(
                 f"{self.flat_buffer.owner} cannot move to {placement} while the reference weights are swapped in; "
@@ -136,13 +136,13 @@ class Params(FlatBufferTarget):
         return super().start(placement)
 
     def strays(self) -> list[tuple[str, torch.UntypedStorage]]:
-        """Returns parameters and buffers that got new memory after they had moved in, as a change of dtype gives."""
+        """Returns parameters and buffers that got new memory after they had moved in, as by a change of dtype."""
         known = {backed.range.tensor.data_ptr() for backed in self.flat_buffer.backed_ranges}
         storages = param_storages(self._model, self.flat_buffer.device)
         return [(name, storage) for name, storage in storages if storage.data_ptr() not in known]
 
     def adopt_new_tensors(self) -> None:
-        """Bring strays into a range.
+        """Move the storages of `strays` into a range.
 
         Raises:
             MemoryError: the host has no room.
@@ -151,7 +151,7 @@ class Params(FlatBufferTarget):
         strays = self.strays()
         if not strays:
             return
-        # What something unknown looks into, such as a graph that is still alive, stays where it is.
+        # A storage with unknown views, such as those of a graph that is still alive, stays where it is.
         entries = [entry for entry in _with_views(strays) if not entry.num_unknown_views()]
         logger.info(
             "%s: %d of %d tensors with new memory move along", self.flat_buffer.owner, len(entries), len(strays)
@@ -160,7 +160,7 @@ class Params(FlatBufferTarget):
 
 
 def param_host_bytes(context: TargetContext) -> int:
-    """Returns the bytes that the params will take of the arena."""
+    """Returns the bytes that the params will take in the arena."""
     if not _params_visit_host(context):
         return 0
     return flat_buffer_bytes(
@@ -176,7 +176,7 @@ def make_params(context: TargetContext) -> Params:
 
 
 def _params_visit_host(context: TargetContext) -> bool:
-    # The policy's weights wait in their host memory while the reference policy's compute.
+    # The policy's weights are in the params' host memory while the reference weights are swapped in.
     return context.visits_host(Target.PARAMS) or context.options.with_reference
 
 
@@ -184,9 +184,9 @@ class Grads:
     """Drops the gradients, and brings them back zeroed at the same addresses.
 
     Args:
-        flat_buffer: of the gradient buffers, without a host side.
+        flat_buffer: the flat buffer of the gradient buffers, without a host side.
         mover: maps and unmaps the ranges.
-        optimizer: whose own copies of gradients are dropped along with them.
+        optimizer: its own copies of gradients are dropped as well; None without one.
     """
 
     placements = frozenset({Placement.GPU, Placement.DROPPED})
@@ -200,16 +200,16 @@ class Grads:
 
     @property
     def nbytes(self) -> int:
-        """Returns the GPU memory that it takes while it is there."""
+        """Returns the GPU memory that the target takes while it is on the GPU."""
         return self.flat_buffer.nbytes
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of its ranges now."""
+        """Returns the GPU memory that its ranges have mapped now."""
         return self.flat_buffer.mapped_bytes
 
     def start(self, placement: Placement) -> Move:
-        """See `residency.OffloadTarget`."""
+        """See `OffloadTarget`."""
         if placement is Placement.DROPPED:
             release_main_grads(self._optimizer)
             return self._mover.drop(self.flat_buffer.backed_ranges)
@@ -222,7 +222,7 @@ class Grads:
             backed.range.tensor.zero_()
 
     def name_for_error(self, error: Exception) -> str:
-        """Returns the buffer that an error of a move is about."""
+        """Returns the name of the buffer that an error of a move is about."""
         assert isinstance(error, ChunkError)
         return self.flat_buffer.name_at(error)
 
@@ -230,17 +230,17 @@ class Grads:
         """Returns None: gradients are never on the host."""
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         self.flat_buffer.close()
 
 
 def grad_host_bytes(context: TargetContext) -> int:
-    """Returns 0: gradients take nothing of the arena."""
+    """Returns 0: gradients take no memory in the arena."""
     return 0
 
 
 def make_grads(context: TargetContext) -> Grads | None:
-    """Moves the gradient buffers into ranges; None for a model without, as one outside of DistributedDataParallel."""
+    """Moves the gradient buffers into ranges; None for a model without any, as without DistributedDataParallel."""
     entries = grad_entries(context.model)
     if not entries:
         return None

@@ -1,4 +1,4 @@
-"""The reference policy of a KL penalty: weights in the arena that are swapped into the parameters for a while."""
+"""Keeps the weights of a KL penalty's reference policy in host memory, and swaps them into the parameters."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -21,17 +21,17 @@ _LOST = (
 
 
 def estimate_bytes(facts: ShardFacts) -> int:
-    """Returns the bytes of a rank's reference weights, on the host."""
+    """Returns the host bytes of a rank's reference weights."""
     return estimate_param_bytes(facts) if facts.has_reference else 0
 
 
 def host_bytes(context: TargetContext) -> int:
-    """Returns the bytes that the reference weights will take of the arena."""
+    """Returns the bytes that the reference weights will take in the arena."""
     return param_host_bytes(context) if context.options.with_reference else 0
 
 
 def make(context: TargetContext) -> "ReferenceWeights | None":
-    """Keep the weights of now, if they are wanted."""
+    """Keep a copy of the present weights; None unless `Options.with_reference` is set."""
     if not context.options.with_reference:
         return None
     params = context.targets[Target.PARAMS]
@@ -44,20 +44,21 @@ def make(context: TargetContext) -> "ReferenceWeights | None":
 
 
 class ReferenceWeights:
-    """Keeps the weights that a run started from on the host, and swaps them into the parameters for a while.
+    """Keeps the weights that a run started from on the host, and swaps them into the parameters temporarily.
 
-    Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs do not notice; the policy's own
-    weights wait in the params' host memory, so that a swap needs no memory beyond the reference weights' own.
+    Parameters keep their addresses, so that optimizer, DDP buffers and captured graphs are not affected. Meanwhile the
+    policy's own weights are in the params' host memory, so that a swap needs no memory beyond the reference weights'
+    own.
 
     If a swap fails, the policy's weights are put back; if that fails too, every later use of them raises.
 
     Args:
-        model: the chunks that they belong to.
-        params: on the GPU; a copy of their contents becomes the reference.
+        model: the model's chunks, which they belong to.
+        params: the params, on the GPU; a copy of their contents becomes the reference.
         mover: copies the weights.
-        arena: gives the host memory.
-        meter: is told how long swaps take.
-        require_params: waits for the params, or says that they are elsewhere; see `Residency.require`.
+        arena: provides the host memory.
+        meter: records how long swaps take.
+        require_params: waits for the params, or raises if they are not on the GPU; see `Residency.require`.
     """
 
     placements = frozenset({Placement.HOST})
@@ -85,8 +86,8 @@ class ReferenceWeights:
         ]
         mover.save(self._backed_ranges)
         self._are_lost = False
-        # Between them they see every use: what computes passes through the model, and the rest enters a phase or waits
-        # for what has moved.
+        # These two cover every use of the weights: computation goes through the model's forward pass, and any other use
+        # enters a phase or waits for a move.
         mover.checks.append(self._check)
         self._hooks = [chunk.register_forward_pre_hook(self._check) for chunk in model]
 
@@ -98,15 +99,16 @@ class ReferenceWeights:
     @contextlib.contextmanager
     @torch.no_grad()
     def swapped_in(self) -> Iterator[None]:
-        """Compute with the reference weights; the policy's own come back at the end, whatever happens.
+        """Swap the reference weights in for the context; the policy's own come back at its end, also after an error.
 
         Raises:
-            ResidencyError: the parameters are not on the GPU, or some of them have no reference; or a copy failed that
-                brings the policy's own back, and failed again: they are lost.
+            ResidencyError: the parameters are not on the GPU, some of them have no reference, or the reference weights
+                are swapped in already; or the copy that brings the policy's own weights back failed twice: they are
+                lost.
         """
         self._check()
         self._require_params()
-        if self._params.is_swapped_out:  # what is there would be saved over the policy's own
+        if self._params.is_swapped_out:  # a second swap would overwrite the policy's own weights
             raise ResidencyError("The reference weights are swapped in; leave `swapped_in` before the next one.")
         if strays := self._params.strays():
             raise ResidencyError(
@@ -125,13 +127,13 @@ class ReferenceWeights:
                 yield
             finally:
                 self._put_back(changed)
-        finally:  # the host still has what a failure or a Ctrl-C has kept from coming back
+        finally:  # the host still has the weights that a failure or a Ctrl-C kept from coming back
             self._put_back_or_lose(changed)
 
     def _put_back(self, changed: list[Chunk]) -> None:
-        """Bring the policy's own weights back, and empty the list of what is not theirs."""
-        self._are_lost = bool(changed)  # until they are back: the next Ctrl-C may come in here
-        self._params.is_swapped_out = False  # or `Params` would have its caller leave `swapped_in`
+        """Copies the policy's own weights back into the changed chunks, and empties the list of these."""
+        self._are_lost = bool(changed)  # until they are back: another Ctrl-C may interrupt this
+        self._params.is_swapped_out = False  # or the error of `Params.start` would say to leave `swapped_in`
         if not changed:
             return
         back = self._mover.put_back(changed)
@@ -155,14 +157,14 @@ class ReferenceWeights:
         raise AssertionError(f"reference weights do not move to {placement}")
 
     def name_for_error(self, error: Exception) -> str:
-        """Raises: it has no moves of its own that could fail for memory."""
+        """Raises AssertionError: the reference weights have no moves that could fail for memory."""
         raise AssertionError(f"reference weights do not move: {error}")
 
     def host_view(self, tensor: torch.Tensor) -> None:
-        """Returns None: it has no tensors that other code knows."""
+        """Returns None: other code has no tensors of the reference weights."""
 
     def close(self) -> None:
-        """Give the host memory back, and take the hooks off the model."""
+        """Free the host memory, and remove the hooks from the model."""
         for hook in self._hooks:
             hook.remove()
         for backed in self._backed_ranges:

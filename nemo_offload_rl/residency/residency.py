@@ -1,4 +1,4 @@
-"""Changes phases by one verb: `residency.enter(phase)` moves what differs from the table, and nothing else."""
+"""Changes phases: `residency.enter(phase)` moves the targets whose placement differs from the table, and no others."""
 
 import contextlib
 import time
@@ -13,23 +13,23 @@ from nemo_offload_rl.residency.transfer import ChunkError
 
 MEMORY_ERRORS = (MemoryError, torch.OutOfMemoryError, ChunkError)
 _ON_GPU = (Placement.GPU, Placement.STREAMED)
-"""Where a target has GPU memory, all or a window, and may be used."""
+"""Placements in which a target has GPU memory, for all of it or for a window, and may be used."""
 _LEAVES_THE_GPU = (Placement.HOST, Placement.DROPPED)
 _OTHERS_NEED_MEMORY = (Phase.REFIT, Phase.GENERATE)
-"""A generator in another process takes memory: what torch caches is given back."""
+"""Phases in which a generator in another process takes memory: torch's cache is released."""
 
 
 class Residency:
-    """Knows where each target is, and moves it where a phase wants it.
+    """Tracks where each target is, and moves it to its placement in a phase.
 
     Args:
         targets: the mechanisms; everything starts on the GPU if it can be there, else on the host.
         table: where each target lives in each phase; every target needs a placement in every phase.
         meter: takes the measurements.
-        room: bytes that have to be free on the GPU when `enter` of a phase returns, as far as offloads free them.
-        generator_bytes: free GPU memory with which a generator in another process runs short of nothing; torch's
-            allocator keeps what it has cached beside that. None where it is not known: the cache is given back always.
-        check: called before a phase is entered or a target required; raises where the process cannot go on.
+        room: by phase, bytes that have to be free on the GPU when `enter` returns, as far as offloads free them.
+        generator_bytes: free GPU memory that is enough for a generator in another process; while so much is free,
+            torch's allocator keeps its cache. None if it is not known: the cache is always released.
+        check: called before a phase is entered or a target required; raises if the process cannot go on.
 
     Raises:
         ValueError: if the table lacks a placement or asks for one that a target cannot live in.
@@ -68,20 +68,20 @@ class Residency:
         self.phase: Phase | None = None
 
     def where(self, target: Target) -> Placement:
-        """Returns where a target is now, or is on its way to."""
+        """Returns the placement that a target has, or is moving to."""
         return self._where[target]
 
     def enter(self, phase: Phase, *, wait: bool = True) -> None:
-        """Move every target to its placement of `phase`; twice in a row is a no-op.
+        """Move every target to its placement in `phase`; a second call in a row is a no-op.
 
-        Copies start at once on streams of their own. What the phase reads first is in place for the current stream
-        when this returns; targets with a lazy wait (optimizer state: before the optimizer's step) may still be coming,
-        and copies to the host may still run, except for GENERATE, which hands the GPU to another process.
+        Copies start at once on streams of their own. When this returns, the current stream waits for all targets on the
+        GPU but those with a lazy wait (optimizer state: before the optimizer's step), which may still be arriving.
+        Copies to the host may still run, too, except for GENERATE, which hands the GPU to another process.
 
         Args:
-            phase: to enter.
-            wait: False where that process has the memory that it needs already: GENERATE then waits for no copy to the
-                host either, and torch's allocator keeps what it does not use.
+            phase: the phase to enter.
+            wait: False if that process already has the memory that it needs: GENERATE then does not wait for copies to
+                the host either, and torch's allocator keeps its cache.
 
         Raises:
             NoRoomError: a target could not move; those that had moved for this phase are back where they were.
@@ -90,7 +90,7 @@ class Residency:
         self._check()
         start, before = time.perf_counter(), self._meter.memory()
         if wait and phase in _OTHERS_NEED_MEMORY and phase is not self.phase and not self._gave_cache_back:
-            self._give_back_cache()  # before the copies: it waits for every stream
+            self._give_back_cache()  # before the copies, since this waits for every stream
         self._gave_cache_back = False
         is_switch = self._move(self._differing(phase), phase) or phase is not self.phase
         if phase is Phase.GENERATE and wait:
@@ -107,11 +107,11 @@ class Residency:
     def place(self, placements: Mapping[Target, Placement]) -> None:
         """Move single targets and leave the others where they are, for trainers that move each kind of state alone.
 
-        Copies and waits are those of `enter`, and metrics count the moves in the phase that was entered last (train
+        It copies and waits as `enter` does, and metrics count the moves in the phase that was entered last (train
         before the first). `wait_until_released` waits for the memory of targets that leave the GPU.
 
         Args:
-            placements: where each target is to live; with `Placement.UNCHANGED` it stays.
+            placements: the new placement of each target; with `Placement.UNCHANGED` it stays.
 
         Raises:
             ValueError: there is no such target, or it cannot live there; nothing has moved.
@@ -126,30 +126,30 @@ class Residency:
         self._move(self._changes(placements), self.phase or Phase.TRAIN)
 
     def lend(self, target: Target, wait: Callable[[], None]) -> None:
-        """Have the host memory of a target stay as it is until a reader has done with it.
+        """Keep the host memory of a target unchanged until a reader is done with it.
 
-        Moves to the GPU only read that memory, and go on.
+        Moves to the GPU only read that memory, and are still made.
 
         Args:
-            target: on the host now.
+            target: a target that is on the host now.
             wait: waits for the reader; called before the next move that writes there.
         """
         assert self._where[target] is Placement.HOST, f"{target} is {self._where[target]}, and not on the host"
         self._lent[target] = wait
 
     def take_back(self, target: Target) -> None:
-        """End the loan of a target's host memory, if it is lent: its reader has done with it."""
+        """End `lend` for a target's host memory, if it is lent: its reader is done with it."""
         self._lent.pop(target, None)
 
     def prefetch(self, phase: Phase, reserve_bytes: int = 0, *, with_dropped: bool = False) -> None:
-        """Start to bring back from the host what `phase` needs on the GPU, as far as memory allows.
+        """Start to copy targets that `phase` needs on the GPU back from the host, as far as memory allows.
 
         Args:
             phase: the one that will be entered next.
-            reserve_bytes: memory that the present phase may still take, and that stays free. What finds no memory all
-                the same comes when it is needed.
-            with_dropped: begin to take memory for what was dropped, too, where no other phase comes before: behind
-                long copies it would wait for them.
+            reserve_bytes: memory that stays free, since the present phase may still take it. A target that finds no
+                memory nevertheless is moved when it is needed.
+            with_dropped: whether to start to map memory for dropped targets, too, if no other phase comes before:
+                requested later, behind long copies, it would wait for them.
         """
         sources = (Placement.HOST, Placement.DROPPED) if with_dropped else (Placement.HOST,)
         coming = [
@@ -165,17 +165,17 @@ class Residency:
                     self._prefetched.add(target)
 
     def start_leaving(self, phase: Phase) -> None:
-        """Start to move away what `phase` will have on the host or dropped; nothing of it is needed before.
+        """Start to move targets that `phase` has on the host or dropped; they must not be needed before.
 
-        What finds no host memory now, or is lent to a reader, leaves when the phase is entered. A failure of a copy is
-        raised by the next call that waits for its target.
+        A target that finds no host memory now, or that is lent to a reader, leaves when the phase is entered. If a copy
+        fails, the next call that waits for its target raises.
 
         Args:
             phase: the one that will be entered next.
         """
         self._check()
         if phase in _OTHERS_NEED_MEMORY:
-            self._give_back_cache()  # while no copy runs, for which the phase would wait then
+            self._give_back_cache()  # now, while no copy runs that it would wait for
             self._gave_cache_back = True
         for target, placement in self._differing(phase).items():
             if placement in _LEAVES_THE_GPU and target not in self._lent:
@@ -199,7 +199,7 @@ class Residency:
         self._wait(target, hold=True)
 
     def wait_until_released(self, *, without: Container[Target] = ()) -> None:
-        """Waits until the memory of everything that leaves the GPU, but for some targets, has been given back."""
+        """Waits until all targets that leave the GPU, but those in `without`, have released their memory."""
         for target, placement in self._where.items():
             if placement in _LEAVES_THE_GPU and target not in without:
                 self._wait(target)
@@ -232,7 +232,7 @@ class Residency:
         return bool(order)
 
     def _start(self, target: Target, placement: Placement, phase: Phase) -> None:
-        # A target that is offloaded again before its first use has to have arrived: hence `hold`.
+        # A target that is offloaded again before its first use must have arrived first: hence `hold`.
         try:
             self._wait(target, hold=self._where[target] in _ON_GPU, retry=False)
         except NoRoomError:
@@ -243,21 +243,21 @@ class Residency:
             return
         if placement is not Placement.GPU and target in self._lent:
             self._lent.pop(target)()
-        with self._in_words(target, placement, phase):
+        with self._explain_errors(target, placement, phase):
             move = self._targets[target].start(placement)
         self._last[target], self._where[target] = Started(phase, target, source, placement, move), placement
         self._meter.record_start(self._last[target])
 
     def _wait(self, target: Target, *, hold: bool = False, retry: bool = True) -> None:
-        """Wait for a target's last move; with `hold`, the current stream does.
+        """Waits for a target's last move; with `hold`, makes the current stream wait.
 
-        With `retry`, a prefetch that found no memory is made again when the target is needed.
+        With `hold` and `retry`, a prefetch that found no memory is made again, since the target is needed now.
         """
         if target not in self._last:
             return
         last = self._last[target]
         try:
-            with self._in_words(target, last.goal, last.phase):
+            with self._explain_errors(target, last.goal, last.phase):
                 if hold:
                     last.move.wait_on_current_stream()
                 else:
@@ -284,10 +284,11 @@ class Residency:
                 self._wait(target, hold=placement in _ON_GPU)
 
     def _give_back_cache(self) -> None:
-        """Give the driver what torch's allocator has cached, unless enough is free.
+        """Releases the cache of torch's allocator to the driver, unless enough memory is free.
 
-        Of the 1.5 B model on an H200, 38 ms passed between the optimizer's last kernel and the next move with it, 1
-        without (docs/results/colocated.md); the next training step takes the memory again.
+        With the 1.5 B model on an H200, 38 ms passed between the optimizer's last kernel and the next move when the
+        cache was released, and 1 ms when it was not (docs/results/colocated.md); the next training step takes the
+        memory again.
         """
         if self._generator_bytes is not None:
             free = self._meter.memory().gpu_free
@@ -304,8 +305,8 @@ class Residency:
                 self._wait(target)
 
     @contextlib.contextmanager
-    def _in_words(self, target: Target, placement: Placement, phase: Phase) -> Iterator[None]:
-        """Say of an error which target could not go where."""
+    def _explain_errors(self, target: Target, placement: Placement, phase: Phase) -> Iterator[None]:
+        """Turns an error of a move into one that says which target could not move where."""
         doing = "come back to the GPU" if placement in _ON_GPU else "leave the GPU"
         try:
             yield
@@ -318,7 +319,7 @@ class Residency:
             ) from error
         except ResidencyError:
             raise
-        except RuntimeError as error:  # CUDA's errors stay: every later call fails with them, too
+        except RuntimeError as error:  # CUDA errors are sticky: every later call fails, too
             raise ResidencyError(
                 f"{target} could not {doing} for phase {phase}: {error} This process cannot go on; restart it from "
                 "the last checkpoint."

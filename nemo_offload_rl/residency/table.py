@@ -1,4 +1,4 @@
-"""Defines the residency table: phases, targets, placements; and the sizes that a rank's targets follow from."""
+"""Defines the residency table (phases, targets, placements), and the sizes that determine those of a rank's targets."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Placement(StrEnum):
     STREAMED = "streamed"
     """On the host; a step passes it through a window of GPU memory, chunk by chunk."""
     DROPPED = "dropped"
-    """Its memory is given back and its contents are lost; it comes back as zeros."""
+    """Its memory is freed and its contents are lost; it comes back as zeros."""
     UNCHANGED = "keep"
     """It stays where it is when the phase begins."""
 
@@ -79,13 +79,13 @@ DEDICATED_TABLE: Mapping[Phase, dict[Target, Placement]] = {
         for phase in (Phase.REFIT, Phase.GENERATE)
     },
 }
-"""Where generation has GPUs of its own, and nothing of the policy needs to make room."""
+"""The table for generation on GPUs of its own, where no state of the policy needs to make room."""
 
 STREAMED_TABLE: Table = {
     phase: cells | ({Target.OPTIMIZER_STATE: Placement.STREAMED} if phase is Phase.TRAIN else {})
     for phase, cells in DEFAULT_TABLE.items()
 }
-"""The same with optimizer state that is never whole on the GPU."""
+"""`DEFAULT_TABLE` with streamed optimizer state, which is never on the GPU as a whole."""
 
 
 @dataclass(frozen=True)
@@ -97,16 +97,16 @@ class ShardFacts:
     num_frozen_params: int
     param_size: int
     grad_size: int
-    """Of the gradient buffer: 4, or 2 where gradients are kept in bf16."""
+    """In the gradient buffer: 4, or 2 where gradients are kept in bf16."""
     num_optimizer_params: int
     """Elements whose state this rank's optimizer keeps: its shard."""
     optimizer_size: int
-    """What moves of an element's optimizer state: 12 with fp32 masters, 10 with the precision-aware optimizer, 8 for an
-    fp32 model, whose masters are the parameters themselves."""
+    """Bytes of an element's optimizer state that move: 12 with fp32 masters, 10 with the precision-aware optimizer, 8
+    for an fp32 model, whose masters are the parameters themselves."""
     has_reference: bool
     """Whether reference weights are kept for a KL penalty."""
     num_cpu_optimizer_params: int = 0
-    """Of the elements whose state this rank's optimizer keeps, those that the CPU optimizer steps, at most."""
+    """The most of these elements that the CPU optimizer steps."""
     cpu_optimizer_gpu_size: int = 0
-    """What of the optimizer state of such an element is on the GPU all the same, and moves: 4 where megatron-core has
-    fp32 masters of its own, else 0."""
+    """Bytes of the optimizer state of such an element that are on the GPU nevertheless, and move: 4 where megatron-core
+    has fp32 masters of its own, else 0."""

@@ -1,4 +1,4 @@
-"""Defines what the engine asks of a target: the protocols of its mechanism and of its moves, and their errors."""
+"""Defines the protocols that the engine requires of a target and of its moves, and their errors."""
 
 from typing import Protocol
 
@@ -8,21 +8,21 @@ from nemo_offload_rl.residency.table import Placement
 
 
 class ResidencyError(RuntimeError):
-    """Says that a target could not move, or is not where it is needed; and which, why, and what to do."""
+    """Raised when a target could not move, or is not where it is needed; says which, why, and what to do."""
 
 
 class NoRoomError(ResidencyError):
-    """Says that there was no memory for a target; everything is where it was."""
+    """Raised when there was no memory for a target; all targets are where they were."""
 
 
 class Move(Protocol):
-    """Defines the handle on a target's move that has begun, to wait for it and to measure it."""
+    """Defines the handle of a target's move that has begun, to wait for it and to measure it."""
 
     nbytes: int
-    """Bytes that cross the link; dropping and zeroing cross nothing."""
+    """Bytes that cross the link; 0 for dropping and zeroing."""
 
     def wait(self) -> None:
-        """Waits until the freed memory is the driver's, or until a target that comes back has its memory."""
+        """Waits until the driver has the freed memory back, or until a target that comes back has its memory."""
         ...
 
     def wait_on_current_stream(self) -> None:
@@ -30,21 +30,21 @@ class Move(Protocol):
         ...
 
     def copy_seconds(self) -> float:
-        """Seconds from the first byte on the link to the last."""
+        """Returns the seconds from the first byte on the link to the last."""
         ...
 
     def exposed_seconds(self) -> float:
-        """Seconds for which the caller, or its stream, waited."""
+        """Returns the seconds for which the caller, or its stream, waited."""
         ...
 
     @property
     def is_queued(self) -> bool:
-        """Whether `wait` would return at once."""
+        """Returns whether `wait` would return at once."""
         ...
 
     @property
     def has_failed(self) -> bool:
-        """Whether `wait` would raise at once."""
+        """Returns whether `wait` would raise at once."""
         ...
 
 
@@ -58,21 +58,21 @@ class OffloadTarget(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Returns the GPU memory that it takes while it is there."""
+        """Returns the GPU memory that the target takes while it is on the GPU."""
         ...
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of its ranges now."""
+        """Returns the GPU memory that its ranges have mapped now."""
         ...
 
     @property
     def lazy_wait(self) -> bool:
-        """Whether the target waits for its move before its first use, so that `enter` need not."""
+        """Returns whether the target waits for its move before its first use, so that `enter` need not."""
         ...
 
     def start(self, placement: Placement) -> Move:
-        """Begin the move to a placement that it is not in; its last move has ended.
+        """Begin the move to another placement; the last move must have ended.
 
         Raises:
             MemoryError: the host has no room; the target is where it was.
@@ -81,18 +81,18 @@ class OffloadTarget(Protocol):
         ...
 
     def name_for_error(self, error: Exception) -> str:
-        """The tensor that an error of a move is about."""
+        """Returns the name of the tensor that an error of a move is about."""
         ...
 
     @property
     def needs_gpu_to_save(self) -> bool:
-        """Whether saving a checkpoint computes with its tensors and so needs them on the GPU."""
+        """Returns whether saving a checkpoint computes with its tensors, and so needs them on the GPU."""
         ...
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """While it is on the host: a CPU tensor with the data of one of its tensors; None for another target's."""
+        """Returns one of its tensors as a CPU tensor, while the target is on the host; None for another target's."""
         ...
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory."""
         ...

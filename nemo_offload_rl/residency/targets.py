@@ -1,4 +1,4 @@
-"""The table of targets; see docs/add-a-target.md."""
+"""Lists all targets with the functions that make them; see docs/add-a-target.md."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from nemo_offload_rl.residency.target import OffloadTarget
 
 @dataclass(frozen=True)
 class TargetKind:
-    """Names the functions that a target's file offers.
+    """Bundles the functions that a target's module provides.
 
     Attributes:
-        estimate_bytes: returns its size on one rank, from facts alone; the planner adds the padding of buffers.
+        estimate_bytes: returns its size on one rank from `ShardFacts`; the planner adds the padding of buffers.
         host_bytes: returns the host memory that `make` will take.
-        make: builds the mechanism, given those of the targets above it in the table; None where there is nothing to
-            move, such as gradients of a model that is only evaluated.
+        make: builds the target, after those above it in the table; returns None if there is nothing to move, such as
+            gradients of a model that is only evaluated.
     """
 
     estimate_bytes: Callable[[ShardFacts], int]
@@ -47,4 +47,4 @@ TARGETS: Mapping[Target, TargetKind] = {
         reference_weights.estimate_bytes, reference_weights.host_bytes, reference_weights.make
     ),
 }
-"""In the order in which they are made."""
+"""All targets, in the order in which they are made."""

@@ -1,8 +1,9 @@
-"""Moves ranges to the host and back on streams of their own, and gives memory back as the copies end.
+"""Moves ranges to the host and back on streams of their own, and frees GPU memory as the copies end.
 
-A helper thread does it all, since queueing the copies of 18 GB takes as long as 260 ms: the queue takes only so many.
-Out: it queues some copies ahead, and unmaps each chunk when its copy has ended. Back: it maps a chunk, queues its copy,
-and maps the next while that one runs; to map everything and copy then leaves the link idle for 5% of the time.
+A helper thread does all of it, since queueing the copies of 18 GB takes as long as 260 ms: the queue's length is
+limited. To the host, it queues some copies ahead, and unmaps each chunk when its copy has ended. To the GPU, it maps a
+chunk, queues its copy, and maps the next chunk while that copy runs; mapping all chunks first would leave the link idle
+for 5% of the time.
 """
 
 import contextlib
@@ -20,29 +21,29 @@ from nemo_offload_rl.memory.pinned import LOCK_CHUNK_BYTES, HostSegment, PinnedA
 from nemo_offload_rl.memory.staging import StagingRing
 from nemo_offload_rl.memory.streams import CopyStream, Event, record_current_stream
 
-_COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are given back
-_SPIN_FOR_LAST = 2  # chunks: their events are polled, for a caller may be waiting for the end
+_COPIES_AHEAD = 4  # chunks that are being copied to the host while older ones are unmapped
+_SPIN_FOR_LAST = 2  # chunks whose events are polled, since a caller may be waiting for the end
 
 
 @dataclass(frozen=True)
 class BackedRange:
-    """Pairs a range with the host memory it is copied to, or with None where its contents are only ever dropped."""
+    """Pairs a range with the host memory that it is copied to, or with None if its contents are only ever dropped."""
 
     range: GpuRange
     host: HostSegment | None
 
     def host_tensor(self) -> torch.Tensor:
-        """uint8 [nbytes] of the host's side."""
+        """Returns the host side: uint8 [nbytes]."""
         assert self.host is not None
         return self.host.tensor[: self.range.nbytes]
 
 
 Chunk = tuple[BackedRange, slice]
-"""Bytes of a range that are copied as one."""
+"""A range, and the bytes of it that are copied as one."""
 
 
 class ChunkError(RuntimeError):
-    """Says that there was no memory for a chunk; what had been taken for the move was given back.
+    """Raised when there was no memory for a chunk; memory that the move had mapped before was unmapped.
 
     Attributes:
         backed: the range whose chunk it is.
@@ -56,23 +57,23 @@ class ChunkError(RuntimeError):
 
 
 class Gate:
-    """Lets a move to the host copy, and keeps it from freeing memory until it is opened or cancelled."""
+    """Keeps a move to the host from freeing memory until the gate is opened or cancelled; its copies run meanwhile."""
 
     def __init__(self) -> None:
         self._decided = threading.Event()
         self._is_open = False
 
     def open(self) -> None:
-        """The move goes on."""
+        """Let the move free its memory."""
         self._is_open = True
         self._decided.set()
 
     def cancel(self) -> None:
-        """The move ends; nothing of it has happened but copies."""
+        """End the move without freeing memory; no effect on an open gate."""
         self._decided.set()
 
     def passes(self) -> bool:
-        """Whether the move goes on; waits for the decision."""
+        """Wait until the gate is opened or cancelled; return whether it is open."""
         self._decided.wait()
         return self._is_open
 
@@ -84,16 +85,16 @@ class _Span:
 
 
 class Transfer:
-    """Tracks a move under way, whose copies the helper thread queues.
+    """Tracks a move that is under way, and whose copies the helper thread queues.
 
     Args:
-        device: whose current stream may have to wait.
+        device: the device whose current stream may have to wait.
         nbytes: bytes that cross the link.
-        helper: the helper thread's part; gives the copies' begin and end, or None where nothing is copied.
+        helper: the helper thread's job; returns begin and end of the copies, or None if nothing is copied.
         check: see `Mover`.
 
     Attributes:
-        on_arrival: what the first stream that is held does before anything else, once.
+        on_arrival: called once, to queue work on the first stream that waits for the move, before its later work.
     """
 
     def __init__(
@@ -113,16 +114,16 @@ class Transfer:
 
     @property
     def is_queued(self) -> bool:
-        """Whether the helper thread is through; copies back may still run."""
+        """Returns whether the helper thread is done; copies back to the GPU may still run."""
         return self._helper.done()
 
     @property
     def has_failed(self) -> bool:
-        """Whether the helper thread is through and found no memory."""
+        """Returns whether the helper thread has ended with an error."""
         return self._helper.done() and self._helper.exception() is not None
 
     def wait(self) -> None:
-        """The caller waits until the helper thread is through: for a move out, until its memory is given back.
+        """Waits until the helper thread is done; for a move to the host, until its GPU memory is freed.
 
         Raises:
             ChunkError: the device had no memory for it.
@@ -151,7 +152,7 @@ class Transfer:
             self.on_arrival = None
 
     def copy_seconds(self) -> float:
-        """Seconds from the first byte on the link to the last; waits for the copies."""
+        """Returns the seconds from the first byte on the link to the last; waits for the copies."""
         span = self._helper.result()
         if span is None:
             return 0.0
@@ -159,7 +160,7 @@ class Transfer:
         return span.end.seconds_since(span.begin)
 
     def exposed_seconds(self) -> float:
-        """Seconds that the caller waited, or its stream stood still, for this move; waits for the copies."""
+        """Returns the seconds for which the caller, or its stream, waited for this move; waits for the copies."""
         span, stalled = self._helper.result(), 0.0
         if span is not None and self._asked is not None:
             span.end.wait()
@@ -169,11 +170,11 @@ class Transfer:
 
 
 class Mover:
-    """Moves backed ranges between a device and the host; the helper thread ends moves in the order they were asked for.
+    """Moves backed ranges between a device and the host; a helper thread makes the moves in the order of the calls.
 
     Args:
         device: the GPU; or the CPU, where the same moves are made between two places of host memory.
-        arena: of the backed ranges' host memory; gives staging buffers where a segment could not be page-locked.
+        arena: holds the ranges' host memory; provides staging buffers for segments that are not page-locked.
 
     Attributes:
         checks: called before each move and each wait for one; they raise once state is invalid.
@@ -184,23 +185,23 @@ class Mover:
         self.checks: list[Callable[[], None]] = []
         self._arena = arena
         self._staging: StagingRing | None = None
-        self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both want it
+        self._staging_lock = threading.Lock()  # the helper thread and a swap of weights may both use it
         self._out, self._back = CopyStream(device), CopyStream(device)
         self._helper = ThreadPoolExecutor(max_workers=1, thread_name_prefix="residency")
 
     def check(self) -> None:
-        """Raises once state is invalid."""
+        """Run `checks`, which raise once state is invalid."""
         for check in self.checks:
             check()
 
     def out(self, backed_ranges: Sequence[BackedRange], gate: Gate | None = None) -> Transfer:
-        """Copy every chunk to the host, after all that the current stream has been given, and give each one back.
+        """Copy every chunk to the host after the work queued on the current stream, and unmap it after its copy.
 
         Args:
-            backed_ranges: mapped.
-            gate: until it is open nothing is given back; if it is cancelled nothing is.
+            backed_ranges: mapped ranges.
+            gate: nothing is unmapped until it is open, nor if it is cancelled.
         """
-        backed_ranges = tuple(backed_ranges)  # the list grows when tensors are adopted meanwhile
+        backed_ranges = tuple(backed_ranges)  # the list may grow meanwhile, when tensors are adopted
         chunks = [(backed, index) for backed in backed_ranges for index in range(len(backed.range.chunks))]
         ready = record_current_stream(self.device)
 
@@ -231,7 +232,7 @@ class Mover:
         return self._transfer(_bytes(backed_ranges), out)
 
     def back(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
-        """Take memory for every chunk and copy it from the host."""
+        """Map every chunk and copy it from the host."""
 
         def back() -> _Span:
             begin = None
@@ -244,7 +245,7 @@ class Mover:
         return self._transfer(_bytes(backed_ranges), back)
 
     def save(self, backed_ranges: Sequence[BackedRange]) -> None:
-        """Copy mapped ranges to the host; they stay mapped, and the caller waits."""
+        """Copy mapped ranges to the host, and wait for the copies; the ranges stay mapped."""
         self._out.follow_current_stream()
         for backed in backed_ranges:
             for chunk in backed.range.chunks:
@@ -254,15 +255,16 @@ class Mover:
     def exchange(
         self, backed_ranges: Sequence[BackedRange], others: Sequence[BackedRange], changed: list[Chunk] | None = None
     ) -> Transfer:
-        """Copy mapped ranges to the host, and into each chunk, as soon as it is saved, what others keep there.
+        """Copy mapped ranges to the host, and copy the host memory of `others` into each chunk as soon as it is saved.
 
-        Both directions of the link are busy at once. Ask the transfer to hold the stream that uses the contents.
+        Both directions of the link are busy at once. The caller makes the stream that uses the contents wait for the
+        transfer.
 
         Args:
-            backed_ranges: with the host memory that saves.
-            others: of the same ranges, with the host memory that is put in.
-            changed: gets each chunk once it is saved, before anything is put in. If this raises, `put_back` of these
-                undoes it; the others hold what they held, and what was saved of them is of no use.
+            backed_ranges: the ranges, with the host memory that they are saved to.
+            others: the same ranges, with the host memory that is copied into them.
+            changed: each chunk is appended once its save is queued, before it is overwritten. If this raises,
+                `put_back` of these chunks undoes it; all other chunks are unchanged, and their saved copies not needed.
         """
         changed = [] if changed is None else changed
         self._out.follow_current_stream()
@@ -278,11 +280,11 @@ class Mover:
         return self._queued(_bytes(others), _Span(begin, self._back.mark()))
 
     def restore(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
-        """Copy the host's side into mapped ranges, once the current stream is through with what is there."""
+        """Copy the host side into mapped ranges after the work queued on the current stream."""
         return self.put_back([(backed, chunk) for backed in backed_ranges for chunk in backed.range.chunks])
 
     def put_back(self, chunks: Sequence[Chunk]) -> Transfer:
-        """The same for some chunks; after a failure it can be asked for again."""
+        """Does what `restore` does for some chunks; may be called again after a failure."""
         self._back.follow_current_stream()
         begin = self._back.mark()
         for backed, chunk in chunks:
@@ -290,7 +292,7 @@ class Mover:
         return self._queued(sum(chunk.stop - chunk.start for _, chunk in chunks), _Span(begin, self._back.mark()))
 
     def drop(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
-        """Give every chunk back once the current stream has done what it has been given; contents are lost."""
+        """Unmap every chunk after the work queued on the current stream; contents are lost."""
         mark = record_current_stream(self.device)
 
         def drop() -> None:
@@ -302,7 +304,7 @@ class Mover:
         return self._transfer(0, drop)
 
     def take(self, backed_ranges: Sequence[BackedRange]) -> Transfer:
-        """Take memory for every chunk; its contents are undefined."""
+        """Map every chunk; its contents are undefined."""
 
         def take() -> None:
             for _ in self._mapped(backed_ranges):
@@ -311,7 +313,7 @@ class Mover:
         return self._transfer(0, take)
 
     def close(self) -> None:
-        """End the helper thread when it is through, and give the staging buffers back; twice is once."""
+        """End the helper thread when it is done, and free the staging buffers; a second call does nothing."""
         self._helper.shutdown(wait=True)
         staging, self._staging = self._staging, None
         if staging is not None:
@@ -344,7 +346,7 @@ class Mover:
 
     @contextlib.contextmanager
     def _ring(self, copy_stream: CopyStream) -> Iterator[StagingRing]:
-        """Gives the ring to one thread at a time; a failure leaves no copy under way through its buffers."""
+        """Yields the staging ring to one thread at a time; after a failure, waits for copies through its buffers."""
         with self._staging_lock:
             if self._staging is None:
                 self._staging = StagingRing(self._arena)
@@ -358,7 +360,7 @@ class Mover:
         return self.device.type == "cuda" and backed.host is not None and not backed.host.pinned
 
     def _mapped(self, backed_ranges: Sequence[BackedRange]) -> Iterator[tuple[BackedRange, int]]:
-        """Maps chunk after chunk and yields each; gives all of them back where one cannot be had."""
+        """Maps one chunk after another and yields each; if there is no memory for one, unmaps all of them."""
         done: list[tuple[BackedRange, int]] = []
         for backed in backed_ranges:
             for index, chunk in enumerate(backed.range.chunks):
@@ -374,7 +376,7 @@ class Mover:
 
 
 def map_chunk(gpu_range: GpuRange, index: int) -> None:
-    """Map a chunk, if need be with what torch's allocator keeps but does not use.
+    """Map a chunk, if need be after releasing torch's cached but unused memory.
 
     Raises:
         OutOfGpuMemoryError: even then there is no memory.
@@ -387,7 +389,7 @@ def map_chunk(gpu_range: GpuRange, index: int) -> None:
 
 
 def _pieces(source: torch.Tensor, destination: torch.Tensor) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Pairs of pieces that do not reach over two page-locked ranges, which CUDA may refuse to copy."""
+    """Yields pairs of pieces that do not span two page-locked ranges, which CUDA may refuse to copy."""
     return zip(source.split(LOCK_CHUNK_BYTES), destination.split(LOCK_CHUNK_BYTES), strict=True)
 
 

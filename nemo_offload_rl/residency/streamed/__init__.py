@@ -1,1 +1,1 @@
-"""Optimizer state that lives on the host, and passes through a window of GPU memory while the optimizer steps."""
+"""Streams optimizer state from the host through a window of GPU memory while the optimizer steps."""

@@ -1,4 +1,4 @@
-"""Makes masters and moments in host memory, chunk by chunk through the window: the GPU never holds all of them."""
+"""Makes masters and moments in host memory, chunk by chunk through the window; the GPU never holds all of them."""
 
 from collections.abc import Container, Iterator, Sequence
 from typing import Any
@@ -28,12 +28,12 @@ def parameters_to_stream(
     """Returns the parameters of an optimizer whose state can be streamed.
 
     Args:
-        part: the optimizer of megatron-core around it, or itself.
+        part: megatron-core's optimizer around `optimizer`, or `optimizer` itself.
         optimizer: a torch optimizer.
-        but_in: addresses of the storages of the model's parameters.
+        but_in: addresses of the storages of the model's parameters; a parameter outside of these is a master.
 
     Raises:
-        ValueError: the state of one cannot be stepped in pieces.
+        ValueError: a parameter's state cannot be stepped in pieces.
     """
     shards = model_shards(part)
     found = []
@@ -63,7 +63,7 @@ def parameters_to_stream(
 def layouts(
     optimizer: torch.optim.Optimizer, parameters: Sequence[StreamedParameter], slot_bytes: int
 ) -> list[tuple[FlatLayout, list[StreamedParameter]]]:
-    """Lays out the state of an optimizer's parameters, those that have the same kinds of state together.
+    """Lays out the state of an optimizer's parameters, with one layout for all that have the same kinds of state.
 
     Raises:
         ValueError: an optimizer's state is not known before its first step, or cannot be stepped in pieces.
@@ -88,15 +88,15 @@ def bear(
     *,
     pin: bool,
 ) -> ParameterArrays:
-    """Fill host memory with the state of parameters as it is, or as the optimizer's first step would make it.
+    """Fill host memory with the present state of parameters, or with the state that the first step would make.
 
     Args:
-        optimizer: whose state; it still has its own afterwards.
-        layout: of these parameters.
+        optimizer: owner of the state; it still has its own tensors afterwards.
+        layout: the layout of these parameters.
         parameters: in the layout's order.
-        arena: gives the host memory.
-        window: mapped.
-        pin: as `PinnedArena.allocate` takes it.
+        arena: provides the host memory.
+        window: the window, mapped.
+        pin: whether to page-lock the memory; see `PinnedArena.allocate`.
 
     Raises:
         MemoryError: the host has no room.
@@ -118,10 +118,10 @@ def bear(
 
 
 def state_or_sample(optimizer: torch.optim.Optimizer, source: StreamedParameter) -> dict[str, Any]:
-    """Returns a parameter's state; where it has none yet, that of one element, as the first step would make it.
+    """Returns a parameter's state; if it has none yet, the state that the first step would make for one element.
 
     Raises:
-        ValueError: what this optimizer would make is not known.
+        ValueError: the state that this optimizer would make is not known.
     """
     if state := optimizer.state[source.parameter] if source.parameter in optimizer.state else {}:
         return dict(state)
@@ -163,7 +163,7 @@ def _fill(optimizer: torch.optim.Optimizer, twin: torch.optim.Optimizer, placed:
 
 
 def _require_unscaled(optimizer: Any) -> None:
-    """Transformer Engine scales moments of few bits by the largest of the whole tensor, which no piece knows."""
+    """Raises if moments are scaled: Transformer Engine scales by the whole tensor's maximum, which no piece knows."""
     kinds = getattr(optimizer, "name_to_dtype_map", {})
     scaled = [f"{name} in {dtype}" for name, dtype in kinds.items() if dtype is not torch.float32]
     if scaled:

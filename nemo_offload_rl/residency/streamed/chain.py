@@ -1,4 +1,4 @@
-"""Knows of a step that goes from one optimizer of a chain to the next whether it has ended in the middle."""
+"""Detects whether a step through the optimizers of a chain has ended in the middle."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,17 +7,17 @@ from nemo_offload_rl.residency.target import ResidencyError
 
 
 class HalfUpdatedError(ResidencyError):
-    """Says that a step ended in the middle: some of the model and its state has been updated, and some has not."""
+    """Raised when a step ended in the middle: some of the model and its state has been updated, and some has not."""
 
 
 class ChainStep:
-    """Follows a step through the optimizers of a chain, which share a model.
+    """Tracks a step through the optimizers of a chain, which share a model.
 
-    From the first update to the last optimizer's end the model is half updated. An error is final then, also of an
-    optimizer that has not updated anything itself.
+    From the first update until the last optimizer is done, the model is half updated. An error is final then, even from
+    an optimizer that has not updated anything itself.
 
     Args:
-        num_optimizers: how many take part in each step.
+        num_optimizers: how many optimizers take part in each step.
     """
 
     def __init__(self, num_optimizers: int) -> None:
@@ -28,23 +28,23 @@ class ChainStep:
         self._ended: str | None = None
 
     def run(self, optimizer: object, step: Callable[[], Any], where: Callable[[], str]) -> Any:
-        """Have an optimizer take its part in the step.
+        """Run one optimizer's part of the step.
 
         Args:
-            optimizer: any object that stands for it.
-            step: makes its updates; hooks belong to it.
-            where: says how far it has come, for an error's message.
+            optimizer: any hashable object that identifies it.
+            step: makes its updates, and calls its hooks.
+            where: returns how far it has come, for an error's message.
 
         Returns:
-            What `step` does.
+            The result of `step`.
 
         Raises:
-            HalfUpdatedError: the step has ended in the middle; or one before it has.
+            HalfUpdatedError: this step, or an earlier one, has ended in the middle.
         """
         if self._ended is not None or optimizer in self._finished:
             self.check()
         self._is_running = True
-        try:  # no context manager of a generator: its frame would keep the error, and that the host's memory
+        try:  # not a generator-based context manager: its frame would keep the error, and so host memory
             return step()
         except BaseException as error:
             if not self._has_updated:
@@ -57,21 +57,21 @@ class ChainStep:
             self._is_running = False
 
     def begin_update(self) -> None:
-        """Note that the optimizer that runs is about to update something."""
+        """Record that the running optimizer is about to update something."""
         self._has_updated = True
 
     def end_update(self, optimizer: object) -> None:
-        """Note that an optimizer has updated all that it has; the last one of the chain ends the step."""
+        """Record that an optimizer has made all its updates; the last one of the chain ends the step."""
         self._finished.add(optimizer)
         if len(self._finished) == self._num_optimizers:
             self._finished.clear()
             self._has_updated = False
 
     def check(self) -> None:
-        """Raises if a step has ended in the middle.
+        """Check that no step has ended in the middle.
 
         Raises:
-            HalfUpdatedError: it has.
+            HalfUpdatedError: one has.
         """
         if self._has_updated and not self._is_running:
             raise HalfUpdatedError(self._message())

@@ -1,4 +1,4 @@
-"""Copies between the window and host memory on streams of their own, staged where that is not page-locked."""
+"""Copies between the window and host memory on separate streams, through staging buffers if that is pageable."""
 
 import contextlib
 from collections.abc import Iterator
@@ -10,18 +10,18 @@ from nemo_offload_rl.memory.staging import StagingRing
 from nemo_offload_rl.memory.streams import CopyStream
 
 Part = tuple[slice, torch.Tensor]
-"""Bytes of a host segment, and the GPU memory of the same size, uint8, that they are copied to or from."""
+"""Bytes of a host segment, and the uint8 GPU tensor of the same size that they are copied to or from."""
 
 
 class HostCopies:
     """Copies between the window and host memory, on a stream for each direction.
 
-    Without a GPU the copies are made by the caller. Those of a segment that is not page-locked go through the staging
-    ring, and have been made when a call returns.
+    Without a GPU the calling thread makes the copies. Those of a segment that is not page-locked go through the staging
+    ring, and are done when the call returns.
 
     Args:
         device: the GPU.
-        arena: gives the staging buffers.
+        arena: provides the staging buffers.
 
     Attributes:
         out: the stream to the host.
@@ -35,7 +35,7 @@ class HostCopies:
         self._staging: StagingRing | None = None
 
     def to_gpu(self, segment: HostSegment, parts: list[Part]) -> None:
-        """Queue copies of a segment's bytes into GPU memory, behind what is queued on `back`."""
+        """Queue copies of a segment's bytes into GPU memory, after the work queued on `back`."""
         if self._is_staged(segment):
             with self._ring(self.back) as ring:
                 for where, gpu in parts:
@@ -44,7 +44,7 @@ class HostCopies:
             self.back.copy_all((gpu, host) for host, gpu in _cut(segment, parts))
 
     def to_host(self, segment: HostSegment, parts: list[Part]) -> None:
-        """Queue copies of GPU memory into a segment's bytes, behind what is queued on `out`."""
+        """Queue copies of GPU memory into a segment's bytes, after the work queued on `out`."""
         if self._is_staged(segment):
             with self._ring(self.out) as ring:
                 for where, gpu in parts:
@@ -53,14 +53,14 @@ class HostCopies:
             self.out.copy_all(_cut(segment, parts))
 
     def close(self) -> None:
-        """Give the staging buffers back; twice is once."""
+        """Free the staging buffers; a second call does nothing."""
         staging, self._staging = self._staging, None
         if staging is not None:
             staging.close()
 
     @contextlib.contextmanager
     def _ring(self, stream: CopyStream) -> Iterator[StagingRing]:
-        """Gives the ring; a failure leaves no copy under way through its buffers."""
+        """Yields the staging ring; after a failure, waits for copies through its buffers."""
         if self._staging is None:
             self._staging = StagingRing(self._arena)
         try:
@@ -74,7 +74,7 @@ class HostCopies:
 
 
 def _cut(segment: HostSegment, parts: list[Part]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Returns pairs of host and GPU memory that do not reach over two page-locked ranges."""
+    """Cuts parts into pairs of host and GPU memory that do not span two page-locked ranges."""
     pairs = []
     for where, gpu in parts:
         for begin, end in cut_at_locks(where.start, where.stop - where.start):

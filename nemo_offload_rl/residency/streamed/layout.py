@@ -1,7 +1,7 @@
-"""Lays optimizer state out in flat arrays of host memory, and cuts them into chunks that each fill a window's slot.
+"""Lays out optimizer state in flat arrays of host memory, and cuts these into chunks that each fill a window's slot.
 
-One array for each kind of state (masters, exp_avg, ...), with all parameters one behind the other in each, so that a
-chunk is the same stretch of every array: a few large copies, wherever it cuts a parameter.
+There is one array for each kind of state (masters, exp_avg, ...), with all parameters one after another. A chunk is the
+same range of elements of every array, and so takes a few large copies, wherever it cuts a parameter.
 """
 
 import itertools
@@ -13,8 +13,8 @@ import torch
 from nemo_offload_rl.memory.units import round_up
 
 ALIGNMENT = 256
-"""Elements. Parameters begin, and are cut, at multiples of it: then kernels take each element in the same way as in the
-whole parameter, by vectors on a CPU and by aligned loads on a GPU."""
+"""In elements. Parameters begin, and are cut, at multiples of it, so that kernels process each element as in the whole
+parameter: in vectors on a CPU, and with aligned loads on a GPU."""
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Field:
     """Describes a kind of state that every parameter of a layout has."""
 
     key: str
-    """As in `optimizer.state[parameter]`; `MASTER` is the parameter itself."""
+    """The key in `optimizer.state[parameter]`; `MASTER` for the parameter itself."""
     dtype: torch.dtype
 
 
@@ -49,7 +49,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Chunk:
-    """Describes a stretch of the arrays, in elements, and the pieces of parameters in it."""
+    """Describes a range of elements of the arrays, and the pieces of parameters in it."""
 
     begin: int
     end: int
@@ -57,11 +57,11 @@ class Chunk:
 
 
 class FlatLayout:
-    """Says where the state of each parameter is in host memory, and in a slot of the window.
+    """Locates the state of each parameter in host memory, and in a slot of the window.
 
     Args:
-        fields: what state each parameter has.
-        numels: elements of each parameter, none of them 0.
+        fields: the kinds of state that each parameter has.
+        numels: number of elements of each parameter, none of them 0.
         slot_bytes: the most bytes that a chunk may take in the window.
 
     Raises:
@@ -85,17 +85,17 @@ class FlatLayout:
         self.chunks = tuple(self._cut())
 
     def in_host(self, field: int, begin: int, length: int) -> slice:
-        """Returns the bytes of the host memory that hold elements of the array of a field."""
+        """Returns the byte range of host memory with `length` elements of a field's array."""
         size = self.fields[field].dtype.itemsize
         start = self._offsets[field] + begin * size
         return slice(start, start + length * size)
 
     def of_parameter(self, field: int, index: int) -> slice:
-        """Returns the bytes of the host memory that hold a field of a parameter."""
+        """Returns the byte range of host memory with a field of a parameter."""
         return self.in_host(field, self._starts[index], self._numels[index])
 
     def in_slot(self, field: int, begin: int, length: int) -> slice:
-        """Returns the bytes of a slot that hold elements of a chunk."""
+        """Returns the byte range of a slot with `length` elements of a chunk's field."""
         size = self.fields[field].dtype.itemsize
         start = sum(other.dtype.itemsize for other in self.fields[:field]) * self._chunk_length + begin * size
         return slice(start, start + length * size)

@@ -1,4 +1,4 @@
-"""Finds the model's part of each fp32 master, and keeps megatron-core from copying masters that are not on the GPU."""
+"""Finds the model shard of each fp32 master, and keeps megatron-core from copying masters that are not on the GPU."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,7 +12,7 @@ _GROUPS = (
 
 
 def model_shards(part: Any) -> dict[int, torch.Tensor]:
-    """Returns what each master is a copy of, by the master's id; nothing for a plain torch optimizer.
+    """Returns the model shard that each master is a copy of, by the master's id; empty for a plain torch optimizer.
 
     Args:
         part: one of megatron-core's optimizers.
@@ -29,10 +29,10 @@ def model_shards(part: Any) -> dict[int, torch.Tensor]:
 
 
 def leave_copies_to_the_step(part: Any) -> Callable[[], None]:
-    """Have an optimizer of megatron-core not copy masters to the model, which the streamed step has done.
+    """Keep an optimizer of megatron-core from copying masters to the model, which the streamed step has done.
 
     Returns:
-        The way back.
+        A function that undoes this.
     """
     name = "_copy_main_params_to_model_params"
     if not hasattr(part, name):

@@ -1,4 +1,4 @@
-"""Steps pieces of parameters with an optimizer's own kernel, by a twin of the optimizer that holds nothing else."""
+"""Steps pieces of parameters with an optimizer's own kernel, through a twin of the optimizer that holds only them."""
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
@@ -16,10 +16,10 @@ class StreamedParameter:
     """Describes a parameter whose optimizer state is streamed.
 
     Attributes:
-        parameter: as the optimizer's group has it.
+        parameter: the tensor in the optimizer's group.
         group: the index of that group.
-        is_master: whether it is state itself, an fp32 copy of a model's parameter.
-        model_shard: the tensor that a master is copied to after each update; None where it is no master.
+        is_master: whether it is an fp32 copy of a model's parameter, and so state itself.
+        model_shard: the tensor that a master is copied to after each update; None if it is not a master.
     """
 
     parameter: torch.Tensor
@@ -35,7 +35,7 @@ class ParameterArrays(HostArrays):
     parameters: Sequence[StreamedParameter]
 
     def host_tensor(self, field: int, index: int) -> torch.Tensor:
-        """Returns the host's memory of a field of a parameter, with its shape, and a storage of its own."""
+        """Returns the host memory of a parameter's field, in the parameter's shape and with its own storage."""
         where = self.layout.of_parameter(field, index)
         flat = self.segment.window(where.start, where.stop - where.start).view(self.layout.fields[field].dtype)
         return flat.view(self.parameters[index].parameter.shape)
@@ -47,8 +47,8 @@ class PlacedPiece:
 
     Attributes:
         piece: which part of the parameter it is.
-        source: the parameter that it is a part of.
-        parameter: 1-D, which the twin optimizer steps: a master in the slot, or a part of the model.
+        source: the parameter that the piece is part of.
+        parameter: 1-D tensor that the twin optimizer steps: a master in the slot, or a part of the model.
         state: the other fields in the slot, by key.
     """
 
@@ -58,13 +58,13 @@ class PlacedPiece:
     state: Mapping[str, torch.Tensor]
 
     def copy_to_model(self) -> None:
-        """Give the model what the master has become, as megatron-core does after a step."""
+        """Copy the updated master to the model, as megatron-core does after a step."""
         if self.source.model_shard is not None:
             flat_part(self.source.model_shard, self.piece).copy_(self.parameter)
 
 
 def flat_part(tensor: torch.Tensor, piece: Piece) -> torch.Tensor:
-    """Returns the elements of a piece, a view."""
+    """Returns a view of the elements of a piece."""
     return tensor.detach().view(-1)[piece.start : piece.stop]
 
 
@@ -95,7 +95,7 @@ class PieceStepper:
     """Steps the pieces of an optimizer's parameters, chunk by chunk, as one step.
 
     Args:
-        optimizer: gives the kernel, and the hyperparameters as they are at each step.
+        optimizer: provides the kernel, and the hyperparameters of each step.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
@@ -105,7 +105,7 @@ class PieceStepper:
         self._counted: list[tuple[dict[str, Any], dict[str, Any]]] = []
 
     def step(self, pieces: Sequence[PlacedPiece]) -> None:
-        """Update pieces and their state, which have not been updated in this step, on the current stream."""
+        """Update pieces and their state on the current stream; each piece only once in a step."""
         groups: dict[int, dict[str, Any]] = {}
         stepped = []
         for placed in pieces:
@@ -115,7 +115,7 @@ class PieceStepper:
             groups[number]["params"].append(placed.parameter)
             self._give_gradient(placed)
             whole = self._optimizer.state[placed.source.parameter]
-            own = {key: _own(value) for key, value in whole.items() if key not in placed.state}
+            own = {key: _own_copy(value) for key, value in whole.items() if key not in placed.state}
             self._twin.state[placed.parameter] = {**own, **placed.state}
             stepped.append((whole, own.keys(), self._twin.state[placed.parameter]))
         self._twin.param_groups = list(groups.values())
@@ -127,7 +127,7 @@ class PieceStepper:
             placed.copy_to_model()
 
     def finish(self) -> None:
-        """Give the optimizer the counters that every piece has advanced by one, each from where the step began."""
+        """Copy the counters to the optimizer; each piece has advanced its own copy by one from where the step began."""
         for number, group in self._groups.items():
             self._optimizer.param_groups[number].update({key: value for key, value in group.items() if key != "params"})
         for whole, counted in self._counted:
@@ -145,6 +145,6 @@ class PieceStepper:
             placed.parameter.decoupled_grad = flat_part(source.decoupled_grad, placed.piece)  # type: ignore[attr-defined]
 
 
-def _own(value: Any) -> Any:
-    """A piece counts its steps alone."""
+def _own_copy(value: Any) -> Any:
+    """Returns a copy of a counter, since each piece counts its own steps."""
     return value.clone() if isinstance(value, torch.Tensor) else value

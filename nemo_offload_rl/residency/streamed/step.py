@@ -1,4 +1,4 @@
-"""Steps an optimizer whose state is on the host: each chunk comes in, is updated and leaves, beside its neighbours."""
+"""Steps an optimizer whose state is on the host: chunks are copied in, updated and copied out, all overlapping."""
 
 import contextlib
 import copy
@@ -24,19 +24,19 @@ from nemo_offload_rl.residency.target import ResidencyError
 
 
 class StreamedStep:
-    """Takes the place of an optimizer's `step` and `load_state_dict`; gives both back at `close`.
+    """Replaces an optimizer's `step` and `load_state_dict` until `close`.
 
-    Numbers are those of the optimizer: its own kernel updates each chunk, element by element, with the counters that
+    Results equal those of the optimizer: its own kernel updates each chunk, element by element, with the counters that
     the whole step begins with.
 
     Args:
         optimizer: one of torch's.
         arrays: its state in host memory.
-        window: shared by the optimizers of a chain.
-        device: of the optimizer.
-        chain: shared, too.
-        sums: compares checksums of chunks that leave and come back; None does not.
-        on_step: told of what each step has moved.
+        window: the window, shared by the optimizers of a chain.
+        device: the device of the optimizer.
+        chain: tracks the step of the chain; shared, too.
+        sums: compares checksums of chunks that leave and come back; None for no checksums.
+        on_step: called with the measurements of each step.
     """
 
     def __init__(
@@ -77,7 +77,7 @@ class StreamedStep:
         return len(self._chunks)
 
     def prefetch(self) -> None:
-        """Start to fill the window, before the gradients are ready; no state is changed by it."""
+        """Start to fill the window before the gradients are ready; changes no state."""
         self.check()
         self._window.claim(self._forget_fetched)
         if not self._fetched:
@@ -89,7 +89,7 @@ class StreamedStep:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Update all parameters and their state; `ChainStep.run` is around it."""
+        """Update all parameters and their state; runs inside of `ChainStep.run`."""
         asked = record_current_stream(self._device)
         stepper = PieceStepper(self._optimizer)
         try:
@@ -125,11 +125,11 @@ class StreamedStep:
         self._window.store(one, chunk, slot)
 
     def check(self) -> None:
-        """Raises if a step has ended in the middle, of this optimizer or of another of the chain."""
+        """Raises if a step of this optimizer, or of another one of the chain, has ended in the middle."""
         self._chain.check()
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """Returns the host's memory of a tensor of the state; None for another's."""
+        """Returns the host memory of a tensor of the state; None for any other tensor."""
         state = self._state.get(tensor.untyped_storage().data_ptr())
         if state is None:
             return None
@@ -144,7 +144,7 @@ class StreamedStep:
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Have the optimizer's masters and state be tensors of the CPU meanwhile, to be read and written."""
+        """Expose the optimizer's masters and state as CPU tensors inside the context, to be read and written."""
         self.check()
         self._host_changes()
         for state in self._state.values():
@@ -156,7 +156,7 @@ class StreamedStep:
                 state.tensor.data = state.placeholder
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Take hyperparameters, counters and state over, as the optimizer's own method does; state into host memory.
+        """Load hyperparameters, counters and state as the optimizer's own method does, but state into host memory.
 
         Groups of another optimizer may lack hyperparameters, such as `amsgrad`; those stay as they are.
         """
@@ -180,7 +180,7 @@ class StreamedStep:
             group.update({key: value for key, value in saved.items() if key != "params"})
 
     def close(self) -> None:
-        """Give the optimizer its own methods back; it has no state any more."""
+        """Restore the optimizer's own methods; it has no state afterwards."""
         self._state.clear()
         for name in ("step", "load_state_dict"):
             vars(self._optimizer).pop(name, None)
@@ -222,7 +222,7 @@ class StreamedStep:
         def load_state_dict(_: torch.optim.Optimizer, state_dict: Mapping[str, Any]) -> None:
             self.load_state_dict(state_dict)
 
-        # Functions bound to the optimizer, as learning-rate schedulers of torch expect; its hooks run once a step.
+        # Bound methods of the optimizer, as torch's learning-rate schedulers expect; its hooks run once a step.
         hooked = torch.optim.Optimizer.profile_hook_step(step)
 
         def step_in_chain(optimizer: torch.optim.Optimizer, *args: Any, **kwargs: Any) -> Any:
@@ -235,7 +235,7 @@ class StreamedStep:
 
 @dataclass(frozen=True, eq=False)
 class _State:
-    """A master or a tensor of state: the optimizer's object, the host's memory, and what the object shows."""
+    """Holds a master or state tensor: the optimizer's object, its host memory, and the placeholder that it shows."""
 
     tensor: torch.Tensor
     host: torch.Tensor

@@ -1,4 +1,4 @@
-"""Streamed optimizer state as a target: on the host always, with its window on the GPU while it may be stepped."""
+"""Implements streamed optimizer state as a target: always on the host, with a window on the GPU for the step."""
 
 import contextlib
 import logging
@@ -29,12 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def host_bytes(context: TargetContext) -> int:
-    """Returns the bytes that streamed optimizer state will take of the arena."""
+    """Returns the bytes that streamed optimizer state will take in the arena."""
     return sum(layout.nbytes for _, _, found in _planned(context) for layout, _ in found)
 
 
 def make(context: TargetContext) -> "StreamedState | None":
-    """Make the state in host memory, and have the optimizers step it from there; None without an optimizer.
+    """Make the state in host memory, and make the optimizers step it from there; None without an optimizer.
 
     Raises:
         ValueError: the state cannot be stepped in pieces.
@@ -53,7 +53,7 @@ def make(context: TargetContext) -> "StreamedState | None":
             streamed = Placement.STREAMED
             context.meter.record_start(Started(Phase.TRAIN, Target.OPTIMIZER_STATE, streamed, streamed, transfer))
 
-        steps, born, ways_back = [], [], []
+        steps, all_arrays, ways_back = [], [], []
         for part, inner, found in planned:
             arrays: list[ParameterArrays] = []
             for layout, parameters in found:
@@ -63,9 +63,9 @@ def make(context: TargetContext) -> "StreamedState | None":
             sums = ChunkSums() if options.verify else None
             steps.append(StreamedStep(inner, arrays, window, device, chain, sums=sums, on_step=record))
             ways_back += [steps[-1].close, leave_copies_to_the_step(part)]
-            born += arrays
+            all_arrays += arrays
         undo.pop_all()
-    state = StreamedState(steps, born, window, context.mover, ways_back, context)
+    state = StreamedState(steps, all_arrays, window, context.mover, ways_back, context)
     context.mover.checks.append(state.check)
     num_chunks = sum(step.num_chunks for step in steps)
     logger.info(
@@ -85,7 +85,7 @@ def _window(context: TargetContext) -> Window:
             window = Window(nbytes, device, context.ranges, HostCopies(device, context.arena))
             undo.callback(window.close)
             context.mover.take([window.backed]).wait()
-        except (OutOfGpuMemoryError, ChunkError) as error:  # a range has its first chunk mapped when it is made
+        except (OutOfGpuMemoryError, ChunkError) as error:  # making a range maps its first chunk
             raise OutOfGpuMemoryError(
                 f"The window of {nbytes / MIB:.0f} MiB that optimizer state is streamed through finds no memory "
                 f"({error}); make it smaller (policy.residency.stream_window_mib), or leave more free."
@@ -112,19 +112,19 @@ def _planned(context: TargetContext) -> Iterator[tuple[Any, torch.optim.Optimize
 class StreamedState:
     """Keeps masters and moments on the host, and streams them through the GPU in the optimizer's step.
 
-    The optimizer's Parameter and state objects stay the same, without memory of their own.
+    The optimizer's Parameter and state objects stay the same, but have no memory of their own.
 
     Args:
-        steps: one for each optimizer of the chain.
+        steps: the streamed step of each optimizer of the chain.
         arrays: their host memory.
         window: the window that they share.
         mover: maps and unmaps it.
-        ways_back: take off what was put on the optimizers.
-        context: of the engine.
+        ways_back: functions that undo the changes to the optimizers.
+        context: the engine's context.
     """
 
     placements = frozenset({Placement.STREAMED, Placement.HOST})
-    lazy_wait = True  # before the step of each inner optimizer
+    lazy_wait = True  # the hook of attach.py waits before the step of each inner optimizer
     needs_gpu_to_save = False
 
     def __init__(
@@ -145,7 +145,7 @@ class StreamedState:
 
     @property
     def nbytes(self) -> int:
-        """Returns the GPU memory of the window."""
+        """Returns the GPU memory that the window takes while it is mapped."""
         return self.window.backed.range.nbytes
 
     @property
@@ -155,11 +155,11 @@ class StreamedState:
 
     @property
     def mapped_bytes(self) -> int:
-        """Returns the GPU memory of the window now."""
+        """Returns the GPU memory that the window has mapped now."""
         return self.window.backed.range.mapped_bytes
 
     def prefetch(self) -> None:
-        """Start to fill the window for the step, if it is there; no state is changed by it."""
+        """Start to fill the window for the step, if the window is on the GPU; changes no state."""
         residency = self._context.residency
         if self.steps and residency.where(Target.OPTIMIZER_STATE) is Placement.STREAMED:
             residency.require(Target.OPTIMIZER_STATE)
@@ -172,30 +172,30 @@ class StreamedState:
 
     @contextlib.contextmanager
     def on_host(self) -> Iterator[None]:
-        """Have masters and state be tensors of the CPU meanwhile, to be read and written, as a checkpoint's loading."""
+        """Expose masters and state as CPU tensors inside the context, for instance to load a checkpoint into them."""
         with contextlib.ExitStack() as stack:
             for step in self.steps:
                 stack.enter_context(step.on_host())
             yield
 
     def host_view(self, tensor: torch.Tensor) -> torch.Tensor | None:
-        """See `residency.OffloadTarget`."""
+        """See `OffloadTarget`."""
         views = (step.host_view(tensor) for step in self.steps)
         return next((view for view in views if view is not None), None)
 
     def start(self, placement: Placement) -> Move:
-        """Take memory for the window, or give it back."""
+        """Map the window, or free its memory."""
         if placement is Placement.STREAMED:
             return self._mover.take([self.window.backed])
         self.window.release_slots()
         return self._mover.drop([self.window.backed])
 
     def name_for_error(self, error: Exception) -> str:
-        """Returns what an error of a move is about."""
+        """Returns the name of the window, for an error of its move."""
         return "the window that it is streamed through"
 
     def close(self) -> None:
-        """Give all memory back."""
+        """Free all memory, and undo the changes to the optimizers."""
         for give_back in self._ways_back:
             give_back()
         self.window.close()

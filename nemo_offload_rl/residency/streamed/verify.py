@@ -14,11 +14,11 @@ class ChunkSums:
         self._sums: dict[tuple[HostArrays, int], torch.Tensor] = {}
 
     def remember(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
-        """Note the checksum of a chunk that is about to leave."""
+        """Record the checksum of a chunk that is about to leave the window."""
         self._sums[arrays, chunk.begin] = _checksum(arrays, chunk, slot)
 
     def compare(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
-        """Compare a chunk that has come in with its last state in the window, if there was one; waits for the GPU.
+        """Compare the checksum of a chunk that has come in with that of its last leaving, if any; waits for the GPU.
 
         Raises:
             CorruptedTransferError: they differ.
@@ -32,7 +32,7 @@ class ChunkSums:
             )
 
     def clear(self) -> None:
-        """Forget all of them: the host's memory is about to be written."""
+        """Forget all checksums: the host memory is about to be written."""
         self._sums.clear()
 
 

@@ -1,4 +1,4 @@
-"""The window: slots of GPU memory that chunks of optimizer state pass through, in turn, one behind the other."""
+"""Provides the window: a ring of slots of GPU memory that chunks of optimizer state pass through."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,10 +14,10 @@ from nemo_offload_rl.residency.streamed.layout import Chunk, FlatLayout
 from nemo_offload_rl.residency.transfer import BackedRange
 
 NUM_SLOTS = 4
-"""One that a chunk arrives in, one that is computed on, one whose chunk leaves; and one more, so that no copy waits for
-another to the microsecond."""
+"""One slot is copied into, one is computed on, and one is copied out of; one more keeps copies from waiting for the
+exact end of one another."""
 DEFAULT_WINDOW_BYTES = 512 * MIB
-"""Of four slots, each in three fields: copies of 43 MiB, which run at the link's limit."""
+"""With four slots of three fields each, copies are of 43 MiB, and run at the link's limit."""
 _SLOT_ALIGNMENT = 512  # bytes, as torch's allocator aligns
 
 
@@ -31,7 +31,7 @@ class HostArrays:
 
 @dataclass(eq=False)
 class Slot:
-    """Describes a part of the window, which holds one chunk at a time, and the copies that last touched it.
+    """Describes a part of the window, which holds one chunk at a time, and its last copies.
 
     Attributes:
         memory: uint8 [slot_bytes].
@@ -44,7 +44,7 @@ class Slot:
     left: Event | None = None
 
     def view(self, layout: FlatLayout, field: int, offset: int, length: int) -> torch.Tensor:
-        """Returns elements of a field of the chunk that is in it: a 1-D tensor of the field's dtype."""
+        """Returns `length` elements of a field of the slot's chunk: a 1-D tensor of the field's dtype."""
         return self.memory[layout.in_slot(field, offset, length)].view(layout.fields[field].dtype)
 
 
@@ -57,14 +57,14 @@ class Window:
     """Passes chunks through a ring of slots in a range of GPU memory.
 
     Args:
-        nbytes: its size.
+        nbytes: size of the window.
         device: the GPU.
         ranges: makes the range, which is not mapped yet.
         copies: copies between the window and the host.
 
     Attributes:
-        copies: the same.
-        backed: its range.
+        copies: copies between the window and the host.
+        backed: the range of the window.
         last_out: the end of the last copy to the host.
     """
 
@@ -80,24 +80,24 @@ class Window:
         self._discard: Callable[[], None] | None = None
 
     def claim(self, discard: Callable[[], None]) -> None:
-        """Make the caller the one whose chunks are in the slots; what another has in them is discarded.
+        """Make the caller the owner of the slots; the chunks of another owner are discarded.
 
         Args:
-            discard: has the caller forget its chunks; called when another claims the window, or its memory goes.
+            discard: makes the caller forget its chunks; called when another claims the window, or its memory is freed.
         """
         if self._discard != discard:
             self.discard()
         self._discard = discard
 
     def discard(self) -> None:
-        """Have the owner of the chunks forget them."""
+        """Make the owner of the slots forget its chunks."""
         if self._discard is not None:
             self._discard()
         self._discard = None
 
     def fetch(self, arrays: HostArrays, chunk: Chunk) -> Slot:
-        """Queue the copy of a chunk into the next slot, behind the copy that leaves it and all earlier ones out."""
-        slot = self._turn()
+        """Queue the copy of a chunk into the next slot, after the last copy out of it and all earlier copies out."""
+        slot = self._next_slot()
         if slot.left is not None:
             self.copies.back.follow(slot.left)
         self.copies.to_gpu(arrays.segment, _parts(arrays, chunk, slot))
@@ -105,25 +105,25 @@ class Window:
         return slot
 
     def take(self) -> Slot:
-        """Returns the next slot without copying anything into it; its last copy out holds the current stream."""
-        slot = self._turn()
+        """Returns the next slot without copying into it; makes the current stream wait for the last copy out of it."""
+        slot = self._next_slot()
         if slot.left is not None:
             slot.left.wait_on_current_stream()
         return slot
 
     def store(self, arrays: HostArrays, chunk: Chunk, slot: Slot) -> None:
-        """Queue the copy of a slot's chunk to the host, behind all that the current stream has been given."""
+        """Queue the copy of a slot's chunk to the host, after the work queued on the current stream."""
         self.copies.out.follow_current_stream()
         self.copies.to_host(arrays.segment, _parts(arrays, chunk, slot))
         slot.left = self.last_out = self.copies.out.mark()
 
     def wait(self) -> None:
-        """The caller waits until the host has all that was stored."""
+        """Wait until all stored chunks are on the host."""
         if self.last_out is not None:
             self.last_out.wait()
 
     def release_slots(self) -> None:
-        """Make the current stream wait for every copy, and forget the slots: their memory is about to go."""
+        """Make the current stream wait for every copy, and forget the slots: their memory is about to be freed."""
         self.discard()
         for slot in self._slots:
             for event in (slot.arrived, slot.left):
@@ -132,7 +132,7 @@ class Window:
         self._slots = []
 
     def close(self) -> None:
-        """Give the memory back when all copies have been made; twice is once."""
+        """Free the memory once all copies are done; a second call does nothing."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -144,8 +144,8 @@ class Window:
         self.backed.range.close()
         self.copies.close()
 
-    def _turn(self) -> Slot:
-        if not self._slots:  # a range of torch's allocator has its memory, and its address, while it is mapped
+    def _next_slot(self) -> Slot:
+        if not self._slots:  # made here, since a `TorchRange` has an address only while it is mapped
             self._slots = [Slot(memory) for memory in self.backed.range.tensor.split(self._slot_bytes)]
         self._next = (self._next + 1) % NUM_SLOTS
         return self._slots[self._next]
