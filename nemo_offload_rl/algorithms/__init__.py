@@ -1,1 +1,1 @@
-"""Algorithms, a module each, named as the section of its recipes: `prepare(config) -> run.setup.Preparation`."""
+"""Implements the algorithms, one module per recipe section, with `prepare(config) -> run.setup.Preparation`."""

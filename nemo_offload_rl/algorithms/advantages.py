@@ -1,4 +1,4 @@
-"""Turns rewards into advantages: pure functions of a table of rewards, a row a prompt and a column a generation."""
+"""Computes advantages from rewards: pure functions of rewards [P, N], a row per prompt and a column per generation."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class RewardScaling:
 
 
 def unscaled(rewards: torch.Tensor) -> torch.Tensor:
-    """Rewards as they are: what stands for a ``RewardScaling`` where there is none."""
+    """Returns rewards unchanged; replaces a ``RewardScaling`` where scaling is off."""
     return rewards
 
 
@@ -43,8 +43,8 @@ class GroupAdvantages:
     """Computes advantages relative to the other answers to a prompt (GRPO, https://arxiv.org/abs/2402.03300).
 
     Attributes:
-        leave_one_out: the baseline of a generation is the mean reward of the others (RLOO,
-            https://arxiv.org/abs/2402.14740), and the deviation is theirs too; otherwise both are the whole group's.
+        leave_one_out: baseline (mean) and standard deviation are those of the other generations' rewards (RLOO,
+            https://arxiv.org/abs/2402.14740); otherwise of the whole group's.
         normalize: divide by the standard deviation (unbiased), where it is not 0.
         clip_low: lower bound on an advantage; None for none.
         clip_high: upper bound on an advantage; None for none.
@@ -56,9 +56,9 @@ class GroupAdvantages:
     clip_high: float | None
 
     def __call__(self, rewards: torch.Tensor) -> torch.Tensor:
-        """Advantages, float32 [num_prompts, num_generations], of rewards of that shape.
+        """Returns advantages, float32 [num_prompts, num_generations], of rewards of the same shape.
 
-        A group of one has nothing to be compared with, so its advantage is 0.
+        A group of one generation has no other to compare with, so its advantage is 0.
         """
         num_generations = rewards.shape[1]
         if num_generations == 1:
@@ -78,15 +78,15 @@ class GroupAdvantages:
 
 
 def informative_groups(rewards: torch.Tensor) -> torch.Tensor:
-    """Returns which prompts can teach anything: bool [num_prompts], true where a row's rewards are not all the same.
+    """Returns which prompts give a gradient: bool [num_prompts], true where a row's rewards are not all the same.
 
-    Those are the rows where an advantage is not 0, with the whole group's baseline as with a leave-one-out one.
+    Those are the rows with an advantage other than 0, for the whole group's baseline and for a leave-one-out one.
     """
     return rewards.amax(dim=1) > rewards.amin(dim=1)
 
 
 def _unbiased_std(values: torch.Tensor) -> torch.Tensor:
-    """Over the last dimension; 0 where it holds a single value, for which none is defined."""
+    """Returns the standard deviation over the last dimension; 0 for a single value, for which it is undefined."""
     if values.shape[-1] == 1:
         return torch.zeros_like(values[..., 0])
     return values.std(dim=-1, unbiased=True)

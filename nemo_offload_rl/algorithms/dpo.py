@@ -1,4 +1,4 @@
-"""DPO: move the policy towards chosen answers and away from rejected ones."""
+"""Implements DPO, which moves the policy towards chosen answers and away from rejected ones."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class DPO(Algorithm):
         validation: the pairs of a validation; may be empty.
         loss_fn: the loss of the pairs.
         batch_sizes: sizes of the policy's batches and micro-batches.
-        save_optimizer: whether checkpoints hold the optimizer's state.
+        save_optimizer: whether checkpoints include the optimizer's state.
     """
 
     def __init__(
@@ -82,9 +82,9 @@ class DPO(Algorithm):
         return metrics | {"train/num_overlong_pairs": float(num_left_out(batch))}
 
     def validate(self, step: int) -> dict[str, float]:
-        """Measures the loss on the validation pairs, and its metrics.
+        """Returns the loss on the validation pairs, and its metrics.
 
-        Their reference log-probs never change, and are computed by the first validation.
+        The first validation computes the pairs' reference log-probs, which never change.
         """
         if not self._validation:
             return {}
@@ -114,7 +114,7 @@ class DPO(Algorithm):
 
 
 def prepare(config: DPOMasterConfig) -> Preparation:
-    """Reads what a DPO recipe names; see ``setup.Preparation``.
+    """Reads a DPO recipe's data and tokenizer; see ``setup.Preparation``.
 
     Raises:
         DataError: the data, a template or the tokenizer cannot be used.

@@ -1,4 +1,4 @@
-"""The rollouts that a step trains on: every prompt's, or with dynamic sampling only those that can teach something."""
+"""Samples the rollouts of a step: of every prompt or, with dynamic sampling, only of prompts that give a gradient."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class GroupSettings:
 
     @property
     def prompts_per_batch(self) -> int:
-        """Prompts of one generation batch; those of a step where there is no dynamic sampling."""
+        """Prompts of one generation batch; equal to a step's without dynamic sampling."""
         return int(self.num_prompts_per_step * self.batch_multiplier)
 
 
@@ -38,10 +38,10 @@ class GroupSampler:
     Attributes:
         prompts: the training data.
         rollout: generates answers and judges them.
-        sampling: how answers are sampled.
-        settings: numbers of the recipe.
-        scale: maps rewards [P, N] to those that advantages are made of, and that dynamic sampling compares: scaling may
-            make different rewards equal.
+        sampling: the sampling parameters of the engine.
+        settings: the recipe's settings.
+        scale: maps rewards [P, N] to the scaled rewards from which advantages are computed and which dynamic sampling
+            compares, since scaling may make different rewards equal.
     """
 
     prompts: ProblemLoader[Conversation]
@@ -53,20 +53,20 @@ class GroupSampler:
     def __call__(
         self, step: int, timer: Timer, on_last_answers: Callable[[], None] = lambda: None
     ) -> tuple[Rollouts, dict[str, float]]:
-        """Rollouts of ``num_prompts_per_step`` prompts, and metrics of everything that was sampled.
+        """Samples the rollouts of ``num_prompts_per_step`` prompts; also returns metrics of all sampled rollouts.
 
-        With dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) prompts whose answers all got the same reward,
-        after scaling, are left out with all their answers, and further batches are sampled in their place; each has
-        ``batch_multiplier`` times the prompts of a step.
+        Dynamic sampling (DAPO, https://arxiv.org/abs/2503.14476) drops prompts whose answers all got the same reward
+        after scaling, and samples further batches in their place; each has ``batch_multiplier`` times the prompts of a
+        step.
 
         Args:
-            step: of the run.
-            timer: gets the phases of rollouts.
-            on_last_answers: called once, when nothing more is generated: before the last answers are judged, or where
-                only rewards tell that they were the last, behind that.
+            step: the step of the run.
+            timer: records the phases of rollouts.
+            on_last_answers: called once, when no more answers will be generated: before the last answers are judged,
+                or after it where only their rewards show that they were the last.
 
         Raises:
-            RuntimeError: dynamic sampling found too few prompts in the batches it may use.
+            RuntimeError: dynamic sampling found too few prompts in the batches that it may sample.
         """
         settings, pad_token_id = self.settings, self.rollout.tokenizer.pad_token_id
         max_batches = settings.dynamic_sampling_max_gen_batches if settings.use_dynamic_sampling else 1
@@ -114,4 +114,4 @@ class GroupSampler:
 
 
 def _nothing() -> None:
-    """More is generated, perhaps."""
+    """Does nothing, since further answers may be generated."""

@@ -1,4 +1,4 @@
-"""GRPO: sample answers, judge them against each other, move the policy towards the better ones."""
+"""Implements GRPO, which samples answers, compares their rewards, and moves the policy towards the better answers."""
 
 from __future__ import annotations
 
@@ -59,14 +59,14 @@ class BatchSizes:
 
 @dataclass(frozen=True)
 class ValidationSampling:
-    """Holds the problems that validation samples answers to, and the settings of sampling.
+    """Holds the problems of a validation, and how answers to them are sampled.
 
     Attributes:
         problems: the validation problems; may be empty.
-        num_generations: answers that are sampled to each.
+        num_generations: number of answers sampled per problem.
         batch_size: problems of one generation request.
-        sampling: how answers are sampled.
-        num_shown: answers that are shown to the user.
+        sampling: the sampling parameters of the engine.
+        num_shown: number of answers shown to the user.
     """
 
     problems: Sequence[Conversation]
@@ -82,17 +82,17 @@ class GRPO(Algorithm):
     Args:
         policy: the policy to train.
         generation: the engines that sample the answers.
-        weights: brings the policy's weights to the generation engine.
-        sample: gives the rollouts of a step.
-        validation: what validation samples.
-        shape: how the length of answers changes their rewards; None for not at all.
-        advantages: from scaled and shaped rewards [P, N] to advantages of that shape.
+        weights: sends the policy's weights to the generation engine.
+        sample: samples the rollouts of a step.
+        validation: the problems and sampling of a validation.
+        shape: changes rewards by the length of answers; None to leave them unchanged.
+        advantages: maps scaled and shaped rewards [P, N] to advantages of the same shape.
         loss_fn: the loss of the rollouts.
         batch_sizes: sizes of the policy's batches and micro-batches.
-        overlong_filtering: leave answers that were cut off out of the loss.
-        prob_error_limit: of the sampler's probabilities against the policy's, above which a step is warned of; None
-            for none.
-        save_optimizer: whether checkpoints hold the optimizer's state.
+        overlong_filtering: whether to leave answers that were cut off out of the loss.
+        prob_error_limit: train/token_mult_prob_error (sampler against policy probabilities) above which a step logs a
+            warning; None for no warning.
+        save_optimizer: whether checkpoints include the optimizer's state.
     """
 
     def __init__(
@@ -152,7 +152,7 @@ class GRPO(Algorithm):
         return metrics | memory_metrics("generation", memory)
 
     def _leave_generation(self) -> None:
-        """Engines leave the GPU, and the policy's state comes back, beside rewards and advantages."""
+        """Has the engines free the GPU and the policy's state copied back while rewards and advantages are computed."""
         loss = self._loss_fn
         has_passes = loss.needs_prev_logprobs or loss.needs_reference_logprobs
         self._policy.start_return(self._generation.start_finish_generation(), logprobs=has_passes)
@@ -169,7 +169,7 @@ class GRPO(Algorithm):
             )
 
     def _add_logprobs(self, batch: BatchedData, timer: Timer) -> None:
-        """Log-probs of the tokens before the update, as far as the loss needs them."""
+        """Adds the log-probs before the update that the loss needs: the policy's and the reference policy's."""
         mbs = self._batch_sizes.logprob
         if self._loss_fn.needs_prev_logprobs:
             with timer.phase("logprobs"):
@@ -184,9 +184,9 @@ class GRPO(Algorithm):
 
         Returns:
             ``validation/accuracy``, the share of answers with full reward (1 or more), ``validation/reward``, the mean
-            reward, the number of answers that could not be judged, and the mean length of an answer; of several answers
-            to a problem also ``validation/pass_k``, the share of problems of which one answer or more got a reward
-            above 0. Nothing where there are no problems.
+            reward, the number of answers that could not be judged, and the mean length of an answer; with several
+            answers per problem also ``validation/pass_k``, the share of problems with at least one answer whose reward
+            is above 0. Empty without validation problems.
         """
         problems, size = self._validation.problems, self._validation.batch_size
         num_generations, sampling = self._validation.num_generations, self._validation.sampling
@@ -211,12 +211,12 @@ class GRPO(Algorithm):
         return metrics
 
     def load(self, folder: Path) -> None:
-        """Continues from a checkpoint folder."""
+        """Loads the policy from a checkpoint folder."""
         super().load(folder)
         self._weights.mark_stale()
 
     def shutdown(self) -> None:
-        """Ends everything that the algorithm runs on."""
+        """Ends the processes of rewards, generation and policy."""
         self._sample.rollout.reward.shutdown()
         self._generation.shutdown()
         super().shutdown()
@@ -229,7 +229,7 @@ def _judged_answers(rollouts: Rollouts, num: int) -> list[JudgedAnswer]:
 
 
 def prepare(config: GRPOMasterConfig) -> Preparation:
-    """Reads what a GRPO recipe names; see ``setup.Preparation``.
+    """Reads a GRPO recipe's data, tokenizer and reward; see ``setup.Preparation``.
 
     Raises:
         DataError: the data, a template or the tokenizer cannot be used.
@@ -262,7 +262,8 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
             init_reference_model=ALGORITHMS["grpo"].has_reference(config),
             before_build=generation.wait_until_ready if generation.capabilities.built_alone else None,
         )
-        # The first export takes GPU memory, too; and an engine that fails beside the policy ends the run at once.
+        # Wait for the engine before the first export, which needs GPU memory, too; if the engine failed while the
+        # policy was being built, the run ends here.
         generation.wait_until_ready()
         verify = fitted_policy["verify_refit"]
         transport = make_transport(generation.capabilities.refit_transport, generation.receivers, verify=verify)
@@ -298,10 +299,10 @@ def prepare(config: GRPOMasterConfig) -> Preparation:
 def _make_sampling(
     section: GenerationConfig, tokenizer: PreTrainedTokenizerFast, seed: int
 ) -> tuple[SamplingParams, SamplingParams]:
-    """Reads how answers are sampled in training, and in validation.
+    """Returns the sampling parameters of training and of validation.
 
     Raises:
-        DataError: the tokenizer has no such token, or cannot spell such a string.
+        DataError: the tokenizer lacks a stop token, or cannot encode a stop string.
     """
     stop_token_ids, stop_strings = section["stop_token_ids"], section["stop_strings"] or []
     check_token_ids(tokenizer, stop_token_ids or [], "policy.generation.stop_token_ids")

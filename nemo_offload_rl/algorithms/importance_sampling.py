@@ -1,4 +1,4 @@
-"""Bounds on the weights that correct for a sampler with other probabilities than the policy's."""
+"""Bounds importance-sampling weights, which correct for the difference between sampler and policy probabilities."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class Truncation:
     """Bounds importance-sampling weights, in one of NeMo-RL's three types.
 
     - ``tis`` clamps a token's weight to the bounds (https://fengyao.notion.site/off-policy-rl);
-    - ``icepop`` leaves tokens out whose weight is outside the bounds (https://arxiv.org/abs/2510.18855);
-    - ``seq-mask-tis`` leaves samples out whose geometric mean of weights is outside, and keeps the weights of others.
+    - ``icepop`` masks tokens whose weight is outside the bounds (https://arxiv.org/abs/2510.18855);
+    - ``seq-mask-tis`` masks samples whose geometric mean of weights is outside, and keeps the weights of the others.
 
     Attributes:
         type: one of the three.
@@ -34,12 +34,12 @@ class Truncation:
         """Bounds weights.
 
         Args:
-            log_weights: policy over sampler of each token, float32 [B, T], 0 where the mask is 0.
-            weights: [B, T], exp(log_weights), or one weight a sample at each of its tokens.
+            log_weights: log of policy over sampler probability of each token, float32 [B, T], 0 where the mask is 0.
+            weights: [B, T], exp(log_weights), or one weight per sample repeated at each of its tokens.
             token_mask: 1 where a token counts.
 
         Returns:
-            Weights [B, T], and as bool what was outside of the bounds: [B, T], or [B] with ``seq-mask-tis``.
+            Weights [B, T], and a bool tensor that is true outside of the bounds: [B, T], or [B] with ``seq-mask-tis``.
         """
         if self.type == "seq-mask-tis":
             mean = (log_weights * token_mask).sum(dim=1) / token_mask.sum(dim=1).clamp(min=1)

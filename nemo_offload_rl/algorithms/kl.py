@@ -1,12 +1,12 @@
-"""Per-token estimators of a KL divergence from samples, and the KL penalty that has their gradient.
+"""Estimates a KL divergence per token from samples, and computes a KL penalty with the right gradient.
 
 With r = q(x) / p(x) and x drawn from p, the three estimate KL(p || q); see J. Schulman, "Approximating KL Divergence"
-(http://joschu.net/blog/kl-approx.html): k1 = -log r is unbiased and noisy, k2 = (log r)^2 / 2 is biased and
-calm, k3 = (r - 1) - log r is unbiased, calm and never negative.
+(http://joschu.net/blog/kl-approx.html): k1 = -log r is unbiased with high variance, k2 = (log r)^2 / 2 is biased with
+low variance, k3 = (r - 1) - log r is unbiased with low variance and never negative.
 
-That is about their values. The gradient of a mean over samples of p is not the mean of their gradients, since the
-samples change with p, too (https://arxiv.org/abs/2506.09477): that of k1 would be 0. ``kl_penalty`` therefore
-weighs each estimate by the probability of its token, so that the score-function term is part of the gradient.
+This holds for their values. The gradient of a mean over samples of p is not the mean of the estimators' gradients,
+since the samples depend on p, too (https://arxiv.org/abs/2506.09477): the mean of k1's gradients is 0. ``kl_penalty``
+therefore weights each estimate by the probability of its token, so that the gradient includes the score-function term.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KL_ESTIMATORS: Mapping[str, Callable[[torch.Tensor], torch.Tensor]] = MappingPro
 
 
 def estimate_kl(logprobs: torch.Tensor, other_logprobs: torch.Tensor, kl_type: str) -> torch.Tensor:
-    """Estimates KL(p || q) at every token, as a number to look at: its gradient is not the divergence's.
+    """Estimates KL(p || q) at every token, for metrics only: its gradient is not the divergence's.
 
     Args:
         logprobs: log p of tokens drawn from p, float32 of any shape.
@@ -52,20 +52,20 @@ def kl_penalty(
 ) -> torch.Tensor:
     """Estimates KL(p || q) at every token, with the score-function term in its gradient.
 
-    Each estimate is weighed by p over the probability that the token counts as drawn with. In expectation over that
-    distribution, and without clamps, both value and gradient are those of E_p[k] at the contexts that were reached.
+    Each estimate is weighted by p over the probability with which the token is taken to be drawn. In expectation over
+    that distribution, and without clamps, value and gradient are those of E_p[k] at the sampled contexts.
 
     Args:
         logprobs: log p of the tokens, float32 of any shape, with gradient.
         other_logprobs: log q of the same tokens, same shape, constant.
-        sampler_logprobs: log-probs that the tokens count as drawn with, same shape, constant: the sampler's, or those
-            of p itself, detached, which makes every weight 1 in value.
+        sampler_logprobs: log-probs of the distribution from which tokens are taken to be drawn, same shape, constant:
+            the sampler's, or p's own, detached, which makes every weight 1 in value.
         kl_type: a key of ``KL_ESTIMATORS``.
         input_clamp: bound on the absolute value of log q - log p; None for none.
         output_clamp: bound on the absolute value of the weighted estimate; None for none.
 
     Returns:
-        float32 of the same shape. An entry that either clamp has changed has no gradient, its weight's included.
+        float32 of the same shape. An entry that either clamp has changed has no gradient, not even from its weight.
 
     Raises:
         ValueError: the estimator is unknown.

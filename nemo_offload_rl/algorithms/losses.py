@@ -1,7 +1,7 @@
-"""Losses over next-token log-probs.
+"""Defines the losses of next-token log-probs.
 
-All follow the contract of ``nemo_offload_rl.data.loss_contract``: what they return is a micro-batch's share of a mean
-over the global batch, so cutting a batch into micro-batches never changes the gradient.
+All follow the contract of ``nemo_offload_rl.data.loss_contract``: a loss returns a micro-batch's share of a mean over
+the global batch, so the split into micro-batches does not change the gradient.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from nemo_offload_rl.data.batch import BatchedData, GlobalCounts
 class NLLLoss:
     """Computes the negative log-likelihood of the trained tokens, averaged over all of them in the global batch.
 
-    Metrics: ``answer_probability``, the mean over samples of the probability of the whole answer, which is how often
+    Metrics: ``answer_probability``, the mean over samples of the probability of the whole answer, that is, how often
     sampling at temperature 1 gives exactly that answer; ``num_valid_samples``, a sum.
     """
 
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See ``LossFunction``."""
+        """Computes the loss; see ``LossFunction``."""
         sample_mask = data["sample_mask"]
         answer_logprobs = torch.where(data["token_mask"][:, 1:] > 0, logprobs[:, 1:], 0.0).sum(dim=1)
         loss = -_share(answer_logprobs, sample_mask, counts.valid_toks)
@@ -46,7 +46,7 @@ class DPOLoss:
 
     The reward of an answer is log p(answer) - log p_reference(answer). With beta, the reference policy's KL penalty,
     a pair's preference loss is -log sigmoid(beta * (reward of the chosen answer - reward of the rejected one)). The
-    negative log-likelihood of the chosen answer may be added. Every name is that of NeMo-RL's ``dpo`` section.
+    negative log-likelihood of the chosen answer may be added. Attributes have the names of NeMo-RL's ``dpo`` section.
 
     Rows 2i and 2i + 1 of a batch are the chosen and the rejected answer of a pair, and have the same ``sample_mask``.
 
@@ -57,8 +57,8 @@ class DPOLoss:
 
     Attributes:
         reference_policy_kl_penalty: beta; above 0.
-        preference_loss_weight: of the preference loss.
-        sft_loss_weight: of the negative log-likelihood of the chosen answer.
+        preference_loss_weight: weight of the preference loss.
+        sft_loss_weight: weight of the negative log-likelihood of the chosen answer.
         preference_average_log_probs: divide the reward of an answer by its number of tokens.
         sft_average_log_probs: divide the likelihood loss of an answer by its number of tokens.
     """
@@ -72,7 +72,7 @@ class DPOLoss:
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See ``LossFunction``; needs ``reference_policy_logprobs``."""
+        """Computes the loss; see ``LossFunction``. Needs ``reference_policy_logprobs``."""
         token_mask = data["token_mask"][:, 1:]
         num_tokens = token_mask.sum(dim=1).clamp(min=1)
         answers, reference = (
@@ -108,35 +108,35 @@ class DPOLoss:
 
 @dataclass(frozen=True)
 class ClippedPGLoss:
-    """Computes the clipped policy-gradient loss with a KL penalty: PPO's, GRPO's, DAPO's or GSPO's, by its settings.
+    """Computes the clipped policy-gradient loss with a KL penalty: PPO, GRPO, DAPO or GSPO, depending on its settings.
 
-    Every name is that of NeMo-RL's ``loss_fn`` section.
+    Attributes have the names of NeMo-RL's ``loss_fn`` section.
 
     Attributes:
         ratio_clip_min: the ratio is clipped below at 1 - ratio_clip_min (PPO, https://arxiv.org/abs/1707.06347).
         ratio_clip_max: the ratio is clipped above at 1 + ratio_clip_max; larger than ratio_clip_min is DAPO's
             "clip higher" (https://arxiv.org/abs/2503.14476).
-        ratio_clip_c: above 1, bounds the loss where the advantage is negative at ratio_clip_c times its size (dual-clip
-            PPO, https://arxiv.org/abs/1912.09729); None for no bound.
+        ratio_clip_c: a factor above 1; where the advantage is negative, the loss is at most ratio_clip_c times the
+            advantage's absolute value (dual-clip PPO, https://arxiv.org/abs/1912.09729); None for no bound.
         reference_policy_kl_penalty: weight of KL(policy || reference); 0 needs no reference log-probs.
-        reference_policy_kl_type: k1, k2 or k3, see ``kl.py``; of the metric ``gen_kl_error``, too.
-        kl_input_clamp_value: bound on the log-ratio that the KL estimate gets; None for none.
+        reference_policy_kl_type: k1, k2 or k3, see ``kl.py``; also used for the metric ``gen_kl_error``.
+        kl_input_clamp_value: bound on the log-ratio in the KL estimate; None for none.
         kl_output_clamp_value: bound on the weighted KL estimate; None for none.
         token_level_loss: average over all tokens; otherwise over the tokens of a sample, then over samples.
-        use_importance_sampling_correction: weigh by exp(prev_logprobs - generation_logprobs), the training policy's
-            probability over the sampler's; of the whole sample with sequence-level ratios.
+        use_importance_sampling_correction: weight each token by exp(prev_logprobs - generation_logprobs), the training
+            policy's probability over the sampler's; with sequence-level ratios, by that of the whole sample.
         truncated_importance_sampling_type: how that weight is bounded: tis, icepop or seq-mask-tis (see
             ``importance_sampling.py``); None for no bounds.
-        truncated_importance_sampling_ratio: its upper bound; None without a type.
-        truncated_importance_sampling_ratio_min: its lower bound; None is 0, for tis alone.
-        sequence_level_importance_ratios: one ratio a sample, the geometric mean of its tokens' ratios (GSPO,
+        truncated_importance_sampling_ratio: the weight's upper bound; None without a type.
+        truncated_importance_sampling_ratio_min: the weight's lower bound; None means 0, and is valid for tis only.
+        sequence_level_importance_ratios: one ratio per sample, the geometric mean of its tokens' ratios (GSPO,
             https://arxiv.org/abs/2507.18071).
         disable_ppo_ratio: plain REINFORCE, advantage times log-prob, without ratio or clipping.
-        force_on_policy_ratio: the ratio is 1, with the gradient of the log-prob: the log-probs at hand stand in for
-            prev_logprobs, which need not be computed. The batch must be one optimizer step.
-        use_on_policy_kl_approximation: weigh the KL estimate, whose samples are the sampler's, by
-            exp(logprobs - generation_logprobs); otherwise the samples count as drawn from the policy at hand, and the
-            weight is 1 in value. Either weight has a gradient.
+        force_on_policy_ratio: the ratio is 1 in value and has the gradient of the log-prob: the current log-probs,
+            detached, replace prev_logprobs, which need not be computed. The batch must be one optimizer step.
+        use_on_policy_kl_approximation: weight the KL estimate by exp(logprobs - generation_logprobs), since its samples
+            are the sampler's; otherwise the samples are taken to be drawn from the current policy, and the weight is 1
+            in value. Either weight has a gradient.
     """
 
     ratio_clip_min: float
@@ -172,20 +172,21 @@ class ClippedPGLoss:
 
     @property
     def needs_prev_logprobs(self) -> bool:
-        """Whether the log-probs before the update have to be computed for it."""
+        """Whether the loss needs the policy's log-probs before the update."""
         return not self.force_on_policy_ratio
 
     @property
     def needs_reference_logprobs(self) -> bool:
-        """Whether the reference policy's log-probs have to be computed for it."""
+        """Whether the loss needs the reference policy's log-probs."""
         return self.reference_policy_kl_penalty != 0
 
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """See ``LossFunction``; needs advantages and the log-probs of the old policy, the sampler and the reference.
+        """Computes the loss; see ``LossFunction``.
 
-        The KL penalty is that of the whole policy: where the log-probs are those of a sampler's filter, it takes
+        Needs advantages and the log-probs of the old policy, the sampler and the reference. The KL penalty is that of
+        the unfiltered policy: if ``logprobs`` are computed with the sampler's filter (such as top-p), it uses
         ``unfiltered_logprobs``.
         """
         token_mask = data["token_mask"][:, 1:]
@@ -257,7 +258,7 @@ class ClippedPGLoss:
     def _sampler_correction(
         self, previous: torch.Tensor, sampler: torch.Tensor, token_mask: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Weights of the tokens; and, where they are bounded, which tokens or samples were out of bounds."""
+        """Returns the weights of tokens and, if they are bounded, which tokens or samples were out of bounds."""
         if not self.use_importance_sampling_correction:
             return torch.ones_like(previous), None
         log_weight = previous - sampler
@@ -285,7 +286,7 @@ class ClippedPGLoss:
 
 
 def _share(per_sample: torch.Tensor, sample_mask: torch.Tensor, count: torch.Tensor) -> torch.Tensor:
-    """Sum over the samples kept, divided by a global count; 0 where the count is 0."""
+    """Returns the sum over unmasked samples, divided by a global count; 0 where the count is 0."""
     return torch.where(sample_mask > 0, per_sample * sample_mask, 0.0).sum() / count.clamp(min=1)
 
 
@@ -296,5 +297,5 @@ def _token_share(
 
 
 def _mean_over_tokens(per_token: torch.Tensor, token_mask: torch.Tensor) -> torch.Tensor:
-    """Mean over the trained tokens of each sample: [B, S] to [B]."""
+    """Returns the mean over the trained tokens of each sample: [B, S] to [B]."""
     return (per_token * token_mask).sum(dim=1) / token_mask.sum(dim=1).clamp(min=1)

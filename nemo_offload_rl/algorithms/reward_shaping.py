@@ -9,7 +9,7 @@ import torch
 
 from nemo_offload_rl.algorithms.rollouts import Rollouts
 
-# From scaled rewards [P, N], and the rollouts that they are of, to the rewards [P, N] that advantages are made of.
+# Maps scaled rewards [P, N] and their rollouts to the shaped rewards [P, N] from which advantages are computed.
 RewardShaping = Callable[[torch.Tensor, Rollouts], torch.Tensor]
 
 
@@ -17,13 +17,13 @@ RewardShaping = Callable[[torch.Tensor, Rollouts], torch.Tensor]
 class OverlongPenalty:
     """Lowers rewards by a penalty that grows with an answer's tokens (DAPO, https://arxiv.org/abs/2503.14476).
 
-    It starts where the last ``buffer_length`` tokens below ``max_response_length`` do, has reached ``penalty`` at
-    ``max_response_length``, and goes on growing above, as NeMo-RL's does.
+    The penalty is 0 up to ``max_response_length - buffer_length`` tokens, grows linearly to ``penalty`` at
+    ``max_response_length``, and keeps growing above that, as in NeMo-RL.
 
     Attributes:
         buffer_length: tokens over which the penalty grows to ``penalty``; above 0.
-        penalty: of an answer of ``max_response_length`` tokens; 0 or more.
-        max_response_length: tokens of an answer, its stop token included.
+        penalty: the penalty of an answer of ``max_response_length`` tokens; 0 or more.
+        max_response_length: tokens of an answer, including its stop token.
     """
 
     buffer_length: int
@@ -42,7 +42,7 @@ class StopProperlyPenalty:
     """Scales down the rewards of answers that were cut off at their length limit.
 
     Attributes:
-        factor: of their rewards; from 0, which removes them, to 1, which changes nothing.
+        factor: multiplies their rewards; from 0, which removes the rewards, to 1, which changes nothing.
     """
 
     factor: float

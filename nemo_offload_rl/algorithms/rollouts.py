@@ -1,4 +1,4 @@
-"""Rollouts: prompts, what the policy answered, and what that was worth."""
+"""Generates rollouts: prompts, the policy's answers, and their rewards."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Rollouts:
         batch: P x N rows with input_ids, input_lengths, token_mask, sample_mask and generation_logprobs.
         rewards: float32 [P, N].
         truncated: bool [P x N], true where the answer was cut off at its length limit.
-        num_unjudged: answers whose reward is 0 since they could not be judged.
+        num_unjudged: number of answers that could not be judged and therefore have reward 0.
         cases: P x N, the prompts and answers that the reward judged.
     """
 
@@ -40,17 +40,17 @@ class Rollouts:
 
     @property
     def num_prompts(self) -> int:
-        """P."""
+        """Number of prompts, P."""
         return self.rewards.shape[0]
 
     @property
     def response_tokens(self) -> torch.Tensor:
-        """Tokens of each answer, its stop token included: float32 [P x N]."""
+        """Number of tokens of each answer, including its stop token: float32 [P x N]."""
         return self.batch["token_mask"].sum(dim=1)
 
     @property
     def mean_response_tokens(self) -> float:
-        """Mean number of tokens of an answer, its stop token included."""
+        """Mean number of tokens of an answer, including its stop token."""
         return float(self.response_tokens.mean())
 
     def select_prompts(self, prompts: torch.Tensor) -> Self:
@@ -67,7 +67,7 @@ class Rollouts:
 
     @classmethod
     def concat(cls, parts: Sequence[Rollouts], pad_token_id: int) -> Self:
-        """Rollouts of several batches as one."""
+        """Joins the rollouts of several batches into one."""
         return cls(
             batch=BatchedData.concat([part.batch for part in parts], pad_values={"input_ids": pad_token_id}),
             rewards=torch.cat([part.rewards for part in parts]),
@@ -82,7 +82,7 @@ class RolloutMaker:
     """Generates answers and judges them.
 
     Attributes:
-        generation: the engine; its weights are the caller's business.
+        generation: the engine; the caller keeps its weights up to date.
         prompt_format: turns problems into prompts.
         tokenizer: turns answers into text.
         reward: judges an answer's text.
@@ -106,13 +106,13 @@ class RolloutMaker:
         """Samples ``num_generations`` answers to each problem.
 
         Args:
-            problems: P of them.
-            num_generations: N.
-            sampling: how.
-            step: of the run; with the sample's id and the prompt it settles what is sampled.
-            timer: gets the phases ``generation`` and ``rewards``.
-            first_sample_id: id of each prompt's first sample; the others follow it.
-            on_answers: called when all answers are there, before they are judged.
+            problems: the P problems.
+            num_generations: the number N of answers per problem.
+            sampling: the sampling parameters of the engine.
+            step: the step of the run; with the sample's id and the prompt it determines the sampled tokens.
+            timer: records the phases ``generation`` and ``rewards``.
+            first_sample_id: id of each prompt's first sample; the other samples have the following ids.
+            on_answers: called when all answers have been generated, before they are judged.
 
         Raises:
             RewardError: the reward of an answer is not a finite number, or its function raises.

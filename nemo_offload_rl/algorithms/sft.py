@@ -1,4 +1,4 @@
-"""SFT: train on known answers."""
+"""Implements SFT, which trains on known answers."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class SFT(Algorithm):
         validation: the validation data.
         train_global_batch_size: rows of an optimizer step, over all ranks.
         train_micro_batch_size: rows of a micro-batch.
-        save_optimizer: whether checkpoints hold the optimizer's state.
+        save_optimizer: whether checkpoints include the optimizer's state.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class SFT(Algorithm):
         return self._train(batch, self._loss_fn, timer, gbs=self._gbs, mbs=self._mbs)
 
     def validate(self, step: int) -> dict[str, float]:
-        """Loss of the validation answers per token, and the mean probability of a whole answer."""
+        """Returns the validation answers' loss per token, and the mean probability of a whole answer."""
         if not self._validation.problems:
             return {}
         batch = example_batch(self._format, self._validation.problems)
@@ -96,7 +96,7 @@ class SFT(Algorithm):
 def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]) -> BatchedData:
     """Makes a training batch of prompts and answers; rows beyond the format's limit are left out of the loss.
 
-    Of a conversation that says so, the assistant's earlier messages are trained, too.
+    The assistant's earlier messages are trained, too, in conversations with `trains_all_answers`.
     """
     examples = example_format.examples(problems)
     batch = response_batch(
@@ -112,7 +112,7 @@ def example_batch(example_format: PromptFormat, problems: Sequence[Conversation]
 
 
 def prepare(config: SFTMasterConfig) -> Preparation:
-    """Reads what an SFT recipe names; see ``setup.Preparation``.
+    """Reads an SFT recipe's data and tokenizer; see ``setup.Preparation``.
 
     Raises:
         DataError: the data, a template or the tokenizer cannot be used.

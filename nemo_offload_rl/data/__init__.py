@@ -1,1 +1,1 @@
-"""Batches, datasets, tokenizers and the loader that walks them."""
+"""Provides batches, datasets, tokenizers and the data loader."""

@@ -1,7 +1,7 @@
-"""Addition problems made on the fly: a task that a tiny model learns in minutes, with an answer that can be checked.
+"""Generates addition problems, a task with a checkable answer that a tiny model learns in minutes.
 
 A problem is a prompt such as ``07+85=`` with the answer ``092``: both terms are zero-padded to num_digits, the sum to
-one digit more, so that every problem of one size has one length.
+one digit more, so that all problems with the same num_digits have the same length.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from nemo_offload_rl.data.problem import Problem
 
 MAX_NUM_DIGITS = 9  # a pair of terms still fits an int64
 VALIDATION_SHARE = 16
-_REJECTED = 1  # tells the draw of wrong sums from that of problems
+_REJECTED = 1  # part of the seed of wrong sums, so that it differs from the seed of problems
 _ENUMERABLE = 10**6
 _MIXER = np.uint64(0x9E3779B97F4A7C15)  # 2^64 / golden ratio: multiplying by it spreads consecutive numbers evenly
 
@@ -24,16 +24,16 @@ Role = Literal["train", "validation"]
 
 
 def make_arithmetic(role: Role, num_digits: int, num_problems: int, seed: int) -> list[Problem]:
-    """Draws distinct problems.
+    """Draws distinct addition problems.
 
-    Every pair of terms belongs either to training or to validation (one in 16), by a hash of the pair alone. Training
-    and validation problems are therefore disjoint whatever their seeds and sizes.
+    A hash of the pair of terms alone assigns each pair to training or to validation (one in 16), so training and
+    validation problems are disjoint whatever their seeds and sizes.
 
     Args:
-        role: which of the two sets to draw from.
+        role: the set to draw from.
         num_digits: digits of each term, 1 to 9.
         num_problems: how many to draw.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
         DataError: num_digits is out of range, or the set has fewer problems than asked for.
@@ -57,15 +57,15 @@ def make_arithmetic(role: Role, num_digits: int, num_problems: int, seed: int) -
 
 
 def make_arithmetic_pairs(role: Role, num_digits: int, num_pairs: int, seed: int) -> list[PreferencePair]:
-    """Draws distinct problems, each with its right sum as the chosen answer and a near miss as the rejected one.
+    """Draws distinct problems, each with its correct sum as the chosen answer and a near miss as the rejected one.
 
-    The near miss differs by one in one decimal place, as after a wrong carry, and is a sum that some problem has.
+    The near miss differs by one in one decimal place, as after a wrong carry, and is the sum of some other problem.
 
     Args:
-        role: which of the two sets to draw from; as with ``make_arithmetic``, they share no problem.
+        role: the set to draw from; as with ``make_arithmetic``, the sets share no problem.
         num_digits: digits of each term, 1 to 9.
         num_pairs: how many to draw.
-        seed: of the draw.
+        seed: seed of the draw.
 
     Raises:
         DataError: num_digits is out of range, or the set has fewer problems than asked for.

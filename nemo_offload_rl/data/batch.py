@@ -1,10 +1,10 @@
-"""A batch of samples, and the counts that turn sums over it into means.
+"""Defines a batch of samples, and the counts by which losses divide sums over a batch.
 
-A batch is a mapping of names to columns with one row a sample. The names that training uses:
+A batch maps names to columns with one row per sample. Training uses these columns:
 
 - ``input_ids`` int64 [B, S], right padded, and ``input_lengths`` int64 [B];
 - ``token_mask`` float32 [B, S]: 1 where the token at that position is trained on;
-- ``sample_mask`` float32 [B]: 0 drops a sample from the loss;
+- ``sample_mask`` float32 [B]: 0 leaves a sample out of the loss;
 - log-probs, float32 [B, S]: entry t is log p(input_ids[t] | input_ids[<t]), with 0 at t = 0 and at padding. They are
   ``prev_logprobs`` (the policy before the update), ``generation_logprobs`` (the sampler's) and
   ``reference_policy_logprobs``;
@@ -25,14 +25,14 @@ class BatchedData(dict[str, Any]):
     """Maps names to columns of equal length: tensors with leading dimension B, or lists of length B.
 
     Attributes:
-        group_size: consecutive rows that belong together, such as a chosen and a rejected answer. No method separates
-            them; 1 where each row is on its own.
+        group_size: number of consecutive rows that belong together, such as a chosen and a rejected answer, and that no
+            method separates; 1 if rows are independent.
     """
 
     group_size: int = 1
 
     def in_groups(self, group_size: int) -> Self:
-        """Returns the same columns, with every ``group_size`` consecutive rows held together from now on.
+        """Returns the same columns as a batch in which every ``group_size`` consecutive rows form a group.
 
         Raises:
             ValueError: the rows are not a whole number of groups.
@@ -61,10 +61,10 @@ class BatchedData(dict[str, Any]):
         return next(iter(sizes.values()), 0)
 
     def slice(self, start: int, stop: int) -> Self:
-        """Rows ``start`` up to ``stop``; tensors are views.
+        """Returns rows ``start`` up to ``stop``; tensors are views.
 
         Raises:
-            ValueError: they are no whole groups.
+            ValueError: the rows are not whole groups.
         """
         if self.group_size > 1:
             self._require_whole_groups(range(self.size)[start:stop])
@@ -74,7 +74,7 @@ class BatchedData(dict[str, Any]):
         """Returns the rows at ``indices``, in that order; rows may repeat.
 
         Raises:
-            ValueError: they are no whole groups.
+            ValueError: the rows are not whole groups.
         """
         rows = [int(index) for index in indices]
         self._require_whole_groups(rows)
@@ -93,10 +93,10 @@ class BatchedData(dict[str, Any]):
 
         Args:
             batches: batches with the same columns.
-            pad_values: what [B, S] columns of unequal S are filled with on the right, by name; 0 for the others.
+            pad_values: padding value on the right of [B, S] columns with different S, by name; 0 for other columns.
 
         Raises:
-            ValueError: the batches have different columns or groups.
+            ValueError: the batches have different columns or group sizes.
         """
         if not batches:
             return cls()
@@ -113,10 +113,10 @@ class BatchedData(dict[str, Any]):
         return joined
 
     def chunks(self, size: int) -> Iterator[Self]:
-        """Consecutive pieces of ``size`` rows; the last may be shorter.
+        """Yields consecutive batches of ``size`` rows; the last may be shorter.
 
         Raises:
-            ValueError: ``size`` is below 1, or no multiple of the size of a group.
+            ValueError: ``size`` is below 1, or not a multiple of the group size.
         """
         if size < 1:
             raise ValueError(f"A batch is cut into pieces of at least 1 row, found {size}.")
@@ -144,7 +144,7 @@ def _join(columns: Sequence[Any], fill: float) -> Any:
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Counts that a loss divides by, over the global batch: every micro-batch of every data-parallel rank.
+    """Holds the counts by which a loss divides, over the global batch: all micro-batches of all data-parallel ranks.
 
     Attributes:
         valid_seqs: 0-dim float32, the sum of ``sample_mask``.
@@ -156,7 +156,7 @@ class GlobalCounts:
 
     @classmethod
     def of(cls, data: BatchedData) -> Self:
-        """Counts of one batch; a data-parallel caller sums them over its ranks."""
+        """Computes the counts of one batch; a data-parallel caller sums them over its ranks."""
         sample_mask = data["sample_mask"].float()
         return cls(
             valid_seqs=sample_mask.sum(),

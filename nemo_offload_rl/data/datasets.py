@@ -1,4 +1,4 @@
-"""Samples from JSONL files and from Hugging Face datasets folders."""
+"""Reads samples from JSONL files and from folders of Hugging Face datasets."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ class ProblemForm:
     """Reads rows with a prompt and an answer; see ``fields.RowForm``.
 
     Attributes:
-        input_key: field of the prompt.
-        output_key: field of the answer.
+        input_key: name of the prompt's field.
+        output_key: name of the answer's field.
     """
 
     input_key: str
@@ -32,29 +32,29 @@ class ProblemForm:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The prompt's and the answer's."""
+        """The fields of the prompt and the answer."""
         return self.input_key, self.output_key
 
     @property
     def nested_keys(self) -> tuple[str, ...]:
-        """None: both are texts."""
+        """Empty, since both fields are texts."""
         return ()
 
     def sample(self, row: Mapping[str, Any], where: str) -> Problem:
-        """Makes a problem of a row."""
+        """Makes a problem from a row."""
         prompt, answer = (text_of(field_of(row, key, where), f"{where}: the field {key!r}") for key in self.keys)
         return Problem(prompt, answer, where)
 
 
 def load_jsonl[Sample](path: Path, form: RowForm[Sample]) -> list[Sample]:
-    """Reads one JSON object a line; empty lines are skipped.
+    """Reads one sample per line from a file of JSON objects; skips empty lines.
 
     Args:
-        path: of the file.
-        form: of its lines.
+        path: the file.
+        form: makes samples from its lines.
 
     Raises:
-        DataError: the file cannot be read or is empty, or a line has not the form; names the line.
+        DataError: the file cannot be read or is empty, or a line cannot be used; names the line.
     """
     rows = read_rows(path, (*form.keys, *form.nested_keys))
     samples = [sample_of(form, row, f"{path}:{number}") for number, row in rows]
@@ -64,15 +64,17 @@ def load_jsonl[Sample](path: Path, form: RowForm[Sample]) -> list[Sample]:
 
 
 def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample]) -> Sequence[Sample]:
-    """Opens a folder that ``Dataset.save_to_disk`` wrote, or one with parquet files; rows are read as they are used.
+    """Opens a folder that ``Dataset.save_to_disk`` wrote, or one with parquet files; reads rows when they are used.
 
     Args:
-        path: of the folder.
-        split: of a saved ``DatasetDict``, or of the parquet files (see ``split_files``); None for a folder without.
-        form: of its rows.
+        path: the folder.
+        split: split of a saved ``DatasetDict``, or of the parquet files (see ``split_files``); None for a folder
+            without splits.
+        form: makes samples from its rows.
 
     Raises:
-        DataError: there is no such dataset, split or column, several have the split, or there are no rows.
+        DataError: the dataset, split or column does not exist, the folder has the split more than once, or the dataset
+            has no rows.
     """
     if not path.is_dir():
         raise DataError(f"The dataset folder {path} does not exist or is not a folder.")
@@ -86,12 +88,12 @@ def load_hf_folder[Sample](path: Path, split: str | None, form: RowForm[Sample])
 
 
 def load_parquet[Sample](files: Sequence[Path], path: Path, form: RowForm[Sample]) -> Sequence[Sample]:
-    """Opens parquet files as one dataset; rows are read as they are used.
+    """Opens parquet files as one dataset; reads rows when they are used.
 
     Args:
-        files: in the order of their rows.
-        path: what messages call it.
-        form: of its rows.
+        files: the files, in the order of their rows.
+        path: the dataset's name in messages.
+        form: makes samples from its rows.
 
     Raises:
         DataError: the files cannot be read, lack a column, or have no rows.
@@ -107,7 +109,7 @@ def load_parquet[Sample](files: Sequence[Path], path: Path, form: RowForm[Sample
 
 
 def is_saved(path: Path) -> bool:
-    """Whether ``save_to_disk`` of ``datasets`` wrote this folder."""
+    """Returns whether ``save_to_disk`` of ``datasets`` wrote this folder."""
     return (path / "dataset_dict.json").exists() or (path / "state.json").exists()
 
 
@@ -120,7 +122,7 @@ def _with_columns[Sample](rows: Any, path: Path, form: RowForm[Sample]) -> HFRow
     return HFRows(rows, path, form)
 
 
-# What datasets and pyarrow raise of files that are damaged or of another form: they look up what is not there.
+# Errors that datasets and pyarrow raise for files that are damaged or of another format.
 DAMAGED = (ArithmeticError, AttributeError, LookupError, NotImplementedError, OSError, TypeError, ValueError)
 
 _ROWS_AT_ONCE = 1000
@@ -131,9 +133,9 @@ class HFRows[Sample](Sequence[Sample]):
 
     Args:
         rows: the ``datasets.Dataset``.
-        path: of its folder, or what else messages call it.
-        form: of its rows.
-        numbers: of the rows in their folder, where these are only some of them; int64 [number of rows].
+        path: the dataset's folder or name, for messages.
+        form: makes samples from its rows.
+        numbers: the rows' numbers in the original dataset, for messages, int64 [number of rows]; None for all rows.
     """
 
     def __init__(self, rows: Any, path: Path | str, form: RowForm[Sample], numbers: np.ndarray | None = None) -> None:
@@ -158,11 +160,11 @@ class HFRows[Sample](Sequence[Sample]):
         return self._samples(range(number, number + 1))[0]
 
     def select(self, rows: np.ndarray) -> HFRows[Sample]:
-        """Returns some of the samples, by their indices (int64 [K]) and in their order; nothing is read or copied."""
+        """Returns the samples at the given indices (int64 [K]), in that order; reads and copies nothing."""
         return HFRows(self._rows.select(rows), self._path, self._form, self._numbers[rows])
 
     def __iter__(self) -> Iterator[Sample]:
-        """Reads many rows at a time, which takes a tenth of the time of single ones."""
+        """Yields all samples; reads many rows at a time, in a tenth of the time of single reads."""
         for start in range(0, len(self), _ROWS_AT_ONCE):
             yield from self[start : start + _ROWS_AT_ONCE]
 
@@ -170,7 +172,7 @@ class HFRows[Sample](Sequence[Sample]):
         try:
             columns = self._rows[numbers]
         except DAMAGED as error:
-            if len(numbers) > 1:  # finds the row
+            if len(numbers) > 1:  # read the rows one by one to find the damaged one
                 return [self[number] for number in numbers]
             number = self._numbers[numbers[0]]
             raise DataError(f"{self._path} row {number} cannot be read: {type(error).__name__}: {error}") from error

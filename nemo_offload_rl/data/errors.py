@@ -1,4 +1,4 @@
-"""Errors of data that a recipe names."""
+"""Defines the error of data that a recipe names."""
 
 
 class DataError(ValueError):

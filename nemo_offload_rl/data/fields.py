@@ -1,4 +1,4 @@
-"""Reads fields of a dataset's rows, and says of a value that cannot be used where it is and what was found."""
+"""Reads fields of a dataset's rows; errors say where a value is and what was found."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from nemo_offload_rl.data.errors import DataError
 
 
 class RowForm[Sample](Protocol):
-    """Makes samples of a dataset's rows."""
+    """Defines how samples are made from a dataset's rows."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -18,25 +18,25 @@ class RowForm[Sample](Protocol):
 
     @property
     def nested_keys(self) -> tuple[str, ...]:
-        """The fields that are read of objects within a row."""
+        """The fields that are read from objects within a row."""
 
     def sample(self, row: Mapping[str, Any], where: str) -> Sample:
-        """Makes a sample of a row.
+        """Makes a sample from a row.
 
         Args:
-            row: its values by field.
-            where: the row's place, for messages.
+            row: the row's values by field.
+            where: file and line, or row number, for messages.
 
         Raises:
-            DataError: the row has another form; names its place.
+            DataError: the row has another format; names its place.
         """
 
 
 def sample_of[Sample](form: RowForm[Sample], row: Any, where: str) -> Sample:
-    """Makes a sample of what stands in a row's place.
+    """Makes a sample from a row that may be any JSON value.
 
     Raises:
-        DataError: it is no object, or has another form; names its place.
+        DataError: the row is not an object, or has another format; names its place.
     """
     if not isinstance(row, dict):
         *names, last = map(repr, form.keys)
@@ -45,10 +45,10 @@ def sample_of[Sample](form: RowForm[Sample], row: Any, where: str) -> Sample:
 
 
 def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
-    """Returns the value of a field.
+    """Returns the value of a row's field.
 
     Raises:
-        DataError: there is no such field; names those that there are.
+        DataError: the row lacks the field; names the fields that it has.
     """
     if key not in row:
         names = ", ".join(map(repr, row)) or "none"
@@ -57,15 +57,15 @@ def field_of(row: Mapping[str, Any], key: str, where: str) -> Any:
 
 
 def text_of(value: Any, name: str, expected: str = "a text or a number") -> str:
-    """Returns a text as it is, and a number as text.
+    """Returns a text unchanged, and a number as text.
 
     Args:
-        value: of a field.
+        value: the field's value.
         name: place and name of the field, for messages.
-        expected: what the field may be.
+        expected: the kinds of values that the field may have, for messages.
 
     Raises:
-        DataError: it is something else, or no valid text.
+        DataError: the value is neither, or not valid Unicode.
     """
     if isinstance(value, str):
         if _has_surrogate(value):
@@ -79,7 +79,7 @@ def text_of(value: Any, name: str, expected: str = "a text or a number") -> str:
 
 
 def describe(value: Any) -> str:
-    """Says in a few words what a value is, for messages."""
+    """Returns a short description of a value, for messages."""
     if isinstance(value, list):
         return "a list"
     if isinstance(value, dict):

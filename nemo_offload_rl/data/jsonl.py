@@ -1,4 +1,4 @@
-"""Reads JSONL files line by line, and says of a line that cannot be used which one it is."""
+"""Reads JSONL files line by line; errors name the line."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from nemo_offload_rl.storage.regular_file import UnreadableFileError, open_regul
 
 
 def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
-    """Yields each line that is not empty as its number, from 1, and its value.
+    """Yields the number, from 1, and the parsed value of each line that is not empty.
 
     Args:
-        path: of the file.
-        keys: fields that are read; none of them may stand twice in an object.
+        path: the file.
+        keys: the fields that the caller reads; none of them may occur twice in an object.
 
     Raises:
         DataError: the file cannot be read, or a line is not JSON, too long, or has such a field twice.
@@ -37,7 +37,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
                 raise _RowError(f"has the field {twice[0]!r} twice; delete one")
         return row
 
-    # Lines end as in any text. Of the characters that end a line elsewhere, some stand in JSON's strings.
+    # Universal newlines, not str.splitlines(): it also splits at characters that may occur in JSON strings.
     with io.TextIOWrapper(file, encoding="utf-8-sig") as lines:
         number = 0
         while line := _next_line(lines, path, number + 1):
@@ -51,7 +51,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
                     raise DataError(f"{path}:{number} {error}.") from error
                 except RecursionError as error:
                     raise DataError(f"{path}:{number} has lists or objects too deep in one another to read.") from error
-                except ValueError as error:  # of Python
+                except ValueError as error:  # from int(), which Python limits to 4,300 digits
                     raise DataError(
                         f"{path}:{number} has an integer of more than 4,300 digits, which cannot be read; write it as "
                         "text."
@@ -59,7 +59,7 @@ def read_rows(path: Path, keys: Collection[str]) -> Iterator[tuple[int, Any]]:
 
 
 class _RowError(ValueError):
-    """A row is wrong; the message follows its place."""
+    """Says what is wrong with a row; the caller puts the row's place before the message."""
 
 
 def _next_line(lines: io.TextIOWrapper, path: Path, number: int) -> str:

@@ -1,7 +1,7 @@
-"""Limits the size of lines and text files, far above what fits into a model's context."""
+"""Limits the size of lines and text files, far above any model's context length."""
 
-# Characters of a line of a JSONL file; a long context of a million tokens has some 4 million.
+# The most characters of a line of a JSONL file; a long context of a million tokens has some 4 million.
 MAX_LINE_CHARS = 2**24
 
-# Bytes of a prompt template, a system prompt.
+# The most bytes of a prompt template or a system prompt.
 MAX_TEXT_FILE_BYTES = 2**20

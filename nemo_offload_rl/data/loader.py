@@ -1,4 +1,4 @@
-"""Walks a dataset in an order that depends on the seed and the epoch alone."""
+"""Draws batches from a dataset in an order that depends only on the seed and the epoch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.data.errors import DataError
 
 @dataclass(frozen=True)
 class DataPosition:
-    """Records where a loader is: whole epochs done, and samples taken in the current one."""
+    """Records a loader's position: finished epochs, and samples taken from the current one."""
 
     epoch: int
     samples: int
@@ -22,17 +22,17 @@ START = DataPosition(epoch=0, samples=0)
 
 
 class ProblemLoader[Sample]:
-    """Draws batches of problems, or of pairs, epoch after epoch; leaves out an epoch's incomplete last batch.
+    """Draws batches of problems, or of pairs, epoch by epoch; leaves out an epoch's incomplete last batch.
 
     Attributes:
         problems: the dataset.
-        position: where the next batch starts; set it to continue elsewhere.
+        position: where the next batch starts; set it to continue from another position.
 
     Args:
         problems: the dataset.
-        shuffle: whether each epoch has an order of its own, by the seed and the epoch.
-        seed: determines these orders, with the epoch.
-        noun: what messages call the samples.
+        shuffle: whether to shuffle each epoch.
+        seed: seed of the shuffling, together with the epoch.
+        noun: word for the samples in messages.
     """
 
     def __init__(self, problems: Sequence[Sample], shuffle: bool, seed: int, noun: str = "problems") -> None:
@@ -45,14 +45,14 @@ class ProblemLoader[Sample]:
         self.position = START
 
     def require(self, size: int, key: str) -> None:
-        """Refuse a dataset with fewer problems than a batch.
+        """Checks that the dataset has enough problems for a batch.
 
         Args:
             size: problems of a batch.
-            key: the recipe's, that says so.
+            key: the recipe's key with that size, for the message.
 
         Raises:
-            DataError: it has fewer.
+            DataError: the dataset has fewer problems.
         """
         num_problems = len(self.problems)
         if size > num_problems:
@@ -62,7 +62,7 @@ class ProblemLoader[Sample]:
             )
 
     def next_batch(self, size: int) -> list[Sample]:
-        """Takes the next ``size`` problems of the epoch, or the first of the next epoch where too few are left.
+        """Returns the next ``size`` problems of the epoch, or the first of the next epoch if too few are left.
 
         Raises:
             DataError: the dataset has fewer problems than a batch.

@@ -1,4 +1,4 @@
-"""Defines what a worker asks of a loss; not beside the losses, so that a worker need not import algorithms."""
+"""Defines the interface of losses; kept apart from the losses, so that workers need not import `algorithms`."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class LossFunction(Protocol):
     def __call__(
         self, logprobs: torch.Tensor, data: BatchedData, counts: GlobalCounts
     ) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        """Returns the share of one micro-batch in the global mean.
+        """Returns the contribution of one micro-batch to the mean over the global batch.
 
         Args:
             logprobs: float32 [B, S] with grad; entry t is log p(input_ids[t] | input_ids[<t]), entry 0 is 0.

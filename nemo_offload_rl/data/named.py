@@ -1,4 +1,4 @@
-"""Reads named datasets: from a folder of the user's, or else from the hub or its cache."""
+"""Reads named datasets from a user's folder, or otherwise from the Hugging Face hub or its cache."""
 
 from __future__ import annotations
 
@@ -25,24 +25,26 @@ from nemo_offload_rl.hub import asking_no_hub_in_vain, why_unreachable
 from nemo_offload_rl.named_datasets import NAMED_DATASETS, NamedDataset
 
 _ENDINGS = (*PARQUET, ".jsonl")
-# Where the files of a dataset without parts are, or of one whose folder has those of a single part.
+# Folders of a split's files, if the dataset has parts but its folder only has the files of one part.
 _OWN_FOLDERS = (".", "data")
 
 
 def load_named(
     name: str, *, split: str, output_key: str | None = None, repeat: int | None = None, root: Path | None = None
 ) -> Sequence[Any]:
-    """Opens a named dataset; its rows are read as they are used, unless they are in JSONL files or several folders.
+    """Opens a named dataset; reads rows when they are used, unless they are in JSONL files or several folders.
 
     Args:
         name: a key of ``NAMED_DATASETS``.
-        split: of the dataset.
+        split: the split to read.
         output_key: column of the answer; None for the dataset's own.
-        repeat: how often the rows are read, all of them each time; None for once.
-        root: a folder that may hold a folder or a JSONL file of that name, with the dataset's columns; None for none.
+        repeat: how many times the dataset is repeated as a whole; None for once.
+        root: a folder that may have a folder or a JSONL file of that name, with the dataset's columns; None to use the
+            hub only.
 
     Raises:
-        DataError: it is neither there nor to be had from the hub or its cache, has other columns, or is there twice.
+        DataError: the dataset is neither in `root` nor in the hub or its cache, has other columns, or `root` has it
+            twice.
     """
     dataset = NAMED_DATASETS[name]
     columns = dataset.columns if output_key is None else (*dataset.columns[:-1], output_key)
@@ -82,7 +84,10 @@ def _local_samples(
 
 
 def _folder_samples(folder: Path, dataset: NamedDataset, split: str, form: RowForm[Any]) -> Sequence[Any] | None:
-    """Reads the folders of the dataset's parts where it has any, and nothing beside them; None without the split."""
+    """Reads a split from the folders of the dataset's parts or, without such folders, from the dataset's own folder.
+
+    Returns None if the folder does not have the split.
+    """
     parts = [folder / subset for subset in dataset.subsets]
     missing = [part.name for part in parts if not part.is_dir()]
     if len(missing) == len(parts):

@@ -1,6 +1,6 @@
-"""Makes samples of the rows of named datasets, as NeMo-RL does.
+"""Makes samples from the rows of named datasets, as NeMo-RL does.
 
-Their rows are others' to correct: answers that are empty, and pairs of equal answers, are read as they are.
+Users cannot correct these datasets, so empty answers, and pairs of equal answers, are accepted.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from nemo_offload_rl.named_datasets import Form
 
 @dataclass(frozen=True)
 class VerlForm:
-    """Reads verl's rows, as DAPO's data has them: a prompt of messages, and the answer in ``reward_model``.
+    """Reads rows in verl's format, such as DAPO's: a prompt of messages, and the answer in ``reward_model``.
 
     Attributes:
         keys: columns of the prompt and of the reward.
@@ -30,11 +30,11 @@ class VerlForm:
 
     @property
     def nested_keys(self) -> tuple[str, ...]:
-        """Those of a message, and the answer."""
+        """The fields of a message, and of the answer."""
         return *MESSAGE_KEYS, "ground_truth"
 
     def sample(self, row: Mapping[str, Any], where: str) -> Problem:
-        """Makes a problem of the first message and the known answer."""
+        """Makes a problem from the first message and the known answer."""
         prompt, reward = self.keys
         messages = field_of(row, prompt, where)
         if not isinstance(messages, list) or not messages or not isinstance(messages[0], dict):
@@ -53,17 +53,17 @@ class VerlForm:
 
 @dataclass(frozen=True)
 class Gsm8kForm:
-    """Reads problems whose answer stands after ``####``, behind its derivation.
+    """Reads problems whose answer follows the derivation, after ``####``.
 
     Attributes:
-        keys: columns of the problem and of the derivation.
+        keys: columns of the problem and of the derivation with the answer.
     """
 
     keys: tuple[str, ...]
     nested_keys: tuple[str, ...] = ()
 
     def sample(self, row: Mapping[str, Any], where: str) -> Problem:
-        """Makes a problem with the answer alone."""
+        """Makes a problem with the answer, without its derivation."""
         problem, solution = (text_of(field_of(row, key, where), f"{where}: the field {key!r}") for key in self.keys)
         _, mark, answer = solution.partition("####")
         if not mark:
@@ -73,7 +73,7 @@ class Gsm8kForm:
 
 @dataclass(frozen=True)
 class SquadForm:
-    """Reads questions about a text, which is the system's message; the first of the answers is the answer.
+    """Reads questions about a text: the text becomes the system message, the first of the answers is used.
 
     Attributes:
         keys: columns of the question, the text and the answers.
@@ -83,7 +83,7 @@ class SquadForm:
     nested_keys: tuple[str, ...] = ("text",)
 
     def sample(self, row: Mapping[str, Any], where: str) -> AnsweredContext:
-        """Makes a conversation of text, question and answer."""
+        """Makes a conversation from text, question and answer."""
         question, text = (
             text_of(field_of(row, key, where), f"{where}: the field {key!r}", "a text") for key in self.keys[:2]
         )
@@ -108,7 +108,7 @@ class MessagesForm:
     nested_keys: tuple[str, ...] = MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> AnsweredContext:
-        """Makes a conversation whose earlier answers are trained, too."""
+        """Makes a conversation in which SFT also trains the assistant's earlier messages."""
         [key] = self.keys
         place = f"{where}: the field {key!r}"
         context, answer = _split_last(field_of(row, key, where), place)
@@ -117,9 +117,9 @@ class MessagesForm:
 
 @dataclass(frozen=True)
 class RankedResponsesForm:
-    """Reads HelpSteer3's rows: messages, two responses, and which of them is preferred, by the sign of a number.
+    """Reads HelpSteer3's rows: messages, two responses, and a number whose sign says which of them is preferred.
 
-    Where that is 0, both answers of the pair are the first response, as in NeMo-RL, and no preference is learnt.
+    If the number is 0, both answers of the pair are the first response, as in NeMo-RL, and no preference is learnt.
 
     Attributes:
         keys: columns of the messages, of the responses and of the preference.
@@ -129,7 +129,7 @@ class RankedResponsesForm:
     nested_keys: tuple[str, ...] = MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
-        """Makes a pair of the preferred response and the other one."""
+        """Makes a pair from the preferred response and the other one."""
         context_key, *response_keys, preference_key = self.keys
         context = context_of(field_of(row, context_key, where), f"{where}: the field {context_key!r}")
         first, second = (
@@ -156,7 +156,7 @@ class TwoConversationsForm:
     nested_keys: tuple[str, ...] = MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
-        """Makes a pair of both answers."""
+        """Makes a pair from the last messages of both conversations."""
         chosen_key, rejected_key = self.keys
         context, chosen = _split_last(field_of(row, chosen_key, where), f"{where}: the field {chosen_key!r}")
         place = f"{where}: the field {rejected_key!r}"
@@ -165,7 +165,7 @@ class TwoConversationsForm:
 
 
 def _split_last(value: Any, place: str) -> tuple[tuple[Message, ...], str]:
-    """Returns the messages before the assistant's last one, and its text."""
+    """Returns the messages before the last one, and the text of the last one, which is the assistant's."""
     if not isinstance(value, list):
         raise DataError(f"{place} must be a list of messages, found {describe(value)}.")
     messages = messages_of(value, place)

@@ -1,4 +1,4 @@
-"""Turns preference pairs into batches, and checks before a run that all of them can be turned."""
+"""Turns preference pairs into batches, and checks before a run that this works for all pairs."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from nemo_offload_rl.data.preferences import ROWS_OF_A_PAIR, PreferencePair
 from nemo_offload_rl.data.prompts import PromptFormat
 from nemo_offload_rl.data.sequences import response_batch
 
-_TOKENS_OF_MASKED_PART = 4  # of the prompt, and of the answer, of a pair that is too long; NeMo-RL keeps as many
+_TOKENS_OF_MASKED_PART = 4  # tokens kept of the prompt, and of the answer, of a pair that is too long; as in NeMo-RL
 
 
 def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> BatchedData:
-    """Makes a training batch of pairs: row 2i has the chosen answer of pair i, row 2i + 1 the rejected one.
+    """Makes a training batch from pairs: row 2i has the chosen answer of pair i, row 2i + 1 the rejected one.
 
     If either answer of a pair exceeds the format's limit, both rows are cut to a few tokens and left out of the loss.
 
@@ -24,7 +24,7 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
         pairs: one or more.
 
     Returns:
-        The columns of ``response_batch``, in groups of two rows. token_mask is 1 on the last turn alone; sample_mask is
+        The columns of ``response_batch``, in groups of two rows. token_mask is 1 on the last turn only; sample_mask is
         0 for both rows of a pair that is too long.
 
     Raises:
@@ -47,20 +47,22 @@ def pair_batch(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> 
 
 
 def num_left_out(batch: BatchedData) -> int:
-    """Counts the pairs of a batch that are left out of the loss, since an answer exceeds the limit on the length."""
+    """Counts the pairs of a batch that are left out of the loss, since an answer exceeds the length limit."""
     return int((batch["sample_mask"][::ROWS_OF_A_PAIR] == 0).sum())
 
 
 def check_pairs(answer_format: PromptFormat, pairs: Sequence[PreferencePair]) -> None:
-    """Reads every pair and renders one of each sequence of roles, so that a run does not fail in its middle.
+    """Checks that ``pair_batch`` will work, so that a run does not fail halfway.
+
+    It reads every pair, and renders one pair for each sequence of roles.
 
     Args:
-        answer_format: with which ``pair_batch`` will be called.
-        pairs: all that a run may use.
+        answer_format: the format that ``pair_batch`` will be called with.
+        pairs: all pairs that the run may use.
 
     Raises:
-        DataError: a row cannot be read, a word has no token, or the chat template cannot render such a conversation;
-            names the first.
+        DataError: a row cannot be read, a word has no token, or the chat template cannot render a conversation; names
+            the first such case.
     """
     answer_format.check_vocabulary((answer for pair in pairs for answer in pair.answers), with_answers=True)
     rendered = set()

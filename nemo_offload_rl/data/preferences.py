@@ -1,4 +1,4 @@
-"""Makes pairs of a chosen and a rejected answer of the rows of a dataset."""
+"""Makes pairs of a chosen and a rejected answer from the rows of a dataset."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import describe, field_of, text_of
 from nemo_offload_rl.data.problem import AnsweredContext, Message
 
-ROWS_OF_A_PAIR = 2  # of a batch: the chosen answer, then the rejected one
+ROWS_OF_A_PAIR = 2  # rows of a pair in a batch: the chosen answer, then the rejected one
 
 MESSAGE_KEYS = ("role", "content")
 _ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -22,11 +22,11 @@ class PreferencePair:
     """Holds two answers to the same messages, of which one is preferred.
 
     Attributes:
-        context: the messages before the answers, the oldest first; a prompt that is a text is a user's message.
+        context: the messages before the answers, the oldest first; a prompt that is a text becomes a user message.
         chosen: text of the preferred answer.
         rejected: text of the other one.
-        where: the file and line, or the row, that it was read from; empty for one that was made. Of two pairs that
-            differ in nothing else, neither is another pair.
+        where: the file and line, or the row, that the pair was read from; empty for a generated pair. Ignored when
+            pairs are compared.
     """
 
     context: tuple[Message, ...]
@@ -36,7 +36,7 @@ class PreferencePair:
 
     @property
     def answers(self) -> tuple[AnsweredContext, AnsweredContext]:
-        """The conversation with the chosen answer, and with the rejected one."""
+        """The conversation with the chosen answer, and the conversation with the rejected one."""
         return (
             AnsweredContext(self.context, self.chosen, self.where),
             AnsweredContext(self.context, self.rejected, self.where),
@@ -45,11 +45,12 @@ class PreferencePair:
 
 @dataclass(frozen=True)
 class BinaryForm:
-    """Reads rows with a prompt, a chosen and a rejected answer, as NeMo-RL's ``BinaryPreferenceDataset`` has them.
+    """Reads rows with a prompt, a chosen and a rejected answer, in the format of NeMo-RL's ``BinaryPreferenceDataset``.
 
     Attributes:
         prompt_key: field of the prompt, a text or messages.
-        chosen_key: field of the preferred answer: a text, the assistant's message, or the prompt's messages and it.
+        chosen_key: field of the preferred answer: a text, a list with the assistant's message, or that message after
+            the prompt's messages.
         rejected_key: field of the other answer, in one of the same forms.
     """
 
@@ -64,14 +65,14 @@ class BinaryForm:
 
     @property
     def nested_keys(self) -> tuple[str, ...]:
-        """Those of a message."""
+        """The fields of a message."""
         return MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
-        """Makes a pair of a row.
+        """Makes a pair from a row.
 
         Raises:
-            DataError: the row has another form; names its place.
+            DataError: the row has another format; names its place.
         """
         context = context_of(field_of(row, self.prompt_key, where), f"{where}: the field {self.prompt_key!r}")
         chosen, rejected = (
@@ -83,7 +84,7 @@ class BinaryForm:
 
 @dataclass(frozen=True)
 class RankedForm:
-    """Reads rows with ``context`` and two ranked ``completions``, as NeMo-RL's ``PreferenceDataset`` has them."""
+    """Reads rows with ``context`` and two ranked ``completions``, in the format of NeMo-RL's ``PreferenceDataset``."""
 
     @property
     def keys(self) -> tuple[str, ...]:
@@ -92,14 +93,14 @@ class RankedForm:
 
     @property
     def nested_keys(self) -> tuple[str, ...]:
-        """Those of a completion and of a message."""
+        """The fields of a completion and of a message."""
         return "rank", "completion", *MESSAGE_KEYS
 
     def sample(self, row: Mapping[str, Any], where: str) -> PreferencePair:
-        """Makes a pair of a row; the completion with the lower rank is the chosen one.
+        """Makes a pair from a row; the completion with the lower rank is the chosen one.
 
         Raises:
-            DataError: the row has another form, or both completions have one rank; names its place.
+            DataError: the row has another format, or both completions have the same rank; names its place.
         """
         context = context_of(field_of(row, "context", where), f"{where}: the field 'context'")
         completions = field_of(row, "completions", where)
@@ -133,10 +134,10 @@ class RankedForm:
 
 
 def context_of(value: Any, field_name: str) -> tuple[Message, ...]:
-    """Returns the messages before an answer; a text is a user's message.
+    """Returns the messages before an answer; a text becomes a user message.
 
     Raises:
-        DataError: it is neither, or not the user's turn that ends it.
+        DataError: the value is neither a text nor messages, or the last message is not the user's or a tool's.
     """
     if not isinstance(value, list):
         return (Message("user", text_of(value, field_name, "a text or a list of messages")),)
@@ -150,10 +151,10 @@ def context_of(value: Any, field_name: str) -> tuple[Message, ...]:
 
 
 def answer_of(value: Any, context: tuple[Message, ...], field_name: str, *, may_be_empty: bool = False) -> str:
-    """Returns the text of an answer, which may stand alone, as a message, or after the messages of its prompt.
+    """Returns the text of an answer, given as a text, as a message, or after the messages of its prompt.
 
     Raises:
-        DataError: it is none of these, or empty and may not be.
+        DataError: the value is none of these, or the answer is empty and may not be.
     """
     answer = _last_turn(value, context, field_name) if isinstance(value, list) else value
     text = text_of(answer, field_name, "a text or a list of messages")
@@ -183,7 +184,7 @@ def messages_of(value: list[Any], field_name: str) -> tuple[Message, ...]:
     """Returns the messages of a list.
 
     Raises:
-        DataError: one of them is none; names its number.
+        DataError: an item is not a valid message; names its number.
     """
     return tuple(_message(item, f"{field_name}, message {number},") for number, item in enumerate(value, start=1))
 

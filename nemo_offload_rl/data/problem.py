@@ -1,4 +1,4 @@
-"""Defines problems with their answers, and the conversation that a problem or an answer of a pair is."""
+"""Defines problems with answers, and the conversation interface that problems and answers of pairs implement."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ class Message:
     """Holds one turn of a conversation.
 
     Attributes:
-        role: the speaker's, such as ``user``.
-        content: its text.
+        role: the role of the speaker, such as ``user``.
+        content: the text.
     """
 
     role: str
@@ -20,7 +20,7 @@ class Message:
 
 
 class Conversation(Protocol):
-    """Holds messages and the assistant's answer to them; a prompt format turns them into tokens."""
+    """Defines messages and the assistant's answer to them; ``PromptFormat`` turns them into tokens."""
 
     @property
     def context(self) -> tuple[Message, ...]:
@@ -32,18 +32,18 @@ class Conversation(Protocol):
 
     @property
     def where(self) -> str:
-        """The file and line, or the row, that it was read from; empty for one that was made."""
+        """The file and line, or the row, that the conversation was read from; empty if it was generated."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """Holds a prompt, and the answer that a response is compared with or, in SFT, trained towards.
+    """Holds a prompt and its answer, which rewards compare responses with, and which SFT trains on.
 
     Attributes:
-        prompt: its text.
-        answer: its text.
-        where: the file and line, or the row, that it was read from; empty for one that was made. Of two problems that
-            differ in nothing else, neither is another problem.
+        prompt: text of the prompt.
+        answer: text of the answer.
+        where: the file and line, or the row, that the problem was read from; empty for a generated problem. Ignored
+            when problems are compared.
     """
 
     prompt: str
@@ -52,7 +52,7 @@ class Problem:
 
     @property
     def context(self) -> tuple[Message, ...]:
-        """The prompt as a user's message."""
+        """The prompt as a user message."""
         return (Message("user", self.prompt),)
 
 
@@ -62,9 +62,9 @@ class AnsweredContext:
 
     Attributes:
         context: the messages before the answer, the oldest first.
-        answer: its text.
-        where: the file and line, or the row, that it was read from; empty for one that was made.
-        trains_all_answers: whether SFT trains the assistant's earlier messages, too.
+        answer: text of the answer.
+        where: the file and line, or the row, that it was read from; empty if it was generated.
+        trains_all_answers: whether SFT also trains the assistant's earlier messages.
     """
 
     context: tuple[Message, ...]

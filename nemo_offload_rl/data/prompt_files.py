@@ -1,4 +1,4 @@
-"""Prompt files and system prompts: texts that a dataset's prompts are put into."""
+"""Applies prompt files (templates) and system prompts to the prompts of a dataset."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from nemo_offload_rl.storage.regular_file import UnreadableFileError, read_regul
 
 @dataclass(frozen=True)
 class PromptTexts:
-    """Puts the prompts of a dataset into texts.
+    """Applies a template and a system prompt to samples.
 
     Attributes:
         template: text in which ``{}`` stands for the first user message (a literal brace is doubled).
-        system: the system's message, or the first paragraph of a plain text; None for none.
+        system: the system prompt, which becomes the system message or, without a chat template, the first paragraph of
+            the text; None for none.
     """
 
     template: str = "{}"
     system: str | None = None
 
     def applied(self, sample: Any) -> Any:
-        """Returns the problem, conversation or pair with its messages in these texts.
+        """Returns the problem, conversation or pair with template and system prompt applied to its messages.
 
         Raises:
-            DataError: there is a system's message in the data, too.
+            DataError: the data also has a system message.
         """
         if isinstance(sample, PreferencePair):
             return replace(sample, context=self._context(sample))
@@ -55,11 +56,11 @@ class PromptTexts:
 
 
 class PromptedSamples[Sample](Sequence[Sample]):
-    """Presents the samples of a dataset in the texts of its prompt files.
+    """Presents the samples of a dataset with its prompt files applied.
 
     Args:
         samples: problems, conversations or pairs.
-        texts: the texts that their prompts are put into.
+        texts: the template and the system prompt.
     """
 
     def __init__(self, samples: Sequence[Sample], texts: PromptTexts) -> None:
@@ -86,10 +87,10 @@ class PromptedSamples[Sample](Sequence[Sample]):
 
 
 def read_prompt_file(path: str | None, key: str) -> str:
-    """Returns the template in a file, or the bare prompt where ``path`` is None.
+    """Returns the template in a file, or ``{}``, the bare prompt, if ``path`` is None.
 
     Raises:
-        DataError: the file cannot be read, or it is not a template of one prompt.
+        DataError: the file cannot be read, or is not a template with one prompt.
     """
     if path is None:
         return "{}"
@@ -119,7 +120,7 @@ def read_text_file(path: str, key: str) -> str:
         DataError: the file cannot be read.
     """
     try:
-        # A byte order mark is no part of the text.
+        # utf-8-sig drops a byte order mark.
         text = read_regular_file(Path(path), MAX_TEXT_FILE_BYTES).decode("utf-8-sig")
     except (UnreadableFileError, UnicodeDecodeError) as error:
         reason = error.reason if isinstance(error, UnreadableFileError) else error

@@ -1,4 +1,4 @@
-"""Turns conversations into token ids: chat templates, special tokens, and a limit on the length."""
+"""Turns conversations into token ids, with chat templates, special tokens, and a length limit."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ class TokenizedProblem:
     """Holds the token ids of a prompt and of its answer.
 
     Attributes:
-        prompt_ids: at most the format's limit; a longer prompt has lost its beginning.
-        answer_ids: what SFT trains on; empty where only the prompt was asked for.
+        prompt_ids: tokens of the prompt, cut to the format's limit: ``prompts`` drops the beginning, ``examples`` the
+            end.
+        answer_ids: tokens that SFT trains on; empty if only the prompt was asked for.
         fits: whether everything fitted into the limit; a problem that does not fit is left out of the loss.
-        trained_in_prompt: positions in prompt_ids of the assistant's earlier messages, where SFT trains these, too.
+        trained_in_prompt: positions in prompt_ids of the assistant's earlier messages, if SFT also trains these.
     """
 
     prompt_ids: list[int]
@@ -35,15 +36,16 @@ class TokenizedProblem:
 class PromptFormat:
     """Turns a conversation, such as a problem and its answer, into tokens.
 
-    A tokenizer with a chat template gets the messages; one without gets the text of the one message.
+    The chat template renders the messages; without one, the prompt is the text of the user message, after a system
+    message if there is one.
 
     Attributes:
-        tokenizer: the policy's.
-        max_tokens: limit on the prompt, or on prompt and answer together.
+        tokenizer: the policy's tokenizer.
+        max_tokens: the most tokens of the prompt, or of prompt and answer together.
         chat_template_kwargs: further arguments of the chat template.
         add_bos: start with the tokenizer's begin-of-sequence token, where it has one.
         add_eos: end an answer with the end-of-sequence token.
-        add_generation_prompt: count the header of the assistant's turn as prompt; otherwise it is part of the answer.
+        add_generation_prompt: make the header of the assistant's turn part of the prompt; otherwise of the answer.
     """
 
     tokenizer: PreTrainedTokenizerFast
@@ -54,14 +56,14 @@ class PromptFormat:
     add_generation_prompt: bool = True
 
     def check_vocabulary(self, problems: Iterable[Conversation], *, with_answers: bool) -> None:
-        """Refuse problems with a word that the tokenizer has no token for, where it cannot encode such a word.
+        """Checks that the tokenizer has a token for every word, if it cannot encode unknown words.
 
         Args:
-            problems: all of them are looked at, unless the tokenizer encodes every text.
+            problems: the problems; not read if the tokenizer can encode any text.
             with_answers: whether answers will be tokenized, too.
 
         Raises:
-            DataError: with the first such word and its place.
+            DataError: a word has no token; names the first such word and its place.
         """
         vocabulary = ClosedVocabulary.of(self.tokenizer)
         if vocabulary is None:
@@ -86,9 +88,9 @@ class PromptFormat:
         ]
 
     def examples(self, problems: Sequence[Conversation]) -> list[TokenizedProblem]:
-        """Prompts and answers for supervised training.
+        """Returns the tokens of prompts and answers for supervised training.
 
-        The two are tokenized apart, as a model that generates the answer sees them.
+        Prompt and answer are tokenized separately, as they are when a model generates the answer.
 
         Raises:
             DataError: the chat template does not render a conversation as its beginning followed by the answer.
@@ -105,7 +107,7 @@ class PromptFormat:
         return TokenizedProblem(kept_prompt, answer_ids[: self.max_tokens - len(kept_prompt)], False)
 
     def _prompt_ids(self, problems: Sequence[Conversation]) -> Iterator[tuple[list[int], tuple[range, ...]]]:
-        """The tokens of each prompt, and where those of its trained messages are."""
+        """Yields the tokens of each prompt, and the positions of its trained messages."""
         bos = self.tokenizer.bos_token_id
         prompts = [self._prompt_pieces(problem) for problem in problems]
         encoded = iter(self._encode([text for pieces in prompts for text, _ in pieces]))
@@ -122,9 +124,9 @@ class PromptFormat:
             yield prompt_ids, tuple(trained)
 
     def _prompt_pieces(self, problem: Conversation) -> list[tuple[str, bool]]:
-        """Returns the prompt's text, in pieces where some of it is trained, and whether each is.
+        """Returns the prompt's text in pieces, each with whether it is trained; one piece if none of it is trained.
 
-        Pieces are tokenized apart.
+        Pieces are tokenized separately.
         """
         whole = self._prompt_text(problem)
         pieces: list[tuple[str, bool]] = []
@@ -157,7 +159,7 @@ class PromptFormat:
         return "\n\n".join(turn["content"] for turn in turns)
 
     def _answer_text(self, problem: Conversation) -> str:
-        # As in NeMo-RL, an answer ends with the end-of-sequence token, not with a newline that the template adds.
+        # As in NeMo-RL, an answer ends with the end-of-sequence token, without the newline that a template may add.
         return self._rendered_answer(problem).rstrip("\n")
 
     def _rendered_answer(self, problem: Conversation) -> str:
@@ -174,7 +176,7 @@ class PromptFormat:
             return self.tokenizer.apply_chat_template(
                 turns, tokenize=False, add_generation_prompt=add_generation_prompt, **self.chat_template_kwargs
             )
-        # What a template's own expressions raise, too: 1/0, an argument of the wrong type, a list without end.
+        # A template's expressions raise other errors, too: 1/0, an argument of the wrong type, an endless list.
         except (
             TemplateError,
             ArithmeticError,
@@ -198,7 +200,11 @@ def _turns(problem: Conversation) -> list[dict[str, str]]:
 
 
 def _rest(text: str, beginning: str, where: str) -> str:
-    """Returns what a rendered conversation adds to its own beginning."""
+    """Returns the part of a rendered conversation after `beginning`.
+
+    Raises:
+        DataError: the conversation does not start with `beginning`.
+    """
     if not text.startswith(beginning):
         raise DataError(
             f"{_place(where)}policy.tokenizer.chat_template: a conversation with its answer does not start with the "

@@ -1,4 +1,4 @@
-"""Lists of token ids into padded training batches."""
+"""Makes padded training batches from lists of token ids."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.data.batch import BatchedData
 def response_batch(
     prompt_ids: Sequence[Sequence[int]], response_ids: Sequence[Sequence[int]], pad_token_id: int
 ) -> BatchedData:
-    """Prompts followed by the responses that are trained on.
+    """Makes a batch of prompts, each followed by the response that is trained on.
 
     Returns:
         input_ids, input_lengths, token_mask (1 on the response) and sample_mask (1 where there is a response).
@@ -23,7 +23,7 @@ def response_batch(
     positions = torch.arange(int(lengths.max()))
     is_token = positions < lengths[:, None]
     input_ids = torch.full(is_token.shape, pad_token_id, dtype=torch.long)
-    # Masked assignment fills row by row, so that all rows take one conversion from Python numbers.
+    # Masked assignment fills row by row, so that one conversion from Python numbers serves all rows.
     input_ids[is_token] = torch.tensor(
         [token for row in zip(prompt_ids, response_ids, strict=True) for part in row for token in part],
         dtype=torch.long,
@@ -41,7 +41,7 @@ def response_logprobs(batch: BatchedData, logprobs: Sequence[Sequence[float]]) -
 
     Args:
         batch: made by ``response_batch``.
-        logprobs: one number a response token, for each row.
+        logprobs: for each row, one number per response token.
     """
     is_response = batch["token_mask"] > 0
     assert is_response.sum(dim=1).tolist() == [len(row) for row in logprobs], "a log-prob for each response token"

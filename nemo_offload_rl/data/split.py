@@ -1,4 +1,4 @@
-"""Splits validation data off the training data."""
+"""Splits off a part of the training data as validation data."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from nemo_offload_rl.data.errors import DataError
 def split_validation[Sample](
     samples: Sequence[Sample], size: float, seed: int
 ) -> tuple[Sequence[Sample], Sequence[Sample]]:
-    """Draws validation data of the training data, as ``train_test_split`` of ``datasets`` does, and so as NeMo-RL.
+    """Draws validation data from the training data, as ``train_test_split`` of ``datasets``, and so NeMo-RL, does.
 
     The same samples, size and seed always give the same two parts; no sample is in both.
 
     Args:
-        samples: N of them.
-        size: of the validation data: a share (a float below 1, rounded up to whole samples) or a number of samples; 0
-            leaves the samples as they are.
-        seed: of the drawing.
+        samples: the N samples.
+        size: size of the validation data: a share (a float below 1, rounded up to whole samples) or a number of
+            samples; 0 draws none.
+        seed: seed of the draw.
 
     Returns:
         Training data and validation data, each in the order in which they were drawn.

@@ -1,4 +1,4 @@
-"""Finds the files of one split in a folder that may hold others, as a mirror of a hub's dataset does."""
+"""Finds the files of one split in a folder that may hold other splits, such as a mirror of a hub dataset."""
 
 from __future__ import annotations
 
@@ -15,19 +15,20 @@ _MOST_SHOWN = 8
 
 
 def split_files(folder: Path, split: str, endings: Sequence[str], *, in_folders: Sequence[str] = ()) -> list[Path]:
-    """Returns the files of a split in the order of their rows, none where there are none.
+    """Returns the files of a split in the order of their rows; empty without any.
 
     They are `SPLIT.parquet` or its shards, `SPLIT-00000-of-00002.parquet` and so on, in the folder itself or one below
-    it; or all files of a folder named `SPLIT`. A file of the split `train_1M` is none of the split `train`.
+    it; or all files of a folder named `SPLIT`. A file of the split `train_1M` does not match the split `train`.
 
     Args:
-        folder: whose files, and those of the folders below it, are looked through.
-        split: its name.
-        endings: of the files, such as `.parquet`.
-        in_folders: relative to `folder`, those that may have the files; empty for any.
+        folder: the folder to search, with all folders below it.
+        split: name of the split.
+        endings: file name endings, such as `.parquet`.
+        in_folders: the folders, relative to `folder`, in which the files may be; empty for any.
 
     Raises:
-        DataError: the files are of several datasets, shards are missing, or one is in another folder.
+        DataError: the folder has several sources of the split, shards are missing, or the files are in a folder that is
+            not in `in_folders`.
     """
     sources: dict[_Source, list[Path]] = {}
     for file in data_files(folder, endings):
@@ -54,10 +55,10 @@ def split_files(folder: Path, split: str, endings: Sequence[str], *, in_folders:
 
 
 def only_files(folder: Path, endings: Sequence[str]) -> list[Path]:
-    """Returns all data files of a folder whose dataset has one split, whatever they are called.
+    """Returns all data files of a folder whose dataset has only one split, whatever their names.
 
     Raises:
-        DataError: they are in several folders, or of several endings.
+        DataError: the files are in several folders, or have different endings.
     """
     files = data_files(folder, endings)
     for file in files[1:]:
@@ -67,19 +68,19 @@ def only_files(folder: Path, endings: Sequence[str]) -> list[Path]:
 
 
 def data_files(folder: Path, endings: Sequence[str]) -> list[Path]:
-    """Returns the files of a folder, and of those below it, that have one of the endings; sorted."""
+    """Returns the sorted files, in a folder and the folders below it, that have one of the endings."""
     return sorted(file for file in folder.rglob("*") if file.suffix in endings and file.is_file())
 
 
 def require_files_and_folders(folder: Path) -> None:
-    """Refuses a folder that has what reading could wait for without end, such as a pipe."""
+    """Checks that a folder only has files and folders, since reading a pipe, for example, could block forever."""
     for file in folder.rglob("*"):
         if not (stat.S_ISREG(file.stat().st_mode) or stat.S_ISDIR(file.stat().st_mode)):
             raise DataError(f"{file}, in the folder of a dataset, is neither a file nor a folder; delete it.")
 
 
 def no_files(folder: Path, split: str | None, endings: Sequence[str]) -> DataError:
-    """Says that a folder has no dataset, or not this split of it, and what it has instead."""
+    """Makes the error for a folder without a dataset, or without the split; it names the files that are there."""
     kinds = " or ".join(endings)
     found = [str(file.relative_to(folder)) for file in sorted(folder.rglob("*")) if file.is_file()]
     shown = ", ".join([*found[:_MOST_SHOWN], *(["..."] if len(found) > _MOST_SHOWN else [])]) or "no file"
@@ -96,12 +97,12 @@ def no_files(folder: Path, split: str | None, endings: Sequence[str]) -> DataErr
 
 @dataclass(frozen=True)
 class _Source:
-    """Names what files of one split together are.
+    """Identifies files that together are one split.
 
     Attributes:
-        home: the folder that has them, or has the folder of the split.
+        home: the folder of the files, or of the folder named after the split.
         form: their ending, and how they are named.
-        num_shards: their number; None where their names do not say.
+        num_shards: their number; None if their names do not say.
     """
 
     home: Path

@@ -1,4 +1,4 @@
-"""Tokenizers: from a folder or the hub, and one built here for the arithmetic task."""
+"""Loads tokenizers from a folder or the hub, and builds one for the arithmetic task."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ ARITHMETIC = "arithmetic"
 
 
 def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTokenizerFast:
-    """Loads a tokenizer that has a padding token and an end of sequence.
+    """Loads a tokenizer, and makes sure that it has an end-of-sequence and a padding token.
 
     Args:
         name: ``arithmetic``, a folder, or a name on the Hugging Face hub.
         chat_template: a Jinja template that replaces the tokenizer's own; None keeps its own, if it has one.
 
     Raises:
-        DataError: nothing can be loaded from ``name``, or what is there has no end-of-sequence token.
+        DataError: no tokenizer can be loaded from ``name``, or it has no end-of-sequence token.
     """
     if name == ARITHMETIC:
         tokenizer = arithmetic_tokenizer()
@@ -53,15 +53,15 @@ def load_tokenizer(name: str, chat_template: str | None = None) -> PreTrainedTok
 
 
 def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int], key: str) -> None:
-    """Refuses token ids that the tokenizer does not have.
+    """Checks that the tokenizer has all of the token ids.
 
     Args:
-        tokenizer: whose vocabulary it is.
+        tokenizer: the policy's tokenizer.
         token_ids: the ids.
-        key: of the recipe, for the message.
+        key: the recipe's key with the ids, for the message.
 
     Raises:
-        DataError: one of them is no token.
+        DataError: the tokenizer lacks one of them.
     """
     known = set(tokenizer.get_vocab().values())
     unknown = [token for token in token_ids if token not in known]
@@ -73,10 +73,10 @@ def check_token_ids(tokenizer: PreTrainedTokenizerFast, token_ids: Sequence[int]
 
 
 def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
-    """Returns the tokenizer of the library `tokenizers` in one of transformers.
+    """Returns the `tokenizers.Tokenizer` behind a tokenizer of transformers.
 
     Raises:
-        DataError: it has none.
+        DataError: the tokenizer is implemented in Python and has none.
     """
     backend: Tokenizer | None = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
     if backend is None:
@@ -88,15 +88,15 @@ def fast_tokenizer(tokenizer: PreTrainedTokenizerFast) -> Tokenizer:
 
 
 def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequence[str], key: str) -> None:
-    """Refuses stop strings that no answer can have.
+    """Checks that answers can contain the stop strings.
 
     Args:
-        tokenizer: whose tokens answers are of.
-        stop_strings: what ends an answer.
-        key: of the recipe, for the message.
+        tokenizer: the policy's tokenizer.
+        stop_strings: the strings that end an answer.
+        key: the recipe's key with the strings, for the message.
 
     Raises:
-        DataError: one of them has a word that is no token, or the tokenizer cannot spell answers token by token.
+        DataError: a stop string has a word without a token, or the tokenizer is not a fast tokenizer.
     """
     if not stop_strings:
         return
@@ -111,14 +111,14 @@ def check_stop_strings(tokenizer: PreTrainedTokenizerFast, stop_strings: Sequenc
 
 
 def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """Writes a tokenizer into a folder, with the modes of the user's umask.
+    """Writes a tokenizer into a folder.
 
     Raises:
         OSError: it cannot be written.
     """
     try:
         tokenizer.save_pretrained(folder)
-    except Exception as error:  # tokenizers, in Rust, raises nothing narrower
+    except Exception as error:  # the Rust library tokenizers raises plain Exceptions
         found = system_error(error, folder)
         if found is None:
             raise
@@ -126,7 +126,7 @@ def save_tokenizer(tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
 
 
 def arithmetic_tokenizer() -> PreTrainedTokenizerFast:
-    """Makes a tokenizer with a token a character: ten digits, ``+``, ``=``, end of sequence and padding, 14 in all."""
+    """Makes a tokenizer with 14 tokens, one per character: ten digits, ``+``, ``=``, end of sequence and padding."""
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 

@@ -1,4 +1,4 @@
-"""Tokenizers that have no token for some words, and none that stands for an unknown one: encoding such a word fails."""
+"""Finds words that a tokenizer without an unknown token cannot encode."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class ClosedVocabulary:
-    """Lists the words of a tokenizer that has no token for any other word.
+    """Lists the words that a tokenizer can encode, for a tokenizer that fails on any other word.
 
     Attributes:
         backend: the `tokenizers.Tokenizer`.
-        words: what it has a token for.
-        added: matches the tokens that are found in a text before it is split into words; None where there are none.
+        words: the words that have a token.
+        added: matches the added tokens, which are found before a text is split into words; None without any.
     """
 
     backend: Any
@@ -26,7 +26,7 @@ class ClosedVocabulary:
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerFast) -> Self | None:
-        """Returns the vocabulary of a tokenizer of whole words without an unknown token; None of others."""
+        """Returns the vocabulary of a word-level tokenizer without an unknown token; None for other tokenizers."""
         from tokenizers.models import WordLevel
 
         backend = getattr(tokenizer, "backend_tokenizer", None)  # a tokenizer in Python has none
@@ -40,7 +40,7 @@ class ClosedVocabulary:
         return cls(backend, words, re.compile("|".join(added)) if added else None)
 
     def unknown_word(self, text: str) -> str | None:
-        """Returns the first word that has no token; None where all have."""
+        """Returns the first word of a text that has no token; None if all words have one."""
         for part in [text] if self.added is None else self.added.split(text):
             normalizer, splitter = self.backend.normalizer, self.backend.pre_tokenizer
             normal = part if normalizer is None else normalizer.normalize_str(part)

@@ -1,4 +1,4 @@
-"""Rewards with a checkable answer."""
+"""Computes rewards by comparing responses with known answers."""
 
 from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.math_reward import make_math_reward

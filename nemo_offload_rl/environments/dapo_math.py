@@ -1,18 +1,18 @@
-r"""DAPO's judge of mathematics: the text behind the last `Answer:`, compared as text after its spelling is evened out.
+r"""Implements DAPO's math reward: it normalises the text after the last `Answer:` and compares it as text.
 
-What is evened out is Minerva's list (https://arxiv.org/abs/2206.14858, appendix D), as DAPO and NeMo-RL have it.
+The normalisation is Minerva's (https://arxiv.org/abs/2206.14858, appendix D), as in DAPO and NeMo-RL.
 """
 
 from __future__ import annotations
 
 import re
 
-# Characters at the end of a response that are looked at; the longest answer of MATH-500 has 159.
+# Number of characters at the end of a response that are searched; the longest answer of MATH-500 has 159.
 TAIL_CHARS = 300
 _NO_ANSWER = "[INVALID]"
 _ANSWER = re.compile(r"answer\s*:\s*([^\n]+)", re.IGNORECASE)
 
-# In this order: each left text becomes the right one.
+# Replacements, applied in this order.
 _REPLACED = (
     ("an ", ""),
     ("a ", ""),
@@ -25,14 +25,14 @@ _REPLACED = (
     (r"\text{and}", ","),
     (r"\text{m}", r"\text{}"),
 )
-# Then these go, in this order: units, words around numbers, and spacing of TeX.
+# Texts that are removed afterwards, in this order: units, words around numbers, and TeX spacing.
 _REMOVED = (
     *("square", "ways", "integers", "dollars", "mph", "inches", "hours", "km", "units", r"\ldots", "sue", "points"),
     *("feet", "minutes", "digits", "cents", "degrees", "cm", "gm", "pounds", "meters", "meals", "edges", "students"),
     *("childrentickets", "multiples", r"\text{s}", r"\text{.}", "\\text{\ns}", r"\text{}^2", r"\text{}^3"),
     *("\\text{\n}", r"\text{}", r"\mathrm{th}", r"^\circ", r"^{\circ}", r"\;", r",\!", "{,}", '"', r"\dots"),
 )
-# Then of TeX: the formula alone, the content of commands, and braces around arguments that have none.
+# TeX rules, applied last: keep only the formula, unwrap commands, and add missing braces around arguments.
 _TEX = (
     (re.compile(r".*?\$(.*?)\$.*"), r"$\1$"),
     (re.compile(r"\\text\{(.*?)\}"), r"\1"),
@@ -45,13 +45,13 @@ _TEX = (
 
 
 def dapo_math_verify(response: str, answer: str) -> float:
-    """Returns 1 where the response's last `Answer:` is the known answer, both evened out; otherwise 0."""
+    """Returns 1 if the response's last `Answer:` equals the known answer after normalisation of both, otherwise 0."""
     stated = _ANSWER.findall(response[-TAIL_CHARS:])
     return float(evened_out(stated[-1] if stated else _NO_ANSWER) == evened_out(answer))
 
 
 def evened_out(answer: str) -> str:
-    """Returns an answer without units, spacing and ornaments, so that equal answers are mostly equal texts."""
+    """Normalises an answer: removes units, spacing and formatting, so that equal answers mostly become equal texts."""
     text = answer.rpartition("=")[2]
     for before, after in _REPLACED:
         text = text.replace(before, after)

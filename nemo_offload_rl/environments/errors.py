@@ -1,5 +1,5 @@
-"""Errors of rewards that a recipe names."""
+"""Defines the error of rewards that a recipe names."""
 
 
 class RewardError(ValueError):
-    """Says that a reward that a recipe names, or what it returned, cannot be used; the message is for the user."""
+    """Says that a recipe's reward, or a value that it returned, cannot be used; the message is for the user."""

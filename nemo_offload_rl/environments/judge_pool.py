@@ -1,4 +1,4 @@
-"""Processes that judge answers, each answer with a time limit: one that hangs or dies costs the answer it was given."""
+"""Judges answers in a pool of processes with a time limit per answer; one that hangs or dies fails only its answer."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _READ_BYTES = 65536
 
 @dataclass(frozen=True)
 class Verdict:
-    """Holds the reward that a judging process gave an answer, or why it gave none.
+    """Holds the reward that a process of the pool gave an answer, or the reason why it gave none.
 
     Attributes:
-        reward: of the answer; 0 where it could not be judged.
-        failure: why it could not be judged; None where it was.
+        reward: the answer's reward; 0 if it could not be judged.
+        failure: why the answer could not be judged; None if it was judged.
     """
 
     reward: float
@@ -34,12 +34,12 @@ class Verdict:
 
 
 class JudgePool:
-    """Judges answers in processes of their own, which are started at the first call.
+    """Judges answers in worker processes, which are started at the first call.
 
     Args:
-        command: starts one; it speaks as ``math_worker`` does.
-        num_workers: how many of them.
-        time_limit_s: for one answer, in seconds.
+        command: the command of a worker process, with the protocol of ``math_worker``.
+        num_workers: number of worker processes.
+        time_limit_s: time limit for one answer, in seconds.
         environment: the processes' environment variables.
     """
 
@@ -79,7 +79,7 @@ class JudgePool:
             self._workers.pop().end()
 
     def _wait(self) -> list[_Worker]:
-        """Those workers that have said something, have ended, or are out of time."""
+        """Waits for, and returns, the workers that have written output, have ended, or have run out of time."""
         busy = [worker for worker in self._workers if not worker.is_idle]
         with selectors.DefaultSelector() as selector:
             for worker in busy:
@@ -116,12 +116,12 @@ class JudgePool:
 
 
 class _Worker:
-    """A process, and the job that it has.
+    """Holds a worker process and its current job.
 
     Attributes:
-        is_ready: whether it takes jobs.
-        job: the number of the one it has; None without.
-        deadline: by when it has to say something, in seconds of the monotonic clock.
+        is_ready: whether the process has started and takes jobs.
+        job: the number of its current job; None without a job.
+        deadline: time by which it has to write output, in seconds of the monotonic clock.
     """
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str]) -> None:
@@ -143,16 +143,16 @@ class _Worker:
 
     @property
     def is_idle(self) -> bool:
-        """Whether it could take a job."""
+        """Whether the process can take a job."""
         return self.is_ready and self.job is None
 
     @property
     def output(self) -> int:
-        """The descriptor to wait for."""
+        """The file descriptor of the process's output."""
         return self._output.fileno()
 
     def give(self, number: int, job: tuple[str, str], time_limit_s: float) -> bool:
-        """Hands it a job, and returns whether it took it."""
+        """Sends the process a job; returns False if the process has ended."""
         try:
             self._input.write(json.dumps(job).encode() + b"\n")
             self._input.flush()
@@ -162,13 +162,13 @@ class _Worker:
         return True
 
     def has_output(self) -> bool:
-        """Returns whether there is something to read, at once."""
+        """Returns whether there is output to read, without waiting."""
         with selectors.DefaultSelector() as selector:
             selector.register(self.output, selectors.EVENT_READ)
             return bool(selector.select(0))
 
     def read(self) -> bytes | None:
-        """Returns the line that is there; empty where a part of it is missing, None where the process has ended."""
+        """Returns the next line of output; empty if the line is not complete yet, None if the process has ended."""
         read = os.read(self.output, _READ_BYTES)
         if not read:
             return None
@@ -180,7 +180,7 @@ class _Worker:
         return line + end
 
     def last_words(self) -> str:
-        """Returns the last line that it wrote to standard error."""
+        """Kills the process and returns the last line that it wrote to standard error."""
         self._process.kill()
         self._process.wait()
         self._complaints.seek(0)
@@ -189,10 +189,10 @@ class _Worker:
         return said[-1][-500:] if said else f"it said nothing, and its exit status is {self._process.returncode}"
 
     def end(self) -> None:
-        """Kills it, whatever it does."""
+        """Kills the process and closes its files."""
         self._process.kill()
         self._process.wait()
         for file in (self._output, self._complaints):
             file.close()
-        with suppress(BrokenPipeError):  # what it had not read is lost with it
+        with suppress(BrokenPipeError):  # close() flushes input that the process has not read
             self._input.close()

@@ -1,4 +1,4 @@
-"""The reward of mathematics, by math-verify or as DAPO has it, in processes with a time limit for each answer."""
+"""Computes the math reward, by math-verify or by DAPO's rules, in processes with a time limit for each answer."""
 
 from __future__ import annotations
 
@@ -22,17 +22,17 @@ _SHOWN_REASONS = 3
 
 
 class MathReward:
-    """Judges responses against known answers; one that cannot be judged gets 0, and is counted.
+    """Judges responses against known answers; a response that cannot be judged gets reward 0 and is counted.
 
     Args:
-        pool: the processes that judge.
+        pool: the pool of worker processes.
     """
 
     def __init__(self, pool: JudgePool) -> None:
         self._pool = pool
 
     def judge_all(self, cases: Sequence[Case]) -> Judgements:
-        """Judges all cases; see ``rewards.Judge``."""
+        """Judges all cases and warns of those that could not be judged; see ``rewards.Judge``."""
         verdicts = self._pool.judge([(case.response, case.answer) for case in cases])
         failures = Counter(verdict.failure for verdict in verdicts if verdict.failure is not None)
         if failures:
@@ -51,10 +51,10 @@ class MathReward:
 
 
 def make_math_reward(implementation: str, num_workers: int, time_limit_s: float) -> MathReward:
-    """Makes the reward that ``env.NAME.math_verify_impl`` names; its processes start at the first answers.
+    """Makes the reward that ``env.NAME.math_verify_impl`` names; its processes start with the first answers.
 
     Raises:
-        RewardError: there is no such implementation, or math-verify is not installed.
+        RewardError: the implementation is not known, or math-verify is not installed.
     """
     if implementation not in math_worker.LOADERS:
         names = ", ".join(math_worker.LOADERS)

@@ -1,6 +1,7 @@
-"""The process that judges answers to mathematics: one that hangs, dies or takes all memory is lost alone.
+"""Judges math answers in a separate process, so that a hang, crash or lack of memory does not harm the driver.
 
-It reads a job a line, `[response, answer]` in JSON, and writes a line for each: `{"reward": R}` or `{"error": TEXT}`.
+The process reads one job per line, `[response, answer]` in JSON, and writes a line for each: `{"reward": R}` or
+`{"error": TEXT}`.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from nemo_offload_rl.environments.dapo_math import dapo_math_verify
 
 READY = b"ready\n"
 _PR_SET_PDEATHSIG = 1
-# Of addresses; sympy needs a few hundred MiB, and a power tower takes whatever there is.
+# Limit of the address space; sympy needs a few hundred MiB, but a power tower takes all memory that it can get.
 _MAX_MEMORY_BYTES = 4 * 2**30
 _GIVEN_UP = "math-verify gave up a formula, after its own time limit"
 
@@ -27,7 +28,7 @@ MathJudge = Callable[[str, str], float]
 
 
 def load_hf_math_verify() -> MathJudge:
-    """Imports math-verify, and returns its judge: of the formulas and numbers of a response, the final one counts."""
+    """Imports math-verify and returns its judge, which compares the last formula or number of a response."""
     from math_verify.errors import TimeoutException
     from math_verify.metric import math_metric
     from math_verify.parser import ExprExtractionConfig, LatexExtractionConfig
@@ -52,7 +53,7 @@ def load_hf_math_verify() -> MathJudge:
 
 
 class _Timeouts(logging.Handler):
-    """Counts the formulas that math-verify gave up, which it says in its log alone, and keeps its log to itself."""
+    """Counts the formulas on which math-verify timed out, which it only reports in its log; hides that log."""
 
     def __init__(self) -> None:
         super().__init__(logging.WARNING)
@@ -62,7 +63,7 @@ class _Timeouts(logging.Handler):
         log.addHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Looks at a line of the log."""
+        """Counts a log record if it reports a timeout."""
         self.num += str(record.msg).startswith("Timeout during")
 
 
@@ -72,8 +73,8 @@ LOADERS: Mapping[str, Callable[[], MathJudge]] = MappingProxyType(
 
 
 def serve(load: Callable[[], MathJudge]) -> None:
-    """Judges jobs of standard input until it ends; what a judge prints goes nowhere."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # does not outlive its driver, even where it hangs
+    """Judges jobs from standard input until its end; discards what a judge prints."""
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)  # dies with the driver, even if it hangs
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     limit = _MAX_MEMORY_BYTES if hard == resource.RLIM_INFINITY else min(hard, _MAX_MEMORY_BYTES)
     resource.setrlimit(resource.RLIMIT_AS, (limit, hard))

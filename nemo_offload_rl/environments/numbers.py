@@ -1,4 +1,4 @@
-"""The number that a text ends in, as an exact fraction."""
+"""Reads the last number of a text as an exact fraction."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from fractions import Fraction
 
 _INTEGER = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-# A minus after a word or a closing bracket subtracts; a digit right after a letter belongs to a name.
+# A minus after a word or a closing bracket is a subtraction; a digit right after a letter belongs to a name.
 _NUMBER = re.compile(rf"(?<![\w.)\]])[-\u2212]?(?:{_INTEGER}(?:\.\d+)?|\.\d+)(?:[eE][-+]?\d+)?(?:\s*/\s*{_INTEGER})?")
 _LATEX_FRACTION = re.compile(r"\\[dt]?frac\{([^{}]+)\}\{([^{}]+)\}")
 _LATEX_SPACING = re.compile(r"\\[,!;: ]|\{,\}(?=\d{3})")
@@ -15,7 +15,7 @@ _LATEX_SPACING = re.compile(r"\\[,!;: ]|\{,\}(?=\d{3})")
 def final_number(text: str) -> Fraction | None:
     r"""Returns the last number in a text, or in its last ``\boxed{...}`` if it has one; None where there is no number.
 
-    Understood are signs, thousands separators, decimals, exponents, ``3/4`` and ``\frac{3}{4}``.
+    It reads signs, thousands separators, decimals, exponents, ``3/4`` and ``\frac{3}{4}``.
     """
     boxed = last_boxed(text)
     searched = _LATEX_FRACTION.sub(r"\1/\2", text if boxed is None else boxed)
@@ -25,7 +25,7 @@ def final_number(text: str) -> Fraction | None:
 
 
 def last_boxed(text: str) -> str | None:
-    r"""Returns the content of the last complete ``\boxed{...}``, inner braces included; None where there is none."""
+    r"""Returns the content of the last complete ``\boxed{...}``, including inner braces; None where there is none."""
     marker = r"\boxed{"
     start = text.rfind(marker)
     while start >= 0:

@@ -1,4 +1,4 @@
-"""Rewards: from a response and the known answer to a number."""
+"""Computes a response's reward, a number, from its text and the known answer."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from nemo_offload_rl.environments.errors import RewardError
 from nemo_offload_rl.environments.numbers import final_number
 
 PYTHON = "python"
-_LARGEST = (2 - 2**-23) * 2.0**127  # of float32, which rewards are kept in
+_LARGEST = (2 - 2**-23) * 2.0**127  # the largest float32, the dtype of reward tensors
 _MAX_CAUSE_CHARS = 200
 _shortened = reprlib.Repr(maxstring=80, maxother=80).repr
 
@@ -26,8 +26,8 @@ class Case:
     """Holds a response that is to be judged.
 
     Attributes:
-        prompt: the prompt that it responds to.
-        response: its text.
+        prompt: text of the prompt.
+        response: text of the response.
         answer: the known answer.
     """
 
@@ -38,11 +38,11 @@ class Case:
 
 @dataclass(frozen=True)
 class Judgements:
-    """Holds what responses are worth.
+    """Holds the rewards of responses.
 
     Attributes:
-        rewards: one a case.
-        num_unjudged: cases that could not be judged and have the reward 0 for that.
+        rewards: one reward per case.
+        num_unjudged: number of cases that could not be judged and therefore have reward 0.
     """
 
     rewards: list[float]
@@ -50,26 +50,26 @@ class Judgements:
 
 
 class Judge(Protocol):
-    """Judges responses."""
+    """Defines how responses are judged."""
 
     def judge_all(self, cases: Sequence[Case]) -> Judgements:
-        """Judges cases, in their order.
+        """Judges cases; returns their rewards in the same order.
 
         Raises:
             RewardError: the reward cannot be computed, and the run must end.
         """
 
     def shutdown(self) -> None:
-        """Ends what it runs in, if anything."""
+        """Ends the judge's processes, if it has any."""
 
 
 def exact_match(response: str, answer: str) -> float:
-    """1 where the response is the answer, blanks at either end aside; otherwise 0."""
+    """Returns 1 if the response equals the answer, ignoring blanks at either end, otherwise 0."""
     return float(response.strip() == answer.strip())
 
 
 def numeric_match(response: str, answer: str) -> float:
-    """1 where the response's last number (or its last boxed one) equals the answer's, exactly; otherwise 0."""
+    """Returns 1 if the response's last number (or last boxed one) equals the answer's exactly, otherwise 0."""
     expected = final_number(answer)
     return float(expected is not None and final_number(response) == expected)
 
@@ -81,11 +81,11 @@ REWARDS: Mapping[str, Callable[[str, str], float]] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Reward:
-    """Judges responses by a function, whose results it checks.
+    """Judges responses with a function, and checks the function's results.
 
     Attributes:
-        name: how the recipe names it.
-        function: from the response and the known answer to a number.
+        name: the reward's name in the recipe.
+        function: maps the response and the known answer to a number.
     """
 
     name: str
@@ -96,13 +96,13 @@ class Reward:
         return Judgements([self.judge(case.prompt, case.response, case.answer) for case in cases])
 
     def shutdown(self) -> None:
-        """Does nothing: there is no process."""
+        """Does nothing, since the reward has no processes."""
 
     def judge(self, prompt: str, response: str, answer: str) -> float:
         """Calls the function with the response and the answer.
 
         Raises:
-            RewardError: what it returns is not one finite number, or it raises; the message names the function, the
+            RewardError: the function raises, or does not return a finite number; the message names the function, the
                 prompt, the response and the known answer.
         """
         case = (
@@ -111,11 +111,11 @@ class Reward:
         )
         try:
             reward = self.function(response, answer)
-        except Exception as error:  # a function of the user's may raise anything
+        except Exception as error:  # a user's function may raise anything
             raise RewardError(f"The reward function {self.name} failed {case}: {_cause(error)}.") from error
         if not isinstance(reward, int | float):
             wanted = "a number"
-        elif not abs(reward) <= _LARGEST:  # holds for NaN, too, and for integers that no float can hold
+        elif not abs(reward) <= _LARGEST:  # also true for NaN, and for integers too large for a float
             wanted = f"a finite number of at most {_LARGEST:.1e} in size"
         else:
             return float(reward)
@@ -136,13 +136,13 @@ def make_reward(kind: str, reward_function: str | None = None) -> Reward:
     Args:
         kind: a key of ``REWARDS``, or ``python``.
         reward_function: with ``python``: ``package.module:function``, found on the Python path or in the folder that
-            the run was started from. It is called with the response and the answer, in the driver process alone.
+            the run was started from. Only the driver process calls it, with the response and the answer.
 
     Returns:
         The reward under its name: the kind, or the function's path.
 
     Raises:
-        RewardError: there is no such reward, or the function cannot be imported.
+        RewardError: the reward is not known, or the function cannot be imported.
     """
     if kind == PYTHON:
         return _import_reward(reward_function)
@@ -161,7 +161,7 @@ def _import_reward(path: str | None) -> Reward:
         sys.path.append(os.getcwd())
     try:
         module = importlib.import_module(module_name)
-    except Exception as error:  # a module of the user's may raise anything
+    except Exception as error:  # a user's module may raise anything
         reason = str(error) if isinstance(error, ImportError) else f"{type(error).__name__}: {error}"
         raise RewardError(f"env.NAME.reward_function: {module_name!r} cannot be imported: {reason}") from error
     function = getattr(module, function_name, None)

@@ -1,1 +1,1 @@
-"""Timing, memory, logging and reporting: leaves that know nothing of training."""
+"""Provides timing, memory readings, logging and reports; imports nothing of training."""

@@ -1,4 +1,4 @@
-"""Asks NVML, the driver's library, how much GPU memory this process takes: its context and kernels, too."""
+"""Reads this process's GPU memory from NVML, the driver's library, including CUDA context and kernels."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Any
 
 
 def process_gpu_bytes(nvml: Any = None, pid: int | None = None) -> int | None:
-    """Returns this process's memory on torch's current GPU, as the driver counts it.
+    """Returns this process's memory on torch's current GPU, as counted by the driver.
 
-    Takes a millisecond or so. In a container the driver may know processes by other numbers, or not tell.
+    Takes about a millisecond. In a container the driver may know processes by other ids, or not report them.
 
     Args:
-        nvml: the module `pynvml`; imported where None.
-        pid: of another process.
+        nvml: the module `pynvml`; imported if None.
+        pid: id of another process to read instead.
 
     Returns:
-        Bytes; None where the package or the driver is missing, or does not say.
+        Bytes; None if the package or the driver is missing, or the driver does not report the process.
     """
     nvml = _pynvml() if nvml is None else nvml
     if nvml is None:

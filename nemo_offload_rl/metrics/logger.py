@@ -24,7 +24,7 @@ class MetricSink(Protocol):
     """Defines a place that metrics are written to."""
 
     def write(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Takes metrics of a step; what is given for the same step before stays."""
+        """Writes metrics of a step; metrics of an earlier call for the same step stay."""
 
     def close(self) -> None:
         """Writes what is pending."""
@@ -64,13 +64,13 @@ class RunLogger:
             sink.write(step, metrics)
 
     def log_text(self, step: int, name: str, markdown: str) -> None:
-        """Writes a text of a step to TensorBoard, if that is on; metrics are numbers everywhere else."""
+        """Writes a text of a step to TensorBoard, if that is on; the other sinks only take numbers."""
         for sink in self._text_sinks:
             sink.write_text(step, name, markdown)
 
     @property
     def is_whole(self) -> bool:
-        """Whether metrics.jsonl has all that was logged."""
+        """Whether all logged metrics are in metrics.jsonl."""
         return self._jsonl.is_whole
 
     def close(self) -> None:
@@ -80,12 +80,12 @@ class RunLogger:
 
 
 class JsonlSink:
-    """Writes one JSON object a step, complete on disk after every write; a non-finite number is null.
+    """Writes one JSON object per step, complete on disk after every write; non-finite numbers become null.
 
-    Where the disk is full rows are kept, and written as soon as there is space.
+    When the disk is full, it keeps rows in memory and writes them as soon as there is space.
 
     Raises:
-        DiskFullError: there is no space for the history of the run that is resumed, which stays.
+        DiskFullError: there is no space to rewrite the resumed run's history; the old file stays.
     """
 
     def __init__(self, path: Path, resumed_step: int | None) -> None:
@@ -117,7 +117,7 @@ class JsonlSink:
         self._write_row()
 
     def close(self) -> None:
-        """Closes the file, once more trying to write what is not in it."""
+        """Closes the file, after a last attempt to write the rows kept in memory."""
         if not self.is_whole:
             self._write_row()
         if not self.is_whole:
@@ -144,7 +144,7 @@ class JsonlSink:
         except OSError as error:
             if not is_disk_full(error):
                 raise
-            self._file.truncate(self._row_start)  # half a row is none
+            self._file.truncate(self._row_start)  # removes a partly written row
             if self.is_whole:
                 logger.warning(
                     "%s. Metrics are kept in memory and written as soon as there is space.",
@@ -157,7 +157,7 @@ class JsonlSink:
 
 
 class TensorBoardSink:
-    """Writes scalars for TensorBoard; it stops where the disk is full, since TensorBoard's writer does."""
+    """Writes scalars for TensorBoard; stops for good when the disk is full, as TensorBoard's writer does."""
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
         from torch.utils.tensorboard import SummaryWriter
@@ -175,10 +175,10 @@ class TensorBoardSink:
         with self._ending_where_full():
             for name, value in metrics.items():
                 self._writer.add_scalar(name, value, step)
-            self._writer.flush()  # two minutes of points are lost with a killed run otherwise
+            self._writer.flush()  # otherwise a killed run loses up to two minutes of points
 
     def write_text(self, step: int, name: str, markdown: str) -> None:
-        """Adds a text, which TensorBoard shows among its texts."""
+        """Adds a text to TensorBoard."""
         if self._has_ended:
             return
         with self._ending_where_full():
@@ -229,7 +229,7 @@ def read_metrics(path: Path) -> list[MetricRow]:
     """Reads a run's metrics.jsonl, one row a step; empty where there is no file.
 
     Raises:
-        ValueError: A line that is not a JSON object with a step.
+        ValueError: A line is not a JSON object with a step.
     """
     if not path.exists():
         return []

@@ -14,14 +14,15 @@ from nemo_offload_rl.metrics.gpu_process import process_gpu_bytes
 def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: int = 0) -> dict[str, float]:
     """Returns this process's memory in GiB.
 
-    `host_rss_gib` is always there. `gpu_allocated_gib`, `gpu_reserved_gib` and their peaks since the last
-    `reset_gpu_peak()` (`gpu_peak_allocated_gib`, `gpu_peak_reserved_gib`), of torch's allocator on the current device,
-    are there once this process has used a GPU; and where the driver tells, `gpu_driver_gib`, all that it counts for
-    this process, and `gpu_context_gib`, what of it is neither torch's nor beside: CUDA context, kernels, NCCL.
+    `host_rss_gib` is always present. Once this process has used a GPU, so are torch's allocator counters of the current
+    device, `gpu_allocated_gib` and `gpu_reserved_gib`, and their peaks since the last `reset_gpu_peak()`,
+    `gpu_peak_allocated_gib` and `gpu_peak_reserved_gib`. If the driver reports it, `gpu_driver_gib` is all GPU memory
+    of this process, and `gpu_context_gib` the part that is neither torch's nor in `gpu_bytes_beside_torch`: CUDA
+    context, kernels, NCCL.
 
     Args:
-        gpu_bytes_beside_torch: what this process holds of the GPU and torch's allocator does not know of; counted in.
-            Below 0 for what torch's allocator counts, and the driver has back.
+        gpu_bytes_beside_torch: GPU memory that this process holds outside of torch's allocator; added to the counters.
+            Negative for memory that torch's allocator still counts, but that was returned to the driver.
         gpu_peak_bytes_beside_torch: the same for the peaks.
     """
     stats = {"host_rss_gib": psutil.Process().memory_info().rss / GIB}
@@ -42,11 +43,11 @@ def memory_stats(gpu_bytes_beside_torch: int = 0, gpu_peak_bytes_beside_torch: i
 
 @dataclass(frozen=True)
 class GpuAllocated:
-    """Counts what torch's allocator has given out on the current device.
+    """Counts the bytes that torch's allocator has allocated on the current device.
 
     Attributes:
-        nbytes: now.
-        peak_bytes: the most since the last `reset_gpu_peak()`.
+        nbytes: bytes allocated now.
+        peak_bytes: the most bytes since the last `reset_gpu_peak()`.
     """
 
     nbytes: int
@@ -54,7 +55,7 @@ class GpuAllocated:
 
 
 def gpu_allocated() -> GpuAllocated | None:
-    """Reads torch's own counters, without the driver's, which take a millisecond; None without a GPU in use."""
+    """Reads torch's allocator counters, not the driver's, which take a millisecond; None without a GPU in use."""
     if not _gpu_is_in_use():
         return None
     import torch
@@ -63,7 +64,7 @@ def gpu_allocated() -> GpuAllocated | None:
 
 
 def largest_of(every_process: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """Returns of each quantity the largest value of any process; one may lack what its driver does not tell."""
+    """Returns the largest value of each quantity over all processes; a process may lack some quantities."""
     largest: dict[str, float] = {}
     for stats in every_process:
         largest |= {name: max(value, largest.get(name, value)) for name, value in stats.items()}
@@ -71,7 +72,7 @@ def largest_of(every_process: Sequence[Mapping[str, float]]) -> dict[str, float]
 
 
 def graph_pool_bytes() -> int:
-    """Returns the memory that torch's allocator keeps for CUDA graphs, and pools such as vLLM's; 0 without a GPU."""
+    """Returns the memory of torch's private pools, such as those of CUDA graphs and vLLM's; 0 without a GPU in use."""
     import torch
 
     if not _gpu_is_in_use():
@@ -91,4 +92,4 @@ def reset_gpu_peak() -> None:
 def _gpu_is_in_use() -> bool:
     import torch
 
-    return torch.cuda.is_initialized()  # is_available() would have the questions below create a CUDA context
+    return torch.cuda.is_initialized()  # with is_available(), the reads above would create a CUDA context

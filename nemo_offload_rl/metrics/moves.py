@@ -1,4 +1,4 @@
-"""Sums up the moves between GPU and host in a run, from its metrics: `residency/PHASE/TARGET/QUANTITY`."""
+"""Summarises a run's moves between GPU and host, from its metrics `residency/PHASE/TARGET/QUANTITY`."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _COLUMNS: Mapping[str, tuple[str, Callable[[float], str]]] = {
 
 
 def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
-    """Returns the medians of every move's quantities over the steps in which it was made, in the first step's order.
+    """Returns the median of each quantity of each move over the steps that made it, in the order of first appearance.
 
     Args:
         rows: The steps' metrics, as `read_metrics` gives them.
@@ -45,15 +45,15 @@ def median_moves(rows: Sequence[Mapping[str, float | None]]) -> Moves:
 
 
 def measured_link_bytes_per_s(rows: Sequence[Mapping[str, float | None]]) -> float | None:
-    """Returns the speed of a run's link in one direction, as its worker measured it at the start; the slower one known.
+    """Returns the link speed in one direction that a run's worker measured at its start; the slower direction's.
 
-    Moves of one direction tell it: their speed over their share of the link's.
+    It is computed from moves in one direction: their speed divided by their share of the link's speed.
 
     Args:
         rows: The steps' metrics, as `read_metrics` gives them.
 
     Returns:
-        Bytes a second; None where nothing was copied between a GPU and page-locked memory in one direction.
+        Bytes a second; None if no move copied between a GPU and page-locked memory in one direction.
     """
     speeds = [
         medians["gb_per_s"] * 1e9 / medians["share_of_link"]
@@ -64,9 +64,9 @@ def measured_link_bytes_per_s(rows: Sequence[Mapping[str, float | None]]) -> flo
 
 
 def moves_table(rows: Sequence[Mapping[str, float | None]]) -> Table | None:
-    """Makes a table of the copies over the link, a row for each phase and target that moved for it.
+    """Makes a table of the copies over the link, with a row for each phase and each target copied for it.
 
-    Dropped and zeroed memory crosses no link and has no row.
+    Memory that was dropped or zeroed was not copied and has no row.
 
     Args:
         rows: The steps' metrics, as `read_metrics` gives them.

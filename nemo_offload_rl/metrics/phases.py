@@ -9,7 +9,7 @@ STEP_SECONDS = "total_step_time"
 
 
 def phase_seconds(metrics: Mapping[str, float | None]) -> dict[str, float]:
-    """Returns the seconds a phase among a step's metrics: those named timing/train/PHASE."""
+    """Returns the seconds of each phase from a step's metrics named timing/train/PHASE."""
     return {
         name.removeprefix(PHASE_PREFIX): seconds
         for name, seconds in metrics.items()

@@ -1,4 +1,4 @@
-"""The picture of a run: its learning curves, drawn from its metrics.jsonl."""
+"""Draws a run's learning curves from its metrics.jsonl."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SMOOTHING_STEPS = 10
 
 @dataclass(frozen=True)
 class Panel:
-    """Describes a plot of one metric: measured at every step (smoothed, over its raw values), or now and then."""
+    """Describes the plot of one metric; one measured at every step is smoothed and drawn over its raw values."""
 
     metric: str
     title: str
@@ -40,12 +40,12 @@ PANELS = (LOSS, REWARD, MARGIN, PREFERENCE_ACCURACY, ANSWER_PROBABILITY, ACCURAC
 def plot_training(run_dir: Path, name: str) -> Path:
     """Draws a run's curves over its steps to `run_dir/NAME.png`.
 
-    Reward runs show the reward, others the loss, preference runs their margin and accuracy, too; beside it is what
-    validation measured.
+    It draws the reward, or the loss of a run without rewards; for preference runs also margin and accuracy; and the
+    validation metrics.
 
     Args:
         run_dir: A run's folder, with its metrics.jsonl.
-        name: The picture's name without its ending: the algorithm's.
+        name: The picture's name without its ending: the algorithm's name.
 
     Raises:
         ValueError: The run has no metrics yet.

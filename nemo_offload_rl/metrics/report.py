@@ -1,4 +1,4 @@
-"""Shows a run to its user: live progress, and the table of its phases at its end."""
+"""Shows the user a run's live progress, and a table of its phases at the end."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ HEADLINES = (
 
 
 class LiveProgress:
-    """Shows the newest step of a run: a panel that stays in place on a terminal, one line a step elsewhere.
+    """Shows the newest step of a run: in a live panel on a terminal, otherwise one line per step.
 
-    Use it as a context manager around the steps. What a headline last was is shown until it is measured again
-    (validation does not happen at every step); a headline that was never measured has no place.
+    Use it as a context manager around the steps. It shows a headline's last value until the next measurement
+    (validation does not happen at every step), and leaves out headlines that were never measured.
 
     Args:
-        title: What runs, in a word or two.
-        num_steps: How many steps the run has at most.
-        console: Where to show it; None for the standard output.
+        title: The run's name, a word or two.
+        num_steps: The most steps of the run.
+        console: Where to print; None for the standard output.
     """
 
     def __init__(self, title: str, num_steps: int, console: Console | None = None) -> None:
@@ -100,14 +100,14 @@ class LiveProgress:
 
 
 def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
-    """Sums up the phases of a run's steps: calls, total and mean seconds, share of the steps' time.
+    """Makes a table of the phases of a run's steps: calls, total and mean seconds, share of the steps' time.
 
     Phases whose FLOPs are known also have TFLOP/s a GPU and, where its peak is known, the share of that.
 
     Args:
         rows: The steps' metrics, as `read_metrics` gives them. Where they have `timing/train/total_step_time`, the time
-            of steps outside their phases is a row of its own; elsewhere (a validation before the first step) a row's
-            time is that of its phases.
+            of steps outside their phases is a row of its own; a step without it (a validation before the first step)
+            counts with the time of its phases.
     """
     calls: dict[str, int] = {}
     totals: dict[str, float] = {}
@@ -139,7 +139,7 @@ def phase_table(rows: Sequence[Mapping[str, float | None]]) -> Table:
     return table
 
 
-# Title, beginning of the metric's name, format of the number. A tiny model on a CPU reaches parts of a TFLOP/s.
+# Title, prefix of the metric's name, number format. A tiny model on a CPU reaches fractions of a TFLOP/s.
 _COMPUTE_COLUMNS = (("TFLOP/s a GPU", TFLOPS_PREFIX, ".4g"), ("of peak", UTILIZATION_PREFIX, ".1%"))
 
 

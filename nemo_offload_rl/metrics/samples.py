@@ -1,4 +1,4 @@
-"""Answers of a validation, as a table for people: on the terminal, in the log and in TensorBoard."""
+"""Makes tables of a validation's answers for the terminal, the log and TensorBoard."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ class JudgedAnswer:
     """Holds an answer of a validation.
 
     Attributes:
-        prompt: the last message that it answers.
-        answer: its text.
-        known_answer: the answer that it was compared with.
-        reward: the reward that it got.
+        prompt: text of the last message before the answer.
+        answer: text of the answer.
+        known_answer: the known answer that it was compared with.
+        reward: the answer's reward.
     """
 
     prompt: str
@@ -34,7 +34,7 @@ class JudgedAnswer:
 
     @property
     def cells(self) -> tuple[str, ...]:
-        """The texts of a row; of a long text its beginning and its end."""
+        """The texts of a table row; a long text is shortened to its beginning and its end."""
         texts = (self.prompt, self.answer, self.known_answer)
         return (*map(_shortened, texts), f"{self.reward:g}")
 
@@ -43,8 +43,8 @@ def best_and_worst(rewards: Sequence[float], num: int) -> list[int]:
     """Chooses answers to show: half of them with the highest rewards, the others with the lowest.
 
     Args:
-        rewards: of all answers.
-        num: how many to choose; all, where there are no more.
+        rewards: rewards of all answers.
+        num: how many to choose; all if there are no more.
 
     Returns:
         Their indices, the highest reward first; of equal rewards the earlier answer comes first.
@@ -57,7 +57,7 @@ def best_and_worst(rewards: Sequence[float], num: int) -> list[int]:
 
 
 def samples_table(step: int, answers: Sequence[JudgedAnswer]) -> Table:
-    """Makes the table of the terminal and the log."""
+    """Makes the table for the terminal and the log."""
     table = Table(title=f"Answers of the validation after step {step}", title_justify="left", show_lines=True)
     for name in _COLUMNS:
         table.add_column(name, justify="right" if name == "reward" else "left", overflow="fold")
@@ -74,7 +74,7 @@ def as_plain_text(table: Table) -> str:
 
 
 def samples_markdown(answers: Sequence[JudgedAnswer]) -> str:
-    """Makes the table of TensorBoard, in Markdown."""
+    """Makes the table for TensorBoard, in Markdown."""
     lines = [_COLUMNS, ("---",) * len(_COLUMNS), *([_markdown(cell) for cell in answer.cells] for answer in answers)]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 

@@ -1,4 +1,4 @@
-"""The picture of one step: its phases over time, copies between GPU and host, and GPU memory, from metrics.jsonl."""
+"""Draws one step from metrics.jsonl: its phases over time, copies between GPU and host, and GPU memory."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ TIMELINE_FILE = "step_timeline.png"
 OUTSIDE = "outside the phases"
 PHASE_COLOUR, OUTSIDE_COLOUR, COPY_COLOUR, MEMORY_COLOUR = "#0072B2", "#bbbbbb", "#C0461B", "#2A8A5C"
 
-# The phase of the loop in which each phase of residency is entered: at its beginning, or (generate) at its end.
+# The loop phase in which each residency phase is entered: at the loop phase's beginning or, for generate, at its end.
 _ENTERED_IN = {"refit": ("refit",), "generate": ("refit",), "logprob": ("logprobs", "reference_logprobs"),
                "train": ("training",)}  # fmt: skip
-# The largest use of a phase's last call, by the verb that it is measured under.
+# Metric with the peak GPU memory of a phase's last call, named after the worker's method.
 _PEAKS = {
     "refit": "performance/memory/policy/gpu_peak_refit_gib",
     "generation": "performance/memory/generation/gpu_peak_allocated_gib",
@@ -35,7 +35,7 @@ _PEAKS = {
 
 @dataclass(frozen=True)
 class Bar:
-    """Describes what takes some of a step's time, in seconds from its beginning, and what is written beside it."""
+    """Describes a bar of the timeline, in seconds from the step's beginning, with its label and note."""
 
     label: str
     start_s: float
@@ -44,12 +44,12 @@ class Bar:
 
     @property
     def end_s(self) -> float:
-        """Returns when it ends."""
+        """The bar's end in seconds."""
         return self.start_s + self.seconds
 
 
 def typical_step(rows: Sequence[MetricRow]) -> MetricRow | None:
-    """Returns the step with the median time, the first left out where there are others; None without a whole step."""
+    """Returns the step with the median time, without the first step if there are others; None without a whole step."""
     seconds = {id(row): whole for row in rows if (whole := phase_seconds(row).get(STEP_SECONDS)) is not None}
     steps = [row for row in rows if id(row) in seconds]
     later = sorted(steps[1:] or steps, key=lambda row: seconds[id(row)])
@@ -57,9 +57,9 @@ def typical_step(rows: Sequence[MetricRow]) -> MetricRow | None:
 
 
 def phase_bars(row: MetricRow) -> list[Bar]:
-    """Lays a step's phases one behind the other in the order in which they first ended; then the time outside them.
+    """Returns a step's phases one after the other, in the order in which they first ended; then the time outside them.
 
-    A phase that is entered several times, as `generation` with dynamic sampling, is one bar.
+    A phase that is entered several times, such as `generation` with dynamic sampling, is one bar.
     """
     phases = phase_seconds(row)
     whole = phases.pop(STEP_SECONDS, sum(phases.values()))
@@ -73,9 +73,9 @@ def phase_bars(row: MetricRow) -> list[Bar]:
 
 
 def copy_bars(row: MetricRow) -> list[Bar]:
-    """Returns what was copied between GPU and host, each from where its phase of residency was entered.
+    """Returns the copies between GPU and host, each starting where its residency phase was entered.
 
-    When a copy ran is in no metric, only for how long: one that began early, or waited, is drawn elsewhere than it was.
+    Metrics have a copy's duration, but not its start: a copy that began early, or waited, is drawn at the wrong time.
     """
     of_phase = {bar.label: bar for bar in phase_bars(row)}
     bars = []
@@ -93,7 +93,7 @@ def copy_bars(row: MetricRow) -> list[Bar]:
 
 
 def memory_bars(row: MetricRow) -> list[tuple[Bar, float]]:
-    """Returns the phases whose GPU peak was measured, each with GiB of the fullest rank; none without a GPU."""
+    """Returns the phases whose GPU peak was measured, each with the GiB of the fullest rank; empty without a GPU."""
     bars = []
     for bar in phase_bars(row):
         name = _PEAKS.get(bar.label.replace(" ", "_"))
@@ -144,7 +144,7 @@ def plot_step(run_dir: Path) -> Path:
 
 def _draw_bars(axes: Axes, bars: Sequence[Bar], whole: float, colour: str, title: str) -> None:
     for place, bar in enumerate(bars):
-        # One that is too short to be seen keeps a mark.
+        # A bar that is too short to be seen gets a minimum width.
         axes.barh(
             place,
             max(bar.seconds, whole / 500),
@@ -170,7 +170,7 @@ def _draw_bars(axes: Axes, bars: Sequence[Bar], whole: float, colour: str, title
 
 
 def _note_place(bar: Bar, whole: float) -> tuple[float, int, Literal["left", "right"], str]:
-    """Returns where a bar's note stands, by how many points it is moved, its alignment and colour."""
+    """Returns the position of a bar's note in seconds, its offset in points, its alignment and its colour."""
     before, behind = bar.start_s, whole - bar.end_s
     if max(before, behind) < 0.4 * whole:
         return bar.start_s, 5, "left", "white"

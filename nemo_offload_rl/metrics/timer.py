@@ -1,4 +1,4 @@
-"""Wall-clock seconds of the named phases of a step."""
+"""Measures the wall-clock seconds of the named phases of a step."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from contextlib import contextmanager
 class Timer:
     """Adds up the seconds spent in each phase since the last reset.
 
-    A phase entered more than once is summed. Phases may nest; the outer one's seconds then contain the inner one's, so
-    that phases which are to add up to a whole must not be nested in each other.
+    A phase entered more than once is summed. Phases may nest; the outer one's seconds then include the inner one's, so
+    do not nest phases whose seconds should add up to a total.
     """
 
     def __init__(self) -> None:
@@ -19,7 +19,7 @@ class Timer:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Counts the time inside the `with` block towards `name`, also where the block raises."""
+        """Counts the time inside the `with` block towards `name`, even if the block raises."""
         start = time.perf_counter()
         try:
             yield

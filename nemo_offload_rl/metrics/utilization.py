@@ -1,4 +1,4 @@
-"""Turns FLOPs and seconds of phases into TFLOP/s a GPU and their share of the GPU's peak, as metrics."""
+"""Computes TFLOP/s per GPU, and their share of the GPU's peak, from FLOPs and seconds of phases."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 TFLOPS_PREFIX = "performance/tflops_per_gpu/"
 UTILIZATION_PREFIX = "performance/model_flop_utilization/"
 
-# Dense bf16 TFLOP/s by the name that torch and the driver give a GPU, from NVIDIA's data sheets, whose figures with
-# sparsity are twice these. The first that matches counts: PCIe and NVL cards before those of the same chip on SXM.
+# Dense bf16 TFLOP/s by a pattern of the GPU's name in torch and the driver, from NVIDIA's data sheets, whose figures
+# with sparsity are twice these. The first match counts, so PCIe and NVL cards come before the same chip on SXM.
 _BF16_TFLOPS: Sequence[tuple[str, float]] = (
     (r"H100 PCIe", 756.0),
     (r"H[12]00 NVL", 835.0),
@@ -20,13 +20,13 @@ _BF16_TFLOPS: Sequence[tuple[str, float]] = (
 
 
 def bf16_peak_tflops(gpu_names: Sequence[str]) -> float | None:
-    """Returns the peak of a GPU's dense bf16 products in TFLOP/s.
+    """Returns the dense bf16 peak of one of a run's GPUs in TFLOP/s.
 
     Args:
-        gpu_names: names of all GPUs that work together; none without a GPU.
+        gpu_names: names of all GPUs of the run; empty without a GPU.
 
     Returns:
-        None where they differ, are not known here, or are parts of a GPU (MIG), whose share of the peak is not known.
+        TFLOP/s; None if the GPUs differ, are not known here, or are MIG slices, whose share of the peak is not known.
     """
     if len(set(gpu_names)) != 1 or "MIG" in gpu_names[0]:
         return None
@@ -36,13 +36,13 @@ def bf16_peak_tflops(gpu_names: Sequence[str]) -> float | None:
 def utilization_metrics(
     flops: Mapping[str, float], seconds: Mapping[str, float], *, num_gpus: int, peak_tflops: float | None
 ) -> dict[str, float]:
-    """Names what GPUs reached in each phase: `performance/tflops_per_gpu/PHASE`, and of the peak the share.
+    """Returns `performance/tflops_per_gpu/PHASE` of each phase, and its share of the GPU's peak.
 
     Args:
         flops: model FLOPs of each phase, of all GPUs together.
-        seconds: of each phase; more phases than have FLOPs may be in it.
-        num_gpus: GPUs, or on a CPU ranks, among which the work was divided.
-        peak_tflops: of one GPU; None for no share.
+        seconds: seconds of each phase; may include phases without FLOPs.
+        num_gpus: number of GPUs, or of ranks on a CPU, that share the work.
+        peak_tflops: peak of one GPU; None to leave out the share.
     """
     reached = {phase: flops[phase] / seconds[phase] / num_gpus / 1e12 for phase in flops if seconds.get(phase, 0) > 0}
     metrics = {f"{TFLOPS_PREFIX}{phase}": value for phase, value in reached.items()}
@@ -52,12 +52,12 @@ def utilization_metrics(
 
 
 def mean_in_phase(rows: Sequence[Mapping[str, float | None]], prefix: str, phase: str) -> float | None:
-    """Returns the mean over steps of a phase's metric, each step weighted by its seconds; None where there is none.
+    """Returns the mean over steps of a phase's metric, weighted by the phase's seconds; None if no step has it.
 
     Args:
         rows: the steps' metrics, as `read_metrics` gives them.
-        prefix: of the metric's name, before the phase.
-        phase: whose.
+        prefix: the metric's name without the phase.
+        phase: the phase's name.
     """
     pairs = [
         (value, seconds)

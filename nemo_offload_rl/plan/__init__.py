@@ -1,1 +1,1 @@
-"""Plans what a recipe will hold where, and whether it fits: pure functions of the recipe and of given facts."""
+"""Plans which memory each phase of a recipe takes, and whether it fits, as pure functions of recipe and sizes."""

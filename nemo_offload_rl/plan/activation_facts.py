@@ -1,4 +1,4 @@
-"""Derives the facts of activation offloading of each pipeline stage from a recipe and a model's config."""
+"""Derives the sizes that activation offloading depends on, per pipeline stage, from a recipe and a model config."""
 
 import copy
 import math
@@ -21,15 +21,15 @@ _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2}
 def activation_facts(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, group_size: int = 1
 ) -> tuple[ActivationFacts, ...]:
-    """Returns the facts of one rank of each pipeline stage, for a training step with the longest micro-batches.
+    """Returns the activation sizes of one rank of each pipeline stage, for training on the longest micro-batches.
 
     Expert-parallel ranks are data-parallel ranks with micro-batches of their own, so a rank's experts get on average
-    tokens x top-k of a micro-batch, however many ranks share the experts: 1 / EP of the tokens of EP ranks. Ranks that
-    share each expert gather one another's tokens.
+    tokens x top-k of a micro-batch, whatever the expert-parallel size: 1 / EP of the tokens of EP ranks. The ranks of
+    an expert-tensor-parallel group gather one another's tokens.
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section, validated.
+        policy: the recipe's `policy` section, validated.
         world_size: ranks of the whole cluster.
         group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
 
@@ -37,8 +37,9 @@ def activation_facts(
         One entry a pipeline stage.
 
     Raises:
-        UnknownArchitectureError: the model's shape is not known before it is built, or what its layers save differs.
-        ValueError: a field that its family has is missing.
+        UnknownArchitectureError: the model's sizes are not known before it is built, or its layers save other tensors
+            than those counted here.
+        ValueError: the model's config lacks a field that its family needs.
     """
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
@@ -81,12 +82,12 @@ def activation_facts(
 
 
 def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> int:
-    """Returns the most tokens of a packed row: the recipe's number, or those of a micro-batch where it has none.
+    """Returns the largest number of tokens of a packed row: the recipe's number, or a micro-batch's where it is auto.
 
     Args:
-        policy: the recipe's section, validated.
+        policy: the recipe's `policy` section, validated.
         key: `TRAIN_TOKENS` or `LOGPROB_TOKENS`.
-        group_size: rows of a sample that belong together.
+        group_size: rows of a sample that belong together, such as a chosen and a rejected answer.
     """
     stated = policy["sequence_packing"][key]
     if stated != AUTO:
@@ -97,14 +98,14 @@ def stated_row_tokens(policy: Mapping[str, Any], key: str, group_size: int) -> i
 
 
 def with_tokens(config: Mapping[str, Any], tokens: Mapping[str, int | str]) -> dict[str, Any]:
-    """Returns a copy of a config with other values of policy.sequence_packing."""
+    """Returns a copy of a config with the given values in policy.sequence_packing."""
     given = copy.deepcopy(dict(config))
     given["policy"]["sequence_packing"] |= tokens
     return given
 
 
 def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
-    """Returns the tokens of the longest micro-batch, as the worker pads it."""
+    """Returns the number of tokens of the longest micro-batch, with the worker's padding."""
     divisible_by, packing = policy["make_sequence_length_divisible_by"], policy["sequence_packing"]
     length = round_up(policy["max_total_sequence_length"], divisible_by)
     if not packing["enabled"]:
@@ -116,18 +117,18 @@ def _num_tokens(policy: Mapping[str, Any], group_size: int) -> int:
 
 
 def _most_microbatches(policy: Mapping[str, Any], data_parallel_size: int) -> int:
-    """Returns the most micro-batches of a step on one rank; a packed row may have a single sample."""
+    """Returns the most micro-batches that one rank can have in a step; a packed row may hold a single sample."""
     samples = policy["train_global_batch_size"] // data_parallel_size
     rows = 1 if policy["sequence_packing"]["enabled"] else policy["train_micro_batch_size"]
     return max(1, math.ceil(samples / rows))
 
 
 def _padding(cfg: Mapping[str, Any]) -> float:
-    """Returns an expert's tokens over the average: with a capacity, each is padded to that."""
+    """Returns the factor by which padding to the expert capacity raises the tokens of an expert; 1 without padding."""
     pads = _set(cfg, "moe_pad_expert_input_to_capacity", False)
     return float(_set(cfg, "moe_expert_capacity_factor", 1.0)) if pads else 1.0
 
 
 def _set(cfg: Mapping[str, Any], name: str, otherwise: Any) -> Any:
-    """Returns a field that megatron-core sets itself where a recipe does not."""
+    """Returns a field of `megatron_cfg`, or megatron-core's default where the recipe does not set it."""
     return cfg[name] if name in cfg and cfg[name] is not None else otherwise

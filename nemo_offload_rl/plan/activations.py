@@ -1,6 +1,6 @@
-"""The activations that offloading moves, in bytes, and the host memory that they take: pure functions of plain facts.
+"""Computes the bytes of activations that offloading moves, and the host memory that they take, as pure functions.
 
-Not counted: `delta_offload_bytes_across_pp_ranks`, which keeps bytes on the GPU, but not of a certain micro-batch.
+`delta_offload_bytes_across_pp_ranks` is not counted: it keeps bytes on the GPU, but not those of a given micro-batch.
 """
 
 import dataclasses
@@ -15,22 +15,22 @@ from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts, SavedT
 
 # Every storage in the host pool starts at a page.
 SLAB_ALIGNMENT_BYTES = 4096
-# Routing is not even: host memory is taken for this multiple of the average load of a rank's experts. An assumption; a
-# group that does not fit stays on the GPU.
+# Routing is uneven, so host memory is reserved for this multiple of the average load of a rank's experts. It is an
+# assumption; a group that does not fit stays on the GPU.
 EXPERT_LOAD_FACTOR = 1.25
-# What attention keeps beside the tensors that have names here, a page each at most: offsets of rows, seeds. They move
-# where recipes let tensors as small as these move.
-_NUM_NAMELESS_OF_ATTENTION = 8
-_NAMELESS_ELEMENTS = SLAB_ALIGNMENT_BYTES // 4
-# Storages that several modules of a layer save: their memory is free when all of these have moved them.
+# Small tensors that attention saves beside those listed in `saved_tensors`, at most a page each: row offsets, seeds.
+# They are offloaded only if the recipe's smallest offloaded size lets them.
+_NUM_SMALL_TENSORS_OF_ATTENTION = 8
+_SMALL_TENSOR_ELEMENTS = SLAB_ALIGNMENT_BYTES // 4
+# Storages that several modules of a layer save: their GPU memory is freed only when all of these modules offload them.
 _SAVED_BY_SEVERAL: Mapping[str, frozenset[str]] = {"attention's output": frozenset({"core_attn", "attn_proj"})}
 
 
 def limit_where_unknown(settings: ActivationOptions, error: UnknownArchitectureError) -> int:
-    """Returns the recipe's limit, where what activations need cannot be computed.
+    """Returns the recipe's limit on host memory, for a model whose activation sizes cannot be computed.
 
     Raises:
-        ValueError: the recipe has none.
+        ValueError: the recipe sets no limit.
     """
     if settings.host_memory_limit_bytes is None:
         raise ValueError(
@@ -45,11 +45,12 @@ class ModuleBytes:
     """Counts the bytes that one module offloads.
 
     Attributes:
-        saved: bytes of a layer and micro-batch, each tensor as often as it is saved.
-        distinct: bytes of a layer and micro-batch, without storages that a module before it has moved.
-        held: the part of `distinct` whose memory stays taken, since a module that is not offloaded keeps it too.
-        micro_batch: distinct bytes of a micro-batch over all layers of the stage that leave with the recipe's fraction.
-        in_flight: the same of all micro-batches in flight.
+        saved: bytes per layer and micro-batch; a tensor that is saved twice counts twice.
+        distinct: bytes per layer and micro-batch, without storages that an earlier module has offloaded already.
+        held: the part of `distinct` that stays allocated on the GPU, since a module that is not offloaded saves it too.
+        micro_batch: `distinct` per micro-batch, over the layers of the stage that are offloaded at the recipe's
+            fraction.
+        in_flight: `micro_batch` for all micro-batches in flight.
     """
 
     saved: int
@@ -62,16 +63,17 @@ class ModuleBytes:
 def chunks_in_flight(
     num_microbatches: int, *, stage: int, num_stages: int, num_model_chunks: int, group_size: int
 ) -> int:
-    """Forward passes of a model chunk whose backward pass is still to come, at most, in megatron-core's schedules.
+    """Returns how many model-chunk forward passes wait for their backward pass at most, in megatron-core's schedules.
 
-    core pipeline_parallel/schedules.py, `get_pp_rank_microbatches`: a stage's warm-up passes and the first of 1F1B.
+    These are a stage's warm-up passes and the first of 1F1B (core pipeline_parallel/schedules.py,
+    `get_pp_rank_microbatches`).
 
     Args:
-        num_microbatches: of a step, on this rank.
-        stage: from 0.
+        num_microbatches: micro-batches of a step on this rank.
+        stage: the pipeline stage, from 0.
         num_stages: the pipeline-parallel size.
         num_model_chunks: virtual stages; 1 without.
-        group_size: microbatch_group_size_per_vp_stage; read with several model chunks only.
+        group_size: microbatch_group_size_per_vp_stage; only read with several model chunks.
     """
     if num_stages == 1:
         return 1
@@ -83,7 +85,7 @@ def chunks_in_flight(
 
 
 def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, ModuleBytes]:
-    """Returns the bytes of each offloaded module, in the order of a forward pass; experts at average load."""
+    """Returns the bytes of each offloaded module, in forward order; experts count at average load."""
     offloaded = _offloaded(facts, settings)
     in_chunk = _num_offloaded_groups(facts, settings)
     out = {}
@@ -100,20 +102,23 @@ def module_bytes(facts: ActivationFacts, settings: ActivationOptions) -> dict[st
 
 
 def needed_slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
-    """Host memory for all groups of all micro-batches in flight, experts at `EXPERT_LOAD_FACTOR` times average load."""
+    """Returns the host memory that offloads every group of all micro-batches in flight.
+
+    Experts count at `EXPERT_LOAD_FACTOR` times their average load.
+    """
     busy = dataclasses.replace(facts, num_expert_tokens=math.ceil(EXPERT_LOAD_FACTOR * facts.num_expert_tokens))
     sizes = {name: _group_bytes(name, tensors, settings) for name, tensors in _offloaded(busy, settings).items()}
     in_first, later = (
         sum(num_groups * sizes[name] for name, num_groups in _num_offloaded_groups(busy, settings, which).items())
-        for which in (choose_in_first_pass, choose_offloaded)  # other groups leave in the first pass, and may be more
+        for which in (choose_in_first_pass, choose_offloaded)  # the first pass offloads other, perhaps more, groups
     )
     return max(in_first, later) * facts.num_chunks_in_flight
 
 
 def slab_bytes(facts: ActivationFacts, settings: ActivationOptions) -> int:
-    """Host memory that one rank pins for activations: what the recipe says, or what they need.
+    """Returns the host memory that one rank pins for activations: the recipe's limit, or else `needed_slab_bytes`.
 
-    What does not fit stays on the GPU, group by group.
+    A group that does not fit stays on the GPU.
     """
     given = settings.host_memory_limit_bytes
     return needed_slab_bytes(facts, settings) if given is None else given
@@ -128,7 +133,7 @@ def _is_held(tensor: SavedTensor, settings: ActivationOptions) -> bool:
 
 
 def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str, list[SavedTensor]]:
-    """Returns the storages of a layer that each module moves first."""
+    """Returns for each module the storages of a layer that no earlier module has offloaded."""
     seen: set[str] = set()
     out = {}
     for module in SAVED_BY:
@@ -140,9 +145,9 @@ def _offloaded(facts: ActivationFacts, settings: ActivationOptions) -> dict[str,
 
 def _group_bytes(module: str, tensors: Sequence[SavedTensor], settings: ActivationOptions) -> int:
     """Returns the bytes of the host pool that one group takes."""
-    has_nameless = module == "core_attn" and settings.min_elements <= _NAMELESS_ELEMENTS
-    named = sum(round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
-    return named + has_nameless * _NUM_NAMELESS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
+    moves_small = module == "core_attn" and settings.min_elements <= _SMALL_TENSOR_ELEMENTS
+    listed = sum(round_up(tensor.nbytes, SLAB_ALIGNMENT_BYTES) for tensor in tensors)
+    return listed + moves_small * _NUM_SMALL_TENSORS_OF_ATTENTION * SLAB_ALIGNMENT_BYTES
 
 
 def _num_offloaded_groups(
@@ -150,7 +155,7 @@ def _num_offloaded_groups(
     settings: ActivationOptions,
     which: Callable[[Sequence[Sequence[int]], float], Sequence[bool]] = choose_offloaded,
 ) -> dict[str, int]:
-    """Counts for each module the layers of a model chunk that are offloaded with the recipe's fraction."""
+    """Counts for each module the layers of a model chunk that are offloaded at the recipe's fraction."""
     sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in _offloaded(facts, settings).items()}
     num_layers = -(-facts.num_layers // facts.num_model_chunks)
     chosen = which([list(sizes.values())] * num_layers, settings.fraction)

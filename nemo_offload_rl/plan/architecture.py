@@ -1,7 +1,7 @@
-"""The shape of a model, from its Hugging Face config: what the sizes of its parameters follow from.
+"""Reads a model's architecture, from which parameter counts are computed, from its Hugging Face config.
 
-The fields are those that Megatron-Bridge's bridges of each family read, so that the counts are those of the model that
-a worker builds.
+It reads the same fields as Megatron-Bridge's bridge of each model family, so that the counts match the model that a
+worker builds.
 """
 
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ MEGATRON = "policy.megatron_cfg"
 
 @dataclass(frozen=True)
 class Family:
-    """Names the fields that a family's bridge sets whatever the config says; None where it reads the config.
+    """Holds the values that the bridge of a model family fixes; None where the bridge reads the model's config.
 
     Attributes:
-        qkv_bias: biases of the query, key and value projections.
-        output_bias: biases of attention's output projection.
-        mlp_bias: biases of dense MLPs.
-        qk_norm: norms of queries and keys.
+        qkv_bias: whether the query, key and value projections have biases.
+        output_bias: whether attention's output projection has a bias.
+        mlp_bias: whether dense MLPs have biases.
+        qk_norm: whether queries and keys are normalised.
         experts: whether MLPs are mixtures of experts.
     """
 
@@ -41,7 +41,7 @@ FAMILIES: Mapping[str, Family] = {
     "qwen3_moe": Family(qkv_bias=None, output_bias=None, mlp_bias=False, qk_norm=True, experts=True),
 }
 
-# Fields of `policy.megatron_cfg` that change what parameters there are, and the values with which the counts here hold.
+# Fields of `policy.megatron_cfg` that change which parameters the model has, with the values that are supported here.
 FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
     "normalization": ("RMSNorm", None),
     "gated_linear_unit": (True, None),
@@ -57,7 +57,7 @@ FOLLOWED_ONLY_AT: Mapping[str, tuple[Any, ...]] = {
 
 
 class UnknownArchitectureError(ValueError):
-    """Says that the sizes of a model cannot be told before it is built."""
+    """Says that the sizes of a model cannot be computed before it is built."""
 
 
 @dataclass(frozen=True)
@@ -67,9 +67,9 @@ class Architecture:
     num_layers: int
     hidden_size: int
     ffn_hidden_size: int
-    """Of an MLP; of one expert in a mixture of experts."""
+    """FFN size of an MLP; in a mixture of experts, of one expert."""
     dense_ffn_hidden_size: int
-    """Of an MLP in a layer without experts."""
+    """FFN size of an MLP in a layer without experts."""
     num_heads: int
     num_query_groups: int
     head_dim: int
@@ -81,27 +81,27 @@ class Architecture:
     router_bias: bool
     qk_norm: bool
     expert_layers: tuple[bool, ...]
-    """For each layer whether it has experts."""
+    """Whether each layer has experts."""
     num_experts: int | None
     experts_per_token: int | None
-    """Experts that a token is routed to."""
+    """Number of experts that a token is routed to (top-k)."""
 
     @property
     def has_dense_layers(self) -> bool:
-        """Whether some layer of a mixture of experts has none."""
+        """Whether a mixture-of-experts model also has layers without experts."""
         return self.num_experts is not None and not all(self.expert_layers)
 
 
 def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> Architecture:
-    """Return the architecture that a worker will build.
+    """Returns the architecture that a worker will build.
 
     Args:
         hf_config: a Hugging Face config with every field, as its `to_dict()` gives it.
-        megatron_cfg: the recipe's section, whose fields go before those of the model.
+        megatron_cfg: the recipe's `policy.megatron_cfg` section, whose fields override those of the model.
 
     Raises:
-        UnknownArchitectureError: a family that is not counted here, or a field that changes it beyond what is.
-        ValueError: a field that the family has is missing, or is no size.
+        UnknownArchitectureError: the model's family is not supported here, or a field has a value that is not.
+        ValueError: the config lacks a field that the family needs, or the field is not a valid size.
     """
     kind = hf_config["model_type"] if "model_type" in hf_config else None
     if not isinstance(kind, str) or kind not in FAMILIES:
@@ -121,12 +121,12 @@ def read_architecture(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, A
 
 @dataclass(frozen=True)
 class _Fields:
-    """Looks fields up in a model's config, and in the recipe's section that overrides some of them.
+    """Looks up fields in a model's config, and in `megatron_cfg`, which overrides some of them.
 
     Attributes:
         kind: the config's model_type.
         hf_config: the config with every field.
-        megatron_cfg: the recipe's section.
+        megatron_cfg: the recipe's `policy.megatron_cfg` section.
     """
 
     kind: str
@@ -138,10 +138,10 @@ class _Fields:
         return name in self.hf_config and self.hf_config[name] is not None
 
     def value(self, name: str) -> Any:
-        """Returns the value of a field.
+        """Returns the value of a field of the model's config.
 
         Raises:
-            ValueError: there is none.
+            ValueError: the config lacks the field.
         """
         if not self.has(name):
             raise ValueError(
@@ -150,10 +150,10 @@ class _Fields:
         return self.hf_config[name]
 
     def size(self, name: str) -> int:
-        """Returns the value of a field that is a size.
+        """Returns the value of a field of the model's config that is a size.
 
         Raises:
-            ValueError: there is none, or it is no integer of at least 1.
+            ValueError: the config lacks the field, or its value is not an integer of at least 1.
         """
         value = self.value(name)
         if not isinstance(value, int) or value < 1:
@@ -164,11 +164,11 @@ class _Fields:
         return value
 
     def optional(self, name: str, otherwise: Any) -> Any:
-        """Returns the value of a field, or another where there is none."""
+        """Returns the value of a field of the model's config, or `otherwise` where the config lacks it."""
         return self.hf_config[name] if self.has(name) else otherwise
 
     def overridden(self, name: str, value: Any) -> Any:
-        """Returns what the recipe's section says; the value of the model where it says nothing."""
+        """Returns the field of `megatron_cfg` if it is set there, otherwise the model's own `value`."""
         own = self.megatron_cfg[name] if name in self.megatron_cfg else None
         return value if own is None else own
 
@@ -211,10 +211,12 @@ def _read(family: Family, fields: _Fields) -> Architecture:
 
 
 def _check_expert_layers(freq: int | list[int] | None, by_layer: list[bool]) -> None:
-    """Refuse a `moe_layer_freq` that is not the model's own, which Megatron reads as every so many from the first.
+    """Checks that a recipe's `moe_layer_freq` gives experts to the same layers as the model's config.
+
+    Megatron reads an integer N as every Nth layer, starting with the first.
 
     Raises:
-        ValueError: they differ.
+        ValueError: the layers differ.
     """
     if freq is None:
         return

@@ -1,4 +1,4 @@
-"""Decides whether vLLM stays awake while the policy computes on the same GPU: nothing moves that need not."""
+"""Decides whether vLLM stays awake while the policy computes on the same GPU, which saves moving its memory."""
 
 import copy
 from collections.abc import Mapping
@@ -19,20 +19,20 @@ from nemo_offload_rl.residency.table import Phase
 def with_awake_engine(
     config: Mapping[str, Any], hf_config: Mapping[str, Any], *, algorithm: str, gpu_bytes: int
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Have vLLM keep weights and KV cache on the GPU where every phase has room for them, the build included.
+    """Lets vLLM keep its weights and KV cache on the GPU if they fit there in every phase, and during the build.
 
-    Where the tokens of packed rows are left open, it does so if they come out as long as beside a vLLM that sleeps:
-    longer rows are worth more than a shorter switch.
+    Where the recipe leaves the tokens of packed rows open, vLLM stays awake only if the rows come out as long as beside
+    a vLLM that sleeps: longer rows save more time than a shorter switch.
 
     Args:
         config: a validated recipe that leaves `policy.residency.generation_weights` open, with vLLM on the policy's
-            GPUs and its KV cache in bytes; it is left as it is.
+            GPUs and its KV cache in bytes; not modified.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU.
 
     Returns:
-        The config, and a line if the engine stays awake.
+        The config, and a line for the user if the engine stays awake.
     """
     awake = copy.deepcopy(dict(config))
     awake["policy"]["residency"]["generation_weights"] = "gpu"
@@ -54,11 +54,11 @@ def with_awake_engine(
 
 
 def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
-    """Refuse an engine that is to stay awake where training has no room beside it, whatever activations need above.
+    """Checks that training fits on the GPU beside an engine that stays awake, with the least memory for activations.
 
     Args:
-        plan: with the sizes of every pipeline stage.
-        engine: what it takes.
+        plan: the offload plan, with the sizes of every pipeline stage.
+        engine: the memory that the engine takes.
         gpu_bytes: memory of the smallest GPU.
 
     Raises:
@@ -81,14 +81,17 @@ def check_awake_engine_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: 
 def _with_the_same_rows(
     config: Mapping[str, Any], awake: Mapping[str, Any], hf_config: Mapping[str, Any], algorithm: str, gpu_bytes: int
 ) -> Mapping[str, Any] | None:
-    """The config with an awake engine and numbers for its packed rows; None where these would be others than asleep."""
+    """Returns the config with an awake engine and numbers for its packed rows.
+
+    Returns None where a sleeping engine would allow other numbers.
+    """
     if not open_keys(config):
         return awake
     chosen = []
     for one in (config, awake):
         try:
             chosen.append(with_row_tokens(one, hf_config, algorithm=algorithm, gpu_bytes=gpu_bytes)[0])
-        except ValueError:  # the longest sample has no room, which `run.row_tokens` tells
+        except ValueError:  # the longest sample does not fit; `run.row_tokens` raises the error for the user
             return None
     asleep_rows, awake_rows = (one["policy"]["sequence_packing"] for one in chosen)
     return chosen[1] if asleep_rows == awake_rows else None
@@ -97,7 +100,10 @@ def _with_the_same_rows(
 def _most_bytes(
     config: Mapping[str, Any], hf_config: Mapping[str, Any], algorithm: str, gpu_bytes: int
 ) -> tuple[Phase, int, int] | None:
-    """The phase that takes most of a GPU, its bytes and the engine's; None where both cannot be built there."""
+    """Returns the phase that takes the most GPU memory, its bytes, and the engine's bytes.
+
+    Returns None where the policy and the engine cannot be built at the same time.
+    """
     run = plan_run(config, hf_config, algorithm=algorithm)
     assert run.engine is not None, "the recipe has vLLM"
     random = config["policy"].get("hf_config") is not None

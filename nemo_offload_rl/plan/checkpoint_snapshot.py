@@ -1,4 +1,4 @@
-"""What a checkpoint that is written beside the run keeps in host memory; its first save takes it."""
+"""Computes the host memory of an asynchronous checkpoint's snapshot, which the first save allocates."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -12,14 +12,15 @@ _FLOAT = 4
 
 
 def host_bytes(config: Mapping[str, Any], facts: ShardFacts, table: Table) -> Mapping[str, int]:
-    """Returns the host memory of a rank's snapshot by its name in budgets, at most; empty where there is none.
+    """Returns the largest host memory of a rank's snapshot, by its name in budgets; empty without asynchronous saves.
 
-    Of the first data-parallel rank, which writes the weights. What has host memory for other phases is read there.
+    The bytes are those of the first data-parallel rank, which writes the weights. State that has a host copy for other
+    phases is read from that copy and not counted.
 
     Args:
         config: the recipe.
-        facts: of the rank.
-        table: where each target lives.
+        facts: the sizes of the rank's shard.
+        table: where each target lives in each phase.
     """
     checkpointing, policy = config["checkpointing"], config["policy"]
     if not checkpointing["enabled"] or not policy["megatron_cfg"]["checkpoint"]["async_save"]:
@@ -31,21 +32,22 @@ def host_bytes(config: Mapping[str, Any], facts: ShardFacts, table: Table) -> Ma
 
 
 def weights_bytes(facts: ShardFacts) -> int:
-    """Returns the bytes of a rank's weights, frozen ones too."""
+    """Returns the bytes of a rank's weights, including frozen ones."""
     return (facts.num_params + facts.num_frozen_params) * facts.param_size
 
 
 def without_weights_of_replicas(
     needs: Sequence[RankNeed], facts: Sequence[ShardFacts], megatron_cfg: Mapping[str, Any]
 ) -> list[RankNeed]:
-    """Returns the needs less the weights of ranks that write none, since another data-parallel rank has the same.
+    """Returns the needs without the weights of ranks that write none, since another data-parallel rank has the same.
 
-    Experts lie on `expert_model_parallel_size` times as many ranks, each of which is given all of its weights.
+    Experts are spread over `expert_model_parallel_size` x `expert_tensor_parallel_size` ranks; each of these counts
+    with all of its weights.
 
     Args:
-        needs: of every rank; those of one pipeline stage are consecutive.
-        facts: of a rank of each pipeline stage.
-        megatron_cfg: the recipe's section.
+        needs: the needs of every rank; those of one pipeline stage are consecutive.
+        facts: the shard sizes of one rank of each pipeline stage.
+        megatron_cfg: the recipe's `policy.megatron_cfg` section.
     """
     expert_ranks = megatron_cfg["expert_model_parallel_size"] * megatron_cfg["expert_tensor_parallel_size"]
     num_writers = max(megatron_cfg["tensor_model_parallel_size"], expert_ranks)
@@ -63,13 +65,17 @@ def _less(need: RankNeed, nbytes: int) -> RankNeed:
 
 
 def _optimizer_bytes(policy: Mapping[str, Any], facts: ShardFacts, table: Table) -> int:
-    """Of what the arena does not hold in another phase, or holds in a type that is converted on the GPU for a save."""
+    """Returns the bytes of optimizer state that a snapshot copies.
+
+    It copies the CPU optimizer's state, state that has no host copy for another phase, and state whose type is
+    converted on the GPU for a save.
+    """
     section = policy["megatron_cfg"]["optimizer"]
     num_on_gpu = facts.num_optimizer_params - facts.num_cpu_optimizer_params
     # The CPU optimizer's state changes in the next step, wherever it is; its gradients are not saved.
     nbytes = facts.num_cpu_optimizer_params * (_FLOAT + cpu_optimizer.moments_size(section))
     if policy["precision"] == "float32":
-        nbytes += num_on_gpu * _FLOAT  # the masters are the parameters, of which a save has both
+        nbytes += num_on_gpu * _FLOAT  # a float32 model's master weights are its parameters; a save writes both
     if _is_converted(section):
         return nbytes + num_on_gpu * 3 * _FLOAT
     has_host = any(table[phase][Target.OPTIMIZER_STATE] in (Placement.HOST, Placement.STREAMED) for phase in Phase)

@@ -1,4 +1,4 @@
-"""What the CPU optimizer takes of host and GPU memory; `mcore/optimizer/cpu_optimizer.py` allocates it."""
+"""Computes the host and GPU memory of the CPU optimizer, which `mcore/optimizer/cpu_optimizer.py` allocates."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,7 +12,7 @@ COPIED_SIZE = _FLOAT
 
 
 def fraction(optimizer: Mapping[str, Any]) -> float:
-    """Returns the share of the parameters that is stepped on the CPU, 0 without the CPU optimizer.
+    """Returns the share of the parameters that the CPU optimizer steps; 0 without it.
 
     Args:
         optimizer: the recipe's `policy.megatron_cfg.optimizer`.
@@ -23,21 +23,24 @@ def fraction(optimizer: Mapping[str, Any]) -> float:
 
 
 def moments_size(optimizer: Mapping[str, Any]) -> int:
-    """Returns the bytes of an element's moments, which are float32."""
+    """Returns the bytes per element of the optimizer's moments, which are float32."""
     if optimizer["optimizer"] == "adam":
         return 2 * _FLOAT
     return _FLOAT if optimizer["sgd_momentum"] > 0 else 0
 
 
 def gpu_size(policy: Mapping[str, Any]) -> int:
-    """Returns the bytes of megatron-core's own master of an element on the GPU, where it has one."""
+    """Returns the bytes per element of the master weights that megatron-core keeps on the GPU; 0 without them."""
     optimizer = policy["megatron_cfg"]["optimizer"]
     has_own = policy["precision"] == "bfloat16" and not optimizer["use_precision_aware_optimizer"]
     return _FLOAT if fraction(optimizer) and has_own else 0
 
 
 def host_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> Mapping[str, int]:
-    """Returns the host memory of a rank's gradients, masters and moments by its name in budgets; empty without any."""
+    """Returns the host memory of a rank's CPU optimizer (gradients, master weights, moments), by its name in budgets.
+
+    Empty without the CPU optimizer.
+    """
     if not facts.num_cpu_optimizer_params:
         return {}
     size = 2 * _FLOAT + moments_size(policy["megatron_cfg"]["optimizer"])

@@ -1,26 +1,28 @@
-"""Says whether the policy and a vLLM engine fit on the GPU that they share while both are built."""
+"""Decides whether the policy and a vLLM engine fit on the GPU that they share while both are built."""
 
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, kept_in_refit
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.residency.table import Phase, Target
 
-# Of the process that compares the model with transformers while rank 0 is built: its context, and two small models.
+# GPU memory of the process that compares the model with transformers while rank 0 is built: a CUDA context and two
+# small models.
 _MODEL_CHECK_BYTES = GIB
-# The GPU's memory over what a whole model of random weights takes there at most, on each rank (`mcore.build`).
+# A whole model of random weights takes at most the GPU's memory divided by this, on each rank (`mcore.build`).
 _WHOLE_MODELS_PER_GPU = 4
 
 
 def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights: bool) -> int:
-    """Returns the most that one rank takes of its GPU while it is built.
+    """Returns the peak GPU memory of one rank while it is built.
 
-    All of its state is there at the end. It moves into ranges one target after the other, and a target's old memory is
-    free behind its move alone.
+    At the end, all of its training state is on the GPU. The rank moves the state into flat buffers, one target after
+    the other, and frees a target's old memory only after that target has moved.
 
     Args:
-        plan: with the sizes of every pipeline stage.
+        plan: the offload plan, with the sizes of every pipeline stage.
         gpu_bytes: memory of the smallest GPU.
-        has_random_weights: whether the model's weights are made on the GPU, before the rank has gradients.
+        has_random_weights: whether the whole model is initialised with random weights on the GPU, before the rank
+            allocates gradients.
     """
     most = 0
     for rank in plan.ranks:
@@ -32,21 +34,22 @@ def policy_build_bytes(plan: OffloadPlan, gpu_bytes: int, *, has_random_weights:
 
 
 def why_not_at_once(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int, *, has_random_weights: bool) -> str | None:
-    """Returns the reason for which the policy has to wait until the engine is built; None where there is none.
+    """Returns why the policy has to wait until the engine is built; None if both can be built at the same time.
 
     Args:
-        plan: with the sizes of every pipeline stage.
-        engine: what it takes; its KV cache is given in bytes.
+        plan: the offload plan, with the sizes of every pipeline stage.
+        engine: the memory that the engine takes; its KV cache is given in bytes.
         gpu_bytes: memory of the smallest GPU.
-        has_random_weights: as `policy_build_bytes`.
+        has_random_weights: as in `policy_build_bytes`.
     """
     policy = policy_build_bytes(plan, gpu_bytes, has_random_weights=has_random_weights)
     awake = engine.awake_bytes(gpu_bytes)
     both = policy + awake
     if both > gpu_bytes:
         return f"both would take up to {show_gib(both)} of the GPU's {show_gib(gpu_bytes)} GiB"
-    # The engine first sleeps behind its first generation: vLLM asserts that then not less of the GPU is free than
-    # before, which a policy that is being built could make untrue. So the first refit has all of it beside.
+    # The engine sleeps for the first time after its first generation: vLLM's sleep() asserts that it does not lower the
+    # GPU's free memory, which can fail while a policy is being built. So all of the engine is on the GPU in the first
+    # refit.
     first_refit = kept_in_refit(plan, engine) + engine.refit_bytes + awake
     if first_refit > gpu_bytes:
         return (

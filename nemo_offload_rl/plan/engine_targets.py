@@ -1,4 +1,4 @@
-"""Says where the engine's weights and KV cache are in each phase: what the residency table does not move itself."""
+"""Says where the engine's weights and KV cache are in each phase; the engine moves them, not the residency table."""
 
 from collections.abc import Mapping
 from enum import StrEnum
@@ -23,33 +23,36 @@ _AWAKE = (Phase.REFIT, Phase.GENERATE)
 
 
 def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM generates on the GPUs of this policy, a validated section."""
+    """Returns whether vLLM generates on the GPUs of this policy, given the validated `policy` section."""
     return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
 
 def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM's weights wait in host memory while it sleeps, so that only a changed policy needs a refit.
+    """Returns whether a sleeping vLLM keeps its weights in host memory, so that only a changed policy needs a refit.
 
     Args:
-        policy: the recipe's section, validated, with its absent keys resolved.
+        policy: the recipe's `policy` section, validated, with its absent keys resolved.
     """
     return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "host"
 
 
 def stays_awake(policy: Mapping[str, Any]) -> bool:
-    """Returns whether vLLM keeps its weights and KV cache on the GPUs that it shares while the policy computes.
+    """Returns whether vLLM keeps its weights and KV cache on the GPU while the policy computes there.
 
     Args:
-        policy: as `keeps_generation_weights`, with the decision of `plan.awake_engine` where the recipe leaves it open.
+        policy: as in `keeps_generation_weights`, with the decision of `plan.awake_engine` where the recipe leaves it
+            open.
     """
     return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "gpu"
 
 
 def engine_table(policy: Mapping[str, Any]) -> EngineTable:
-    """Where the engine has its weights and KV cache; empty where it has GPUs of its own, or there is none.
+    """Returns where the engine has its weights and KV cache in each phase.
+
+    Empty without an engine, or where the engine has GPUs of its own.
 
     Args:
-        policy: as `keeps_generation_weights`.
+        policy: as in `keeps_generation_weights`.
 
     Returns:
         For each phase "gpu", "host", "discarded", or "gpu at its end".
@@ -72,7 +75,7 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
 
 
 def engine_remark(policy: Mapping[str, Any]) -> str:
-    """Returns what may be set of the table of `engine_table`, in one line."""
+    """Returns a line for the user: which key changes the placements of `engine_table`."""
     if not has_vllm_beside_it(policy):
         return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
     if stays_awake(policy):

@@ -1,4 +1,4 @@
-"""Counts the floating-point operations that a model needs for given sequences: model FLOPs, for their utilisation."""
+"""Counts the model FLOPs of given sequences, from which model-FLOP utilisation (MFU) is computed."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -6,10 +6,10 @@ from typing import Any
 
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
 
-# Forward, and in the backward pass the gradients of the inputs and of the weights of each product.
+# The forward pass, and for each matrix product of it two in the backward pass: gradients of the inputs and the weights.
 TRAINING_PASSES = 3
 
-# Families of which `layer_types` names the layers with a sliding window; of the others all layers have it.
+# Families whose `layer_types` names the layers with a sliding window; in other families all layers have it.
 _WINDOWS_BY_LAYER = ("qwen2", "qwen3")
 
 
@@ -19,8 +19,8 @@ class FlopModel:
 
     Attributes:
         architecture: sizes of the model.
-        windows: for each layer the tokens that a token attends to at most, itself included; None for all before it.
-        precision: `policy.precision`, in which products are computed.
+        windows: for each layer, the most tokens that a token attends to, including itself; None for no limit.
+        precision: `policy.precision`, in which matrix products are computed.
     """
 
     architecture: Architecture
@@ -29,15 +29,15 @@ class FlopModel:
 
     @property
     def per_token(self) -> int:
-        """FLOPs of a forward pass over a token, without the scores of attention.
+        """Returns the FLOPs of a forward pass over one token, without attention's scores.
 
-        A product of a vector with an m x n matrix takes 2mn. With hidden size h, n heads and g groups of queries of
+        A product of a vector with an m x n matrix takes 2mn. With hidden size h, n heads and g query groups of head
         size d, MLP size f, vocabulary V, E experts and k of them active:
 
             attention's projections  2h(n + 2g)d + 2ndh       of each layer
             dense MLP, gated         6hf                      of each layer without experts
             experts                  6hfk + 2hE (the router)  of each layer with experts
-            output layer             2hV                      once, tied embeddings or not; looking them up is free
+            output layer             2hV                      once, tied embeddings or not; the lookup counts nothing
 
         Norms, activations, softmax and rotary embeddings are left out, as the sources do: Narayanan et al., "Efficient
         Large-Scale Language Model Training on GPU Clusters Using Megatron-LM" (2021), section 5.1 and appendix;
@@ -54,13 +54,13 @@ class FlopModel:
         return model.num_layers * attention + mlps + 2 * hidden * model.vocab_size
 
     def forward_flops(self, lengths: Iterable[int]) -> int:
-        """FLOPs of a forward pass over sequences, with those of attention's scores.
+        """Returns the FLOPs of a forward pass over sequences, including attention's scores.
 
-        A pair of tokens takes 4nd a layer: 2nd for its scores and 2nd for its share of the values. A sequence of S
+        A pair of tokens takes 4nd a layer: 2nd for its score and 2nd for its share of the values. A sequence of S
         tokens has S(S + 1)/2 pairs, since attention is causal; PaLM's appendix counts S x S.
 
         Args:
-            lengths: tokens of each sequence, without padding, which is no work of the model.
+            lengths: tokens of each sequence, without padding, since padding is not useful work.
         """
         model = self.architecture
         per_pair = 4 * model.num_heads * model.head_dim
@@ -71,26 +71,26 @@ class FlopModel:
 
 
 def attention_pairs(length: int, window: int | None = None) -> int:
-    """Counts the pairs of a token and one that it attends to, itself included.
+    """Counts the pairs of a token and a token that it attends to; a token attends to itself, too.
 
     Args:
         length: tokens of the sequence.
-        window: the most tokens that a token attends to; None for all before it.
+        window: the most tokens that a token attends to, including itself; None for no limit.
     """
     reach = length if window is None else min(window, length)
     return reach * (reach + 1) // 2 + (length - reach) * reach
 
 
 def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> FlopModel:
-    """Returns what a model's FLOPs follow from.
+    """Reads from a model's config the sizes that its FLOPs are computed from.
 
     Args:
-        hf_config: its Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section, whose `megatron_cfg` goes before the fields of the model.
+        hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
+        policy: the recipe's `policy` section, whose `megatron_cfg` overrides the fields of the model.
 
     Raises:
-        UnknownArchitectureError: a family, or a field, that is not counted.
-        ValueError: a field that its family has is missing, or is no size.
+        UnknownArchitectureError: the model's family is not supported here, or a field has a value that is not.
+        ValueError: the config lacks a field that the family needs, or the field is not a valid size.
     """
     model = read_architecture(hf_config, policy["megatron_cfg"])
     window = hf_config.get("sliding_window")
@@ -101,7 +101,7 @@ def read_flop_model(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> 
 
 
 def flop_model_if_known(hf_config: Mapping[str, Any], policy: Mapping[str, Any]) -> FlopModel | None:
-    """As `read_flop_model`, but None for a family, or a field, that is not counted."""
+    """Does the same as `read_flop_model`, but returns None instead of raising UnknownArchitectureError."""
     try:
         return read_flop_model(hf_config, policy)
     except UnknownArchitectureError:

@@ -1,4 +1,4 @@
-"""What generation takes of a GPU, and whether it fits beside what the policy keeps there."""
+"""Computes the GPU memory of generation, and whether it fits beside the state that the policy keeps on the GPU."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,15 +13,15 @@ from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
 from nemo_offload_rl.residency.table import Phase
 
-# What a process that trains keeps on a GPU whatever it offloads: the CUDA context, kernels, and NCCL's buffers.
+# GPU memory of a training process that cannot be offloaded: the CUDA context, kernels, and NCCL's buffers.
 POLICY_OVERHEAD_BYTES = 2 * GIB
 
-# Estimates of what vLLM takes beside weights and KV cache. Of a 1.5 B run on an H200 the plan said 82.6 GiB for
+# Estimates of vLLM's memory beside weights and KV cache. For a 1.5 B run on an H200 the plan said 82.6 GiB for
 # generation, and 70.0 were taken (docs/results/colocated.md).
 _CONTEXT_BYTES, _CUDA_GRAPH_BYTES = GIB, GIB
-# The most tokens of a pass where vllm_kwargs says nothing: the larger of vLLM's defaults.
+# max_num_batched_tokens where vllm_kwargs does not set it: the larger of vLLM's defaults.
 _MAX_BATCHED_TOKENS = 16384
-# The most sequences where vllm_kwargs leaves them to vLLM with null, likewise.
+# max_num_seqs where vllm_kwargs leaves it to vLLM with null: likewise the larger of vLLM's defaults.
 _VLLMS_MAX_NUM_SEQS = 1024
 # float32 logits, their log-probs and their sorted copy, and int64 indices.
 _SAMPLER_BYTES_PER_LOGIT = 3 * 4 + 8
@@ -35,18 +35,19 @@ class EngineMemory:
     """Counts the bytes that a vLLM engine takes on one of its GPUs.
 
     Attributes:
-        weights_bytes: of the model.
-        kv_bytes_per_token: of the KV cache.
+        weights_bytes: size of the model's weights.
+        kv_bytes_per_token: size of the KV cache per token.
         max_model_len: tokens of the longest sequence.
-        max_num_seqs: sequences that are under way at once, at most.
+        max_num_seqs: the most sequences that vLLM runs at once.
         block_tokens: tokens of a block of the KV cache.
-        share: `policy.generation.vllm_cfg.gpu_memory_utilization`, which bounds weights, KV cache and all else.
-        reserve_bytes: for activations, logits, CUDA graphs and the process; an estimate.
-        refit_bytes: of the buckets that weights pass through in a refit, which lie on the same GPU.
-        refit_graph_bytes: that a refit's CUDA graphs keep there between refits, at most, in both processes; 0 where
-            refits are not replayed.
-        own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which wins; None where it is not set.
-        stays_awake: it keeps all of this while the policy computes on the same GPU.
+        share: `policy.generation.vllm_cfg.gpu_memory_utilization`, the share of the GPU that vLLM may take in all.
+        reserve_bytes: estimated memory of activations, logits, CUDA graphs and the process.
+        refit_bytes: size of the buckets, on the same GPU, that carry the weights in a refit.
+        refit_graph_bytes: the most memory that a refit's CUDA graphs keep on the GPU between refits, in both processes;
+            0 where refits are not replayed.
+        own_kv_cache_bytes: `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, which overrides `share`; None where
+            the recipe does not set it.
+        stays_awake: whether the engine keeps all of this memory while the policy computes on the same GPU.
     """
 
     weights_bytes: int
@@ -62,10 +63,10 @@ class EngineMemory:
     stays_awake: bool = False
 
     def gpu_rows(self, gpu_bytes: int | None) -> dict[str, dict[Phase, int]]:
-        """Returns what it takes of a GPU that it shares with the policy, by what it is and phase.
+        """Returns the bytes that the engine takes of a GPU shared with the policy: a row per item, by phase.
 
         Args:
-            gpu_bytes: memory of the GPU, which the KV cache follows from; None where that is not known.
+            gpu_bytes: memory of the GPU, from which the KV cache's size is computed; None where it is not known.
         """
         with_weights = tuple(Phase) if self.stays_awake else (Phase.REFIT, Phase.GENERATE)
         with_cache = tuple(Phase) if self.stays_awake else (Phase.GENERATE,)
@@ -79,7 +80,7 @@ class EngineMemory:
         return rows
 
     def kv_cache_bytes(self, gpu_bytes: int) -> int:
-        """Returns the bytes of the KV cache on a GPU of this size; below 0 where the share leaves none."""
+        """Returns the bytes of the KV cache on a GPU of this size; negative where the share leaves no room for it."""
         if self.own_kv_cache_bytes is not None:
             return self.own_kv_cache_bytes
         of_share = int(self.share * gpu_bytes) - self.weights_bytes - self.reserve_bytes
@@ -87,30 +88,31 @@ class EngineMemory:
 
     @property
     def most_kv_cache_bytes(self) -> int:
-        """Bytes of the KV cache of all sequences that can be under way, each of the greatest length."""
+        """Bytes of a KV cache for `max_num_seqs` sequences of `max_model_len` tokens."""
         blocks = -(-self.max_model_len // self.block_tokens) + 1  # one for the token that is scheduled ahead
-        # vLLM gives the first block to none.
+        # vLLM gives the first block to no sequence.
         return (self.max_num_seqs * blocks + 1) * self.block_tokens * self.kv_bytes_per_token
 
     def is_capped(self, gpu_bytes: int) -> bool:
-        """Returns whether the KV cache on a GPU of this size is what the sequences under way can fill."""
+        """Returns whether the KV cache on a GPU of this size is limited by `most_kv_cache_bytes`, not by the share."""
         return self.own_kv_cache_bytes is None and self.kv_cache_bytes(gpu_bytes) == self.most_kv_cache_bytes
 
     def share_of(self, gpu_bytes: int) -> float:
-        """Returns the share of a GPU of this size that it takes."""
+        """Returns the share of a GPU of this size that the engine takes while it is awake."""
         if self.own_kv_cache_bytes is None and not self.is_capped(gpu_bytes):
             return self.share
         return self.awake_bytes(gpu_bytes) / gpu_bytes
 
     def awake_bytes(self, gpu_bytes: int) -> int:
-        """Returns the bytes that it takes of a GPU of this size while it is awake: weights, KV cache and all else."""
+        """Returns the bytes that an awake engine takes of a GPU of this size: weights, KV cache and the reserve."""
         return self.weights_bytes + self.kv_cache_bytes(gpu_bytes) + self.reserve_bytes
 
     @property
     def free_bytes_for_refit(self) -> int | None:
-        """Bytes of free GPU memory with which no refit or generation runs short, so that all may stay as it is.
+        """Free GPU memory that refit and generation need; with that much free, the policy need not empty torch's cache.
 
-        The reserve counts twice, since it is an estimate. None where the KV cache has what vLLM finds free.
+        The reserve counts twice, since it is an estimate. None where vLLM sizes the KV cache by the memory it finds
+        free.
         """
         beside = 2 * self.reserve_bytes + self.refit_bytes + POLICY_OVERHEAD_BYTES
         if self.stays_awake:
@@ -119,15 +121,15 @@ class EngineMemory:
 
     @property
     def sequence_bytes(self) -> int:
-        """Bytes of the KV cache of one sequence of the greatest length."""
+        """Bytes of the KV cache of one sequence of `max_model_len` tokens."""
         return self.kv_bytes_per_token * self.max_model_len
 
 
 def asleep_bytes(policy: Mapping[str, Any]) -> int:
-    """Returns what generation keeps on the policy's GPUs while the policy computes: a context, and vLLM's graphs.
+    """Returns the bytes that a sleeping engine keeps on the policy's GPUs: its CUDA context, and vLLM's CUDA graphs.
 
     Args:
-        policy: the recipe's section, validated.
+        policy: the recipe's `policy` section, validated.
     """
     if "generation" not in policy or not is_colocated(policy):
         return 0
@@ -136,11 +138,11 @@ def asleep_bytes(policy: Mapping[str, Any]) -> int:
 
 
 def bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
-    """Returns what generation has of the policy's GPUs while the policy computes.
+    """Returns the bytes that generation takes of the policy's GPUs while the policy computes.
 
     Args:
-        policy: the recipe's section, validated.
-        engine: what vLLM takes; None without it.
+        policy: the recipe's `policy` section, validated.
+        engine: the memory that vLLM takes; None without vLLM.
         gpu_bytes: memory of the smallest GPU.
     """
     if engine is not None and engine.stays_awake:
@@ -149,20 +151,20 @@ def bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, 
 
 
 def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> int | None:
-    """Returns the free GPU memory beside which a policy may keep what torch's allocator has cached.
+    """Returns how much GPU memory must be free for the policy to keep the cache of torch's allocator.
 
     Args:
-        policy: the recipe's section, as workers get it.
+        policy: the recipe's `policy` section, as workers get it.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
 
     Returns:
-        Bytes; 0 where generation has GPUs of its own, None where what it takes is not known.
+        Bytes; 0 where generation has GPUs of its own, None where the engine's memory is not known.
     """
     if "generation" in policy and not is_colocated(policy):
         return 0
     if not has_vllm_beside_it(policy):
         return None
-    # A worker's section has the KV cache's bytes where the driver knew them.
+    # The driver writes the KV cache's bytes into the section that workers get, if it knows them.
     if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):
         return None
     try:
@@ -173,10 +175,10 @@ def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]
 
 
 def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> EngineMemory | None:
-    """Returns what an engine takes of each of its GPUs; None where the recipe has no vLLM.
+    """Returns the memory that a vLLM engine takes of each of its GPUs; None where the recipe does not use vLLM.
 
     Args:
-        policy: the recipe's section.
+        policy: the recipe's `policy` section.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
 
     Raises:
@@ -187,7 +189,7 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
     section = policy["generation"]["vllm_cfg"]
     architecture = read_architecture(hf_config, policy["megatron_cfg"])
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
-    heads = max(1, architecture.num_query_groups // tp)  # fewer heads than GPUs are repeated
+    heads = max(1, architecture.num_query_groups // tp)  # vLLM replicates KV heads where there are fewer than GPUs
     kwargs = policy["generation"].get("vllm_kwargs") or {}
     all_weights = num_model_params(hf_config, policy["megatron_cfg"]) * dtype_bytes
     largest = max(architecture.vocab_size, architecture.ffn_hidden_size) * architecture.hidden_size * dtype_bytes
@@ -208,7 +210,10 @@ def engine_memory(policy: Mapping[str, Any], hf_config: Mapping[str, Any]) -> En
 
 
 def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwargs: Mapping[str, Any]) -> int:
-    """Of the largest pass a layer's tensors, the sampler's logits, and what the process takes whatever it computes."""
+    """Estimates vLLM's memory beside weights and KV cache.
+
+    It counts a layer's tensors in the largest pass, the sampler's logits, the CUDA context and the CUDA graphs.
+    """
     tp, dtype_bytes = section["tensor_parallel_size"], DTYPE_BYTES[section["precision"]]
     attention = (architecture.num_heads + 2 * architecture.num_query_groups) * architecture.head_dim // tp
     mlp = 3 * architecture.dense_ffn_hidden_size // tp
@@ -222,10 +227,10 @@ def _reserve_bytes(architecture: Architecture, section: Mapping[str, Any], kwarg
 
 
 def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
-    """Refuse an engine whose KV cache cannot hold one sequence of the greatest length.
+    """Checks that the engine's KV cache holds one sequence of `max_model_len` tokens.
 
     Args:
-        engine: what it takes.
+        engine: the memory that the engine takes.
         gpu_bytes: memory of the smallest GPU.
 
     Raises:
@@ -251,21 +256,21 @@ def check_longest_sequence_fits(engine: EngineMemory, gpu_bytes: int) -> None:
 
 
 def refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> bool:
-    """Returns whether a refit's buckets find room on the smallest GPU beside the policy and the engine's weights."""
+    """Returns whether a refit's buckets fit on the smallest GPU beside the policy and the engine's weights."""
     return kept_in_refit(plan, engine) + engine.weights_bytes + engine.refit_bytes <= gpu_bytes
 
 
 def kept_in_refit(plan: OffloadPlan, engine: EngineMemory) -> int:
-    """Returns what the policy's process has of its GPU in a refit, beside the buckets."""
+    """Returns the GPU memory of the policy's process during a refit, without the buckets."""
     return _kept_bytes(plan, Phase.REFIT) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
 
 
 def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
-    """Refuse buckets of the refit that the GPU has no room for beside the policy and the engine's weights.
+    """Checks that a refit's buckets fit on the GPU beside the policy and the engine's weights.
 
     Args:
-        plan: with the sizes of every pipeline stage.
-        engine: what it takes.
+        plan: the offload plan, with the sizes of every pipeline stage.
+        engine: the memory that the engine takes.
         gpu_bytes: memory of the smallest GPU.
 
     Raises:
@@ -284,7 +289,7 @@ def check_refit_fits(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) ->
 
 
 def share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> float:
-    """Returns the share of the smallest GPU that the policy leaves to generation; below 0 where it leaves nothing."""
+    """Returns the share of the smallest GPU that the policy leaves to generation; negative if it leaves nothing."""
     kept = _kept_bytes(plan, Phase.GENERATE) + POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
     return 1 - kept / gpu_bytes
 
@@ -294,11 +299,11 @@ def _kept_bytes(plan: OffloadPlan, phase: Phase) -> int:
 
 
 def check_share_beside_policy(plan: OffloadPlan, engine: EngineMemory, gpu_bytes: int) -> None:
-    """Refuse a share of the GPU that generation cannot have while the policy waits.
+    """Checks that generation's share of the GPU fits beside the state that the policy keeps there meanwhile.
 
     Args:
-        plan: With the sizes of every pipeline stage.
-        engine: What it takes.
+        plan: the offload plan, with the sizes of every pipeline stage.
+        engine: the memory that the engine takes.
         gpu_bytes: Memory of the smallest GPU.
 
     Raises:

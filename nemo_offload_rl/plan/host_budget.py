@@ -8,17 +8,17 @@ from typing import Protocol
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.residency.table import Target
 
-# Left for Ray, generation and the page cache, which take more after this was asked.
+# Left free for Ray, generation and the page cache, which take more memory after this check.
 MARGIN_SHARE, MIN_MARGIN_BYTES = 0.05, 1 * GIB
 
 ACTIVATIONS = "activations"
 """The name in `RankNeed.fixed_bytes` of the pool that activations are offloaded to."""
 
 CPU_OPTIMIZER = "cpu_optimizer"
-"""The name in `RankNeed.fixed_bytes` of the state that the CPU optimizer keeps."""
+"""The name in `RankNeed.fixed_bytes` of the CPU optimizer's state."""
 
 CHECKPOINT = "checkpoint"
-"""The name in `RankNeed.fixed_bytes` of what a checkpoint that is written beside the run is copied into."""
+"""The name in `RankNeed.fixed_bytes` of the buffers into which an asynchronous checkpoint is copied."""
 
 GENERATION_WEIGHTS = "generation_weights"
 """The name in `RankNeed.fixed_bytes` of the weights of a sleeping vLLM on the rank's GPU, in the engine's process."""
@@ -50,7 +50,7 @@ class HostMemory(Protocol):
 
     @property
     def hostname(self) -> str:
-        """The name that its user gives it."""
+        """The host's name."""
         ...
 
     @property
@@ -71,13 +71,13 @@ class HostMemory(Protocol):
 
 @dataclass(frozen=True)
 class RankNeed:
-    """Counts the host memory that a rank will take, for each target in bytes.
+    """Counts the host memory that a rank will take, in bytes.
 
     Attributes:
         rank: its number in the worker group.
-        host: identifies the machine; hostnames may be the same on several.
+        host: identifies the machine, since several may have the same hostname.
         target_bytes: bytes of each target, page-locked or not.
-        fixed_bytes: bytes by name, for what stays in host memory and never moves, such as the pool of activations.
+        fixed_bytes: bytes, by name, of host buffers that never move, such as the pool of activations.
     """
 
     rank: int
@@ -87,12 +87,12 @@ class RankNeed:
 
     @property
     def total_bytes(self) -> int:
-        """Returns the bytes of all targets and of what never moves."""
+        """Returns the bytes of all targets and of the buffers that never move."""
         return sum(self.target_bytes.values()) + sum(self.fixed_bytes.values())
 
 
 class HostBudgetError(ValueError):
-    """Says that the offloaded state does not fit into the memory of a host; `str()` has the table."""
+    """Says that the offloaded state does not fit into the memory of a host; `str()` includes a table."""
 
 
 def margin_bytes(host: HostMemory) -> int:
@@ -114,17 +114,17 @@ def check_host_budget(
     hosts: Mapping[str, HostMemory],
     limit_bytes: int | None,
 ) -> None:
-    """Refuse what does not fit.
+    """Checks that every rank stays within the recipe's limit, and that each host has memory for its ranks.
 
     Args:
-        needs: of every rank of the hosts.
-        hosts: the facts of each host that a need names, taken before any of it was allocated; only the
-            recipe's limit counts for a host that is not there.
-        limit_bytes: the recipe's limit for one rank; None for none.
+        needs: the needs of every rank of the hosts.
+        hosts: the memory of each host, by `RankNeed.host`, read before any of the needs was allocated; a host that is
+            missing here is not checked, except for the recipe's limit.
+        limit_bytes: the recipe's limit for one rank; None for no limit.
 
     Raises:
-        HostBudgetError: one sentence, then a table of what is needed and what there is, then the keys that would help;
-            for the first thing that does not fit: a rank's limit, a host's memory.
+        HostBudgetError: a rank exceeds its limit, or a host lacks memory. The message is for the first such case: a
+            sentence, a table of needed and available memory, and the keys that would help.
     """
     for need in needs:
         if limit_bytes is not None and need.total_bytes > limit_bytes:
@@ -136,14 +136,14 @@ def check_host_budget(
 
 
 def check_state_fits_host(state_bytes: int, host: HostMemory) -> None:
-    """Refuse a model whose training state does not fit into the memory of a host without GPUs.
+    """Checks that a model's training state fits into the memory of a host without GPUs.
 
     Args:
         state_bytes: parameters, gradients, optimizer state and reference weights of all ranks of the host.
-        host: its facts.
+        host: the host's memory.
 
     Raises:
-        HostBudgetError: one sentence.
+        HostBudgetError: the state does not fit.
     """
     usable = usable_bytes(host)
     if state_bytes > usable:
@@ -187,7 +187,7 @@ def _error(
 
 
 def _table(needs: Sequence[RankNeed]) -> Iterator[str]:
-    """Makes a table of each rank's needs by target, and for what never moves where any rank has some, in GiB."""
+    """Yields the lines of a table of each rank's needs in GiB, by target and by buffer that never moves."""
     fixed = dict.fromkeys(name for need in needs for name, nbytes in need.fixed_bytes.items() if nbytes)
     columns = [*Target, *fixed]
     widths = [max(len(column), 8) for column in columns]
@@ -219,7 +219,7 @@ def _sources(host: HostMemory) -> Iterator[str]:
 
 
 def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
-    """Yields what each key would free, the largest first, and whether it is enough."""
+    """Yields how much memory each key would free, largest first, and whether that is enough."""
     params, optimizer, reference = (
         sum(_bytes_of(need, target) for need in needs)
         for target in (Target.PARAMS, Target.OPTIMIZER_STATE, Target.REFERENCE_WEIGHTS)
@@ -230,7 +230,7 @@ def _remedies(needs: Sequence[RankNeed], missing_bytes: int) -> Iterator[str]:
     freed[_LESS_ON_CPU] = sum(_bytes_of(need, CPU_OPTIMIZER) for need in needs)
     freed[_NO_SNAPSHOT] = sum(_bytes_of(need, CHECKPOINT) for need in needs)
     freed[_NO_GENERATION_WEIGHTS] = sum(_bytes_of(need, GENERATION_WEIGHTS) for need in needs)
-    # Params have host memory for the swap with reference weights, too.
+    # Params also need host memory while the reference weights are swapped in.
     also = f" {_NO_REFERENCE}" if reference else ""
     freed[f"{_PARAMS_STAY}{also} (they stay on the GPU)"] = params + reference if params else 0
     for remedy, size in sorted(freed.items(), key=lambda item: -item[1]):

@@ -1,7 +1,7 @@
-"""Counts what each rank holds of a model: its parameters, and the shard of them that its optimizer keeps.
+"""Counts the parameters of a model that each rank holds, and the shard of them that its optimizer steps.
 
 The layout of parameters over ranks is megatron-core's: linear layers are split over tensor-parallel ranks, norms and
-routers are copied, layers are dealt out to pipeline stages, experts to expert-parallel ranks.
+routers are replicated, layers are assigned to pipeline stages, experts to expert-parallel ranks.
 """
 
 import math
@@ -28,7 +28,7 @@ _PARAM_ALIGNMENT, _BUCKET_ALIGNMENT, _BUSBW_ALIGNMENT = 64, 128, 2**16
 
 @dataclass(frozen=True)
 class _Sizes:
-    """The numbers of ranks that share the parts of a model."""
+    """Holds the parallel sizes: the numbers of ranks that share the parts of a model."""
 
     tensor: int
     pipeline: int
@@ -40,13 +40,13 @@ class _Sizes:
 
 @dataclass(frozen=True)
 class _Weight:
-    """Parameters of a rank that have the same size.
+    """Describes parameters of a rank that have the same size.
 
     Attributes:
-        num_elements: of each.
-        is_expert: whether they are of an expert.
-        is_router: whether they are of a router.
-        count: how many there are.
+        num_elements: elements of each parameter.
+        is_expert: whether they belong to experts.
+        is_router: whether they belong to a router.
+        count: the number of such parameters.
     """
 
     num_elements: int
@@ -58,14 +58,14 @@ class _Weight:
 def shard_facts(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], *, world_size: int, has_reference: bool
 ) -> tuple[ShardFacts, ...]:
-    """Returns the shard facts of one rank of each pipeline stage.
+    """Returns the sizes of the shard that one rank of each pipeline stage holds.
 
-    Counts of parameters are exact. So is the optimizer's shard with one data-parallel rank; with several it is the
-    largest one's, with at most the padding of the buffers on top (64 elements a parameter, 128 a bucket).
+    Parameter counts are exact. So is the optimizer's shard with one data-parallel rank; with several it is the largest
+    rank's, plus at most the padding of the DDP buffers (64 elements a parameter, 128 a bucket).
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section.
+        policy: the recipe's `policy` section.
         world_size: ranks of the whole cluster.
         has_reference: whether reference weights are kept for a KL penalty.
 
@@ -73,8 +73,8 @@ def shard_facts(
         One entry a pipeline stage.
 
     Raises:
-        ValueError: the model cannot be split so; the message names the key.
-        UnknownArchitectureError: its sizes are not known before it is built.
+        ValueError: the model cannot be split as the recipe says; the message names the key.
+        UnknownArchitectureError: the model's sizes are not known before it is built.
     """
     cfg = policy["megatron_cfg"]
     architecture = read_architecture(hf_config, cfg)
@@ -103,10 +103,10 @@ def shard_facts(
 
 
 def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> int:
-    """Parameters of the whole model.
+    """Counts the parameters of the whole model.
 
     Raises:
-        UnknownArchitectureError: its sizes are not known before it is built.
+        UnknownArchitectureError: the model's sizes are not known before it is built.
     """
     one_stage = {
         "pipeline_model_parallel_size": 1,
@@ -120,15 +120,16 @@ def num_model_params(hf_config: Mapping[str, Any], megatron_cfg: Mapping[str, An
 
 
 def optimizer_size(policy: Mapping[str, Any]) -> int:
-    """Returns the bytes of optimizer state a parameter, without masters that are the parameters (a float32 model).
+    """Returns the bytes of optimizer state per parameter; a float32 model's parameters are its master weights.
 
-    megatron-core keeps float32 moments and, for a bfloat16 model, a float32 master. Transformer Engine's
-    precision-aware Adam keeps the moments in the types that it is given, and of a bfloat16 parameter's master only the
-    16 bits that the parameter lacks, unless `store_param_remainders` is false.
+    megatron-core keeps float32 moments and, for a bfloat16 model, float32 master weights. Transformer Engine's
+    precision-aware Adam keeps the moments in the types that it is given, and of a bfloat16 parameter's master weight
+    only the 16 bits that the parameter lacks, unless `store_param_remainders` is false.
     """
     section = policy["megatron_cfg"]["optimizer"]
     has_masters = policy["precision"] == "bfloat16"
-    if cpu_optimizer.fraction(section):  # what it leaves to the GPU has float32 state and masters, whatever is asked
+    # Parameters that the CPU optimizer leaves to the GPU have float32 state and masters, whatever the recipe says.
+    if cpu_optimizer.fraction(section):
         return cpu_optimizer.moments_size(section) + 4 * has_masters
     if section["optimizer"] == "sgd":
         return 4 * (section["sgd_momentum"] > 0) + 4 * has_masters
@@ -141,7 +142,7 @@ def optimizer_size(policy: Mapping[str, Any]) -> int:
 
 
 def _dtype_bytes(section: Mapping[str, Any], name: str) -> int:
-    """megatron-core's types of optimizer state are float32 where a recipe says nothing."""
+    """Returns the bytes of a type of optimizer state; megatron-core's default is float32."""
     return DTYPE_BYTES[section[name]] if name in section else 4
 
 
@@ -151,14 +152,15 @@ def _grad_size(policy: Mapping[str, Any]) -> int:
 
 
 def fp32_grad_bytes(policy: Mapping[str, Any], facts: ShardFacts) -> int:
-    """Returns the bytes of the fp32 gradients that the optimizer's step makes on the GPU of bf16 ones.
+    """Returns the bytes of the fp32 copies of bf16 gradients that the optimizer step allocates on the GPU.
 
-    megatron-core makes them of a rank's whole shard, whether its state is resident, streamed or on the CPU; the
-    precision-aware optimizer makes none. What is stepped on the GPU beside the CPU optimizer always has them.
+    megatron-core copies the gradients of a rank's whole shard, whether its state is resident, streamed or on the CPU;
+    the precision-aware optimizer copies none. Parameters that are stepped on the GPU beside the CPU optimizer always
+    have fp32 copies.
 
     Args:
-        policy: the recipe's section.
-        facts: of the rank.
+        policy: the recipe's `policy` section.
+        facts: the sizes of the rank's shard.
     """
     section = policy["megatron_cfg"]["optimizer"]
     if facts.grad_size == 4:
@@ -193,7 +195,11 @@ def _sizes(cfg: Mapping[str, Any], world_size: int) -> _Sizes:
 
 
 def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architecture: Architecture) -> None:
-    """The recipe's rules again, for fields that are not in the recipe."""
+    """Applies the recipe's parallelism rules to a model whose config is not in the recipe.
+
+    Raises:
+        ValueError: the model cannot be split as the recipe says.
+    """
     model = ("", dict(hf_config), None)
     freq = cfg["moe_layer_freq"] if "moe_layer_freq" in cfg else None
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
@@ -219,7 +225,10 @@ def _check_split(hf_config: Mapping[str, Any], cfg: Mapping[str, Any], architect
 
 
 def num_layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> int:
-    """Layers of a pipeline stage, over all its virtual stages; as megatron-core's `get_num_layers_to_build`."""
+    """Returns the number of layers of a pipeline stage, over all its virtual stages.
+
+    Follows megatron-core's `get_num_layers_to_build`.
+    """
     num_stages = cfg["pipeline_model_parallel_size"]
     first, last = cfg["num_layers_in_first_pipeline_stage"], cfg["num_layers_in_last_pipeline_stage"]
     if stage == 0 and first is not None:
@@ -232,7 +241,7 @@ def num_layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stag
 
 def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> Iterator[_Weight]:
     hidden = architecture.hidden_size
-    # The worker pads a vocabulary to a multiple of the tensor-parallel size, and no further.
+    # The worker pads the vocabulary to a multiple of the tensor-parallel size only.
     embedding = _Weight(-(-architecture.vocab_size // sizes.tensor) * hidden)
     is_first, is_last = stage == 0, stage == sizes.pipeline - 1
     if is_first:
@@ -247,7 +256,7 @@ def _stage_weights(architecture: Architecture, sizes: _Sizes, cfg: Mapping[str, 
 
 
 def layers_of_stage(architecture: Architecture, cfg: Mapping[str, Any], stage: int) -> list[int]:
-    """Indices of a pipeline stage's layers, over all its virtual stages, which are dealt out in turn."""
+    """Returns the indices of a pipeline stage's layers, over all its virtual stages, which are assigned in turn."""
     counts = [num_layers_of_stage(architecture, cfg, one) for one in range(cfg["pipeline_model_parallel_size"])]
     virtual = cfg.get("virtual_pipeline_model_parallel_size") or 1
     in_chunk = [count // virtual for count in counts]
@@ -280,7 +289,7 @@ def _layer_weights(architecture: Architecture, sizes: _Sizes, *, has_experts: bo
 
 
 def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) -> Iterator[_Weight]:
-    """A gated MLP: gate and up projection in one matrix, split by rows; the down projection split by columns."""
+    """Yields a gated MLP's weights: gate and up projection as one matrix, split by rows; down projection by columns."""
     ffn = (architecture.ffn_hidden_size if is_expert else architecture.dense_ffn_hidden_size) // tensor
     hidden = architecture.hidden_size
     yield _Weight(2 * ffn * hidden, is_expert)
@@ -290,7 +299,7 @@ def _mlp_weights(architecture: Architecture, tensor: int, *, is_expert: bool) ->
 
 
 def _optimizer_shard(weights: list[_Weight], sizes: _Sizes, cfg: Mapping[str, Any], stage: int) -> int:
-    """Elements whose state one rank keeps; experts are sharded over fewer ranks than the rest."""
+    """Counts the elements whose optimizer state one rank keeps; experts are sharded over fewer ranks than the rest."""
     if not cfg["optimizer"]["use_distributed_optimizer"]:
         return _count(weights)
     ddp = cfg["distributed_data_parallel_config"]

@@ -1,4 +1,4 @@
-"""Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, on the CPU optimizer."""
+"""Compares the ways to keep optimizer state: resident, page-locked around refit, streamed, or CPU optimizer."""
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -34,7 +34,7 @@ class CpuSpeed:
 
     Attributes:
         params_per_s: parameters that they step in a second.
-        source: where the number is from.
+        source: how the number was obtained, for messages.
     """
 
     params_per_s: float
@@ -46,9 +46,9 @@ class Host:
     """Describes the machine that a plan is for.
 
     Attributes:
-        name: how messages call it.
+        name: the machine's name in messages.
         memory: its memory.
-        source: where the size of its memory is from.
+        source: how the size of its memory was obtained, for messages.
     """
 
     name: str
@@ -57,7 +57,7 @@ class Host:
 
     @property
     def usable_bytes(self) -> int:
-        """Returns the bytes that all its ranks may take together."""
+        """Returns the bytes that all of the host's ranks may take together."""
         return usable_bytes(self.memory)
 
 
@@ -66,8 +66,8 @@ class Way:
     """Names one way to keep optimizer state, and the overrides of the recipe that turn it on.
 
     Attributes:
-        name: how messages call it.
-        overrides: `key=value`, all that differ from the recipe.
+        name: the way's name in messages.
+        overrides: `key=value` for every key whose value differs from the recipe's.
     """
 
     name: str
@@ -76,20 +76,20 @@ class Way:
 
 @dataclass(frozen=True)
 class PlannedWay:
-    """Estimates what a way of keeping optimizer state takes on the rank that holds most on its GPU.
+    """Estimates the memory and time of a way to keep optimizer state, for the rank that holds most.
 
     Attributes:
         way: the way.
-        refusal: why the recipe cannot have it; empty where it can, and all numbers are 0 where it cannot.
-        training_bytes: GPU memory of the state in training, and of fp32 gradients in the optimizer's step.
-        state_bytes: GPU memory of the state in training alone, beside which activations and logits need theirs.
+        refusal: why the recipe cannot use the way, and then all numbers are 0; empty where it can.
+        training_bytes: GPU memory of the state in training, and of fp32 gradients in the optimizer step.
+        state_bytes: GPU memory of the state in training, without activations and logits.
         activation_bytes: the least GPU memory that activations and logits need.
         generation_bytes: GPU memory that the policy keeps beside generation; 0 for an algorithm without generation.
         engine: the memory that vLLM takes beside that; None without vLLM.
         host_bytes: host memory of the rank that takes most.
-        all_ranks_host_bytes: host memory of all ranks of a host together, of the host where they take most.
+        all_ranks_host_bytes: host memory of all ranks of the host whose ranks take most.
         transfer_s: seconds on the link in a step, for all targets, if nothing overlaps.
-        wait_s: seconds of the optimizer's step alone, for the copies and the CPU's kernels that it waits for.
+        wait_s: seconds that the optimizer step waits for copies and for the CPU optimizer's kernels.
     """
 
     way: Way
@@ -105,9 +105,9 @@ class PlannedWay:
     wait_s: float = 0.0
 
     def missing_bytes(self, gpu_bytes: int) -> int:
-        """Returns what a GPU lacks for it with the least for activations and logits; 0 or less where it fits.
+        """Returns the GPU memory that is missing, with the least for activations and logits; 0 or less if all fits.
 
-        Activations are gone when the optimizer's step makes its fp32 gradients, so the larger of the two counts.
+        Activations are freed before the optimizer step allocates its fp32 gradients, so the larger of the two counts.
         """
         engine = 0 if self.engine is None else int(self.engine.share_of(gpu_bytes) * gpu_bytes)
         training = max(self.training_bytes, self.state_bytes + self.activation_bytes)
@@ -115,19 +115,19 @@ class PlannedWay:
         return max(training, self.generation_bytes + engine) + POLICY_OVERHEAD_BYTES + graphs - gpu_bytes
 
     def missing_host_bytes(self, host: Host) -> int:
-        """Returns what a host lacks for its ranks; 0 or less where they fit."""
+        """Returns the host memory that is missing for all ranks of a host; 0 or less if they fit."""
         return self.all_ranks_host_bytes - host.usable_bytes
 
     def fits(self, gpu_bytes: int, host: Host) -> bool:
-        """Returns whether there is room for it, on the GPU and in host memory."""
+        """Returns whether the way fits on the GPU and in host memory."""
         return self.missing_bytes(gpu_bytes) <= 0 and self.missing_host_bytes(host) <= 0
 
 
 def cpu_speed(num_threads: int | None = None) -> CpuSpeed:
-    """Returns an assumption of the speed of the CPU optimizer's kernels.
+    """Returns an assumed speed of the CPU optimizer's kernels, for plans without a measurement.
 
     Args:
-        num_threads: those that a rank has; None where its machine is not known.
+        num_threads: CPU threads of a rank; None where its machine is not known.
     """
     measured = f"{_MEASURED_THREADS} threads"
     if num_threads is None:
@@ -139,7 +139,7 @@ def cpu_speed(num_threads: int | None = None) -> CpuSpeed:
 
 
 def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> float | None:
-    """Returns the speed of a run's CPU optimizer without its copies; None where it had none.
+    """Returns the speed of a run's CPU optimizer without its copies, from the run's metrics; None where it had none.
 
     Args:
         steps: the run's metrics, as `read_metrics` gives them.
@@ -153,7 +153,7 @@ def measured_cpu_params_per_s(steps: Sequence[Mapping[str, float | None]]) -> fl
 
 
 def per_host_bytes(needs: Sequence[RankNeed]) -> dict[str, int]:
-    """Returns the host memory of each host's ranks together."""
+    """Returns the host memory that all ranks of a host need together, by host."""
     totals: dict[str, int] = {}
     for need in needs:
         totals[need.host] = totals.get(need.host, 0) + need.total_bytes
@@ -161,7 +161,7 @@ def per_host_bytes(needs: Sequence[RankNeed]) -> dict[str, int]:
 
 
 def most_host_bytes(needs: Sequence[RankNeed]) -> int:
-    """Returns the host memory of all ranks of a host together, of the host where they take most."""
+    """Returns the host memory that all ranks of a host need together, for the host that needs most."""
     return max(per_host_bytes(needs).values())
 
 
@@ -171,10 +171,10 @@ def num_ranks_of_a_host(needs: Sequence[RankNeed]) -> int:
 
 
 def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
-    """Returns every way, the one first that a step waits least for.
+    """Returns every way to keep optimizer state, in the order of the time that a step waits for it.
 
     Args:
-        policy: the recipe's section, validated.
+        policy: the recipe's `policy` section, validated.
     """
     optimizer = policy["megatron_cfg"]["optimizer"]
     fractions = sorted({0.5, 1.0, cpu_optimizer.fraction(optimizer) or 1.0})
@@ -188,7 +188,7 @@ def ways(policy: Mapping[str, Any]) -> tuple[Way, ...]:
     resident = _state_cells(policy, train="gpu", logprob="keep", refit="keep", generate="keep") | _flags(refit=False)
     pinned = _state_cells(policy, train="gpu", refit="host", generate="host") | _flags(refit=True)
     elsewhere = dict(pinned)
-    if policy["offload_optimizer_for_refit"] is None:  # what is not on the GPU anyway is not the plan's to decide
+    if policy["offload_optimizer_for_refit"] is None:  # the plan does not decide on state that is off the GPU anyway
         del elsewhere[FOR_REFIT]
     return (
         _way(policy, "resident", off | resident),
@@ -211,27 +211,27 @@ def plan_ways(
     *,
     cpu_params_per_s: float = CPU_ADAM_PARAMS_PER_S,
 ) -> tuple[PlannedWay, ...]:
-    """Plan every way of a recipe.
+    """Plans a recipe with every way to keep optimizer state.
 
     Args:
-        policy: its section, validated.
-        plan_with: plans the recipe with further overrides; raises a ValueError where they do not go with it.
+        policy: the recipe's `policy` section, validated.
+        plan_with: plans the recipe with further overrides; raises a ValueError where the recipe does not allow them.
         cpu_params_per_s: parameters that a rank's CPU optimizer steps in a second.
     """
     planned = (_planned(way, plan_with, cpu_params_per_s) for way in ways(policy))
-    # An engine on GPUs of its own leaves the policy's to it.
+    # An engine on GPUs of its own takes no memory of the policy's GPUs.
     return tuple(one if is_colocated(policy) else replace(one, engine=None) for one in planned)
 
 
 def fastest_that_fits(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> PlannedWay | None:
-    """Returns the way with the least waiting that GPU and host have room for; None where there is none."""
+    """Returns the way with the shortest wait that fits on GPU and host; None if no way fits."""
     fitting = [one for one in planned if not one.refusal and one.fits(gpu_bytes, host)]
-    # Of equal waits the first: its copies beside other phases are fewer.
+    # Of equal waits, the first: it copies least beside other phases.
     return min(fitting, key=lambda one: one.wait_s, default=None)
 
 
 def reason(planned: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
-    """Returns one sentence: which way a GPU of this size takes on this host, and why."""
+    """Returns one sentence for the user: which way to take on a GPU of this size and this host, and why."""
     chosen, possible = fastest_that_fits(planned, gpu_bytes, host), [one for one in planned if not one.refusal]
     if chosen is None:
         return _why_none(possible, gpu_bytes, host)
@@ -266,7 +266,7 @@ def _why_none(possible: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str
 
 
 def _obstacles(unfit: Sequence[PlannedWay], gpu_bytes: int, host: Host) -> str:
-    """Says what each way lacks, the GPU's memory first."""
+    """Returns the memory that each way lacks: GPU memory first, then host memory."""
     on_gpu = [one for one in unfit if one.missing_bytes(gpu_bytes) > 0]
     lacks = ", ".join(f"{one.way.name} lacks {show_gib(one.missing_bytes(gpu_bytes))}" for one in on_gpu)
     needs = (
@@ -314,13 +314,13 @@ def _transfer_s(rank: RankPlan, link_bytes_per_s: float) -> float:
 
 
 def _wait_s(rank: RankPlan, link_bytes_per_s: float, cpu_params_per_s: float) -> float:
-    # What overlap gains has not been measured: the CPU's kernels and their copies are waited for one behind the other.
+    # The gain of overlap has not been measured, so the times of the CPU's kernels and of their copies add up.
     on_cpu = rank.facts.num_cpu_optimizer_params / cpu_params_per_s + _cpu_copies_s(rank, link_bytes_per_s)
     return sum(move.seconds for move in rank.step_traffic) + on_cpu
 
 
 def _cpu_copies_s(rank: RankPlan, link_bytes_per_s: float) -> float:
-    """Gradients to the host, then parameters back."""
+    """Returns the seconds that copy gradients to the host and parameters back."""
     return 2 * rank.facts.num_cpu_optimizer_params * cpu_optimizer.COPIED_SIZE / link_bytes_per_s
 
 
@@ -334,7 +334,7 @@ def _flags(*, refit: bool) -> dict[str, str]:
 
 
 def _state_cells(policy: Mapping[str, Any], **wanted: str) -> dict[str, str]:
-    """Returns the cells that the recipe has written itself: they win over flags, and have to agree with them."""
+    """Returns overrides for the table cells that the recipe sets itself, since cells take precedence over flags."""
     table = policy["residency"]["table"] or {}
     written = {phase for phase, cells in table.items() if _STATE in cells}
     return {f"{_CELLS}.{phase}.{_STATE}": cell for phase, cell in wanted.items() if phase in written}
@@ -349,7 +349,7 @@ def _differing(policy: Mapping[str, Any], wanted: Mapping[str, Any]) -> Iterator
         found: Any = policy
         for part in key.split(".")[1:]:
             found = found[part] if isinstance(found, Mapping) and part in found else None
-        is_off = found is None and value == "false" and key != FOR_REFIT  # null there is neither
+        is_off = found is None and value == "false" and key != FOR_REFIT  # a null flag is neither true nor false
         same = str(found).lower() == str(value).lower() or is_off
         if not same:
             yield f"{'++' if found is None or '.table.' in key else ''}{key}={value}"

@@ -1,4 +1,4 @@
-"""Estimates what policy and generation take of a GPU in each phase of a step, at most."""
+"""Estimates the peak GPU memory of policy and generation in each phase of a step."""
 
 import dataclasses
 import math
@@ -17,14 +17,14 @@ from nemo_offload_rl.plan.training_memory import forward_pass_bytes, training_pa
 from nemo_offload_rl.residency.table import Phase, Target
 
 MARGIN = 1.15
-"""What a pass may take over the estimate, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
+"""Factor on the estimate of a pass, for temporary tensors and fragmentation; an H200 took 1.02 to 1.08 times the
 estimate with rows of 65,536 to 118,784 tokens (docs/results/activation_offload.md)."""
 
 _Config = Mapping[str, Any]
 
 
 def training_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
-    """Returns the GPU memory of a training step's longest micro-batch, of one rank of each pipeline stage.
+    """Returns the GPU memory of a training step's longest micro-batch, for one rank of each pipeline stage.
 
     Args:
         config: a validated recipe, with numbers for packed rows.
@@ -38,7 +38,7 @@ def training_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: 
 
 
 def logprob_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: str) -> tuple[int, ...]:
-    """Returns the GPU memory of the longest micro-batch of a log-prob pass; arguments as `training_bytes`."""
+    """Returns the GPU memory of a log-prob pass's longest micro-batch; takes the arguments of `training_bytes`."""
     policy = config["policy"]
     if policy["sequence_packing"]["enabled"]:
         passes = with_tokens(config, {TRAIN_TOKENS: policy["sequence_packing"][LOGPROB_TOKENS]})
@@ -50,7 +50,7 @@ def logprob_bytes(config: _Config, hf_config: Mapping[str, Any], *, algorithm: s
 
 
 def _busy_facts(config: _Config, hf_config: Mapping[str, Any], algorithm: str) -> list[ActivationFacts]:
-    """The facts of each pipeline stage, with the load of a rank whose experts are busy."""
+    """Returns the activation sizes of each pipeline stage, with `EXPERT_LOAD_FACTOR` times the average expert load."""
     world_size = split_devices(config["cluster"], config["policy"]).policy_ranks
     group_size = ALGORITHMS[algorithm].group_size
     stages = activation_facts(hf_config, config["policy"], world_size=world_size, group_size=group_size)
@@ -69,17 +69,17 @@ def phase_bytes(
     algorithm: str,
     gpu_bytes: int,
 ) -> dict[Phase, int]:
-    """Returns what a phase takes of the GPU of a rank that takes most, by phase.
+    """Returns for each phase the GPU memory of the rank that takes most.
 
-    Passes count with the margin that `train_mb_tokens: auto` is chosen by. vLLM takes its share of the GPU while it is
-    awake; while it sleeps its context and graphs.
+    Passes count with the margin that `train_mb_tokens: auto` uses. An awake vLLM takes its share of the GPU; a
+    sleeping one takes its CUDA context and graphs.
 
     Args:
-        config: as `training_bytes`.
-        hf_config: as `training_bytes`.
+        config: as in `training_bytes`.
+        hf_config: as in `training_bytes`.
         run: the recipe's plan.
-        engine: what vLLM takes of the same GPU.
-        algorithm: as `training_bytes`.
+        engine: the memory that vLLM takes of the same GPU.
+        algorithm: as in `training_bytes`.
         gpu_bytes: memory of the smallest GPU.
     """
     forward = logprob_bytes(config, hf_config, algorithm=algorithm)
@@ -100,20 +100,20 @@ def _stage_bytes(
     process = POLICY_OVERHEAD_BYTES + engine.refit_graph_bytes
     held = {phase: sum(rank.gpu_bytes[phase].values()) + process for phase in Phase}
     awake = held[Phase.GENERATE] + int(engine.share_of(gpu_bytes) * gpu_bytes)
-    # What leaves from the end of training is copied on beside refit and generation, where there is room.
+    # Optimizer state that is offloaded at the end of training is copied during refit and generation, if there is room.
     leaving = rank.gpu_bytes[Phase.TRAIN][Target.OPTIMIZER_STATE] - rank.gpu_bytes[Phase.REFIT][Target.OPTIMIZER_STATE]
     cached = _cached_bytes(held[Phase.TRAIN] + beside, training, engine, gpu_bytes)
     if engine.stays_awake:
         refit = with_cache = held[Phase.REFIT] + beside + engine.refit_bytes + leaving + cached
     else:
         refit = held[Phase.REFIT] + beside + engine.weights_bytes + engine.refit_bytes
-        # The KV cache is mapped behind the weights, likewise.
+        # The KV cache is mapped after the weights, also while optimizer state is still being copied.
         with_cache = refit + leaving + cached + engine.kv_cache_bytes(gpu_bytes)
     generation = awake + leaving + cached
     return {
-        # Optimizer state comes back for training beside the last of the log-prob passes, which may use the cache.
+        # Optimizer state is prefetched for training during the last log-prob passes, which may use torch's cache.
         Phase.LOGPROB: max(held[Phase.LOGPROB], held[Phase.TRAIN]) + beside + max(forward, cached),
-        # Activations are gone when the optimizer's step makes its fp32 gradients.
+        # Activations are freed before the optimizer step allocates its fp32 gradients.
         Phase.TRAIN: held[Phase.TRAIN] + beside + max(training, rank.step_grad_bytes),
         Phase.REFIT: with_cache if with_cache <= gpu_bytes else max(refit, awake),
         Phase.GENERATE: generation if generation <= gpu_bytes else awake,
@@ -121,6 +121,9 @@ def _stage_bytes(
 
 
 def _cached_bytes(held: int, training: int, engine: EngineMemory, gpu_bytes: int) -> int:
-    """What torch's allocator keeps of a training pass until the next: all or nothing (`Residency`), here at most."""
+    """Returns the most memory of a training pass that torch's allocator may keep cached until the next one.
+
+    `Residency` keeps all of the cache or empties it.
+    """
     needed = engine.free_bytes_for_refit
     return 0 if needed is None else max(0, min(training, gpu_bytes - needed - held))

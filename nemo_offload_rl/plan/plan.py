@@ -1,4 +1,4 @@
-"""An `OffloadPlan`: what a recipe asks of the residency engine, as plain values, and who wrote which cell."""
+"""Defines `OffloadPlan`: a recipe's residency settings as plain values, and which key set each cell of the table."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -13,22 +13,22 @@ from nemo_offload_rl.plan.engine_targets import EngineTable, engine_remark, engi
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
 from nemo_offload_rl.residency.table import DEDICATED_TABLE, DEFAULT_TABLE, Phase, Placement, ShardFacts, Table, Target
 
-# Assumptions, for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory as measured on an
-# H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, as
-# slow as they were in one direction there (19 GB/s to the host, 10 back).
+# Assumed speeds for a dry run; a worker measures its own link. PCIe 5.0 x16 with page-locked memory, as measured on an
+# H200 (64 GB/s less the protocol's overhead); and the CPU's copies between pageable memory and the staging buffers, at
+# the slower of the two directions measured there (19 GB/s to the host, 10 back).
 PCIE5_X16_BYTES_PER_S = 55e9
 STAGED_BYTES_PER_S = 10e9
 
-# What each direction keeps of its speed while the other is busy: 50.9 of 55.4 GB/s, measured there.
+# Share of its speed that each direction keeps while the other one is busy: 50.9 of 55.4 GB/s on that H200.
 TWO_WAY_SHARE = 0.92
 
-# What megatron-core's TransformerConfig has where a recipe says nothing.
+# Defaults of megatron-core's TransformerConfig.
 _ALL_GROUPS, _MIN_OFFLOADED_ELEMENTS = 1.0, 1024 * 1024
 
 
 @dataclass(frozen=True)
 class Traffic:
-    """Counts the bytes that one target sends over the link when a phase is entered."""
+    """Counts the bytes of one target that cross the link when a phase is entered, or in an optimizer step."""
 
     target: Target
     d2h_bytes: int
@@ -55,10 +55,10 @@ class RankActivations:
     """Counts the bytes of the activations that one rank of a pipeline stage offloads in a training step.
 
     Attributes:
-        facts: the sizes that the byte counts follow from.
-        modules: bytes of each offloaded module, in the order of a forward pass.
-        needed_bytes: host memory for the most that is in flight at once.
-        slab_bytes: host memory that is taken: the same, or the recipe's limit.
+        facts: the sizes that the byte counts are computed from.
+        modules: bytes of each offloaded module, in forward order.
+        needed_bytes: host memory for everything that is in flight at once.
+        slab_bytes: host memory that the rank pins: the recipe's limit, or `needed_bytes` where there is none.
     """
 
     facts: ActivationFacts
@@ -73,16 +73,17 @@ class RankPlan:
 
     Attributes:
         stage: the pipeline stage.
-        facts: the sizes that the byte counts follow from.
+        facts: the sizes that the byte counts are computed from.
         target_bytes: size of each target.
-        gpu_bytes: for each phase of the step's cycle, the bytes of each target on the GPU.
+        gpu_bytes: for each phase of a step, the bytes of each target on the GPU.
         host_bytes: host memory that each target needs.
         transitions: the changes of phase, in the order of a step.
-        step_traffic: what crosses the link inside of each optimizer step: streamed optimizer state, both ways.
-        activations: None where they stay on the GPU.
-        fixed_bytes: by name, host memory of what never moves: the pool of activations, or state kept on the host.
-        step_grad_bytes: GPU memory of fp32 copies of bf16 gradients during the optimizer's step.
-        least_activation_bytes: GPU memory that activations and logits need in training before that step, at least.
+        step_traffic: traffic within each optimizer step: streamed optimizer state, both ways.
+        activations: the offloaded activations; None where they stay on the GPU.
+        fixed_bytes: host memory, by name, of buffers that never move, such as the pool of activations or the CPU
+            optimizer's state.
+        step_grad_bytes: GPU memory of fp32 copies of bf16 gradients during the optimizer step.
+        least_activation_bytes: the least GPU memory that activations and logits need in training before that step.
     """
 
     stage: int
@@ -99,28 +100,29 @@ class RankPlan:
 
     @property
     def total_host_bytes(self) -> int:
-        """Returns the host memory that the rank needs, all of it."""
+        """Returns all host memory that the rank needs."""
         return sum(self.host_bytes.values()) + sum(self.fixed_bytes.values())
 
 
 @dataclass(frozen=True)
 class OffloadPlan:
-    """Holds what a recipe asks of the residency engine, and what it costs.
+    """Holds a recipe's residency settings, and the memory and time that they cost.
 
     Attributes:
         table: where each target lives in each phase.
-        sources: the key that wrote each cell, for those that a recipe's key wrote.
-        pinned: the host memory of optimizer state is page-locked, as all other is; if not, its copies are staged.
-        verify: checksums of everything that moves are compared.
-        huge_pages: host buffers are of huge pages.
-        host_memory_limit_bytes: most host memory that one rank may take; None for no limit of its own.
-        numa: "auto", "none" or the number of a node.
-        stream_window_bytes: GPU memory that optimizer state passes through where it is streamed.
-        link_bytes_per_s: speed of page-locked copies in one direction that times are computed with.
-        activations: what activation offloading is to do; None where it is off.
-        engine_table: where an engine on the same GPUs has its weights and KV cache; empty where there is none.
-        engine_remark: says in a line what of that table a recipe may set.
-        ranks: for each pipeline stage what one of its ranks holds; empty where the model's sizes were not given.
+        sources: the recipe's key that set a cell, for the cells that a key set.
+        pinned: whether the host memory of optimizer state is page-locked, as that of all other targets is; if not, its
+            copies are staged.
+        verify: whether checksums of everything that moves are compared.
+        huge_pages: whether host buffers use huge pages.
+        host_memory_limit_bytes: the most host memory that one rank may take; None for no limit.
+        numa: "auto", "none" or the number of a NUMA node.
+        stream_window_bytes: size of the GPU buffer that optimizer state is streamed through.
+        link_bytes_per_s: speed of page-locked copies in one direction, from which times are computed.
+        activations: the options of activation offloading; None where it is off.
+        engine_table: where an engine on the same GPUs has its weights and KV cache; empty without such an engine.
+        engine_remark: a line for the user on the key that changes that table.
+        ranks: memory of one rank of each pipeline stage; empty where the model's sizes were not given.
     """
 
     table: Table
@@ -139,24 +141,24 @@ class OffloadPlan:
 
     @property
     def streams_optimizer_state(self) -> bool:
-        """Whether optimizer state is on the host in training, too, and streamed through a window."""
+        """Whether optimizer state stays on the host in training and is streamed through a GPU buffer."""
         return self.table[Phase.TRAIN][Target.OPTIMIZER_STATE] is Placement.STREAMED
 
     def bytes_per_s(self, target: Target) -> float:
-        """Speed of a target's copies in one direction."""
+        """Returns the speed of a target's copies in one direction."""
         if target is Target.OPTIMIZER_STATE and not self.pinned:
             return min(STAGED_BYTES_PER_S, self.link_bytes_per_s)
         return self.link_bytes_per_s
 
     @property
     def largest_rank(self) -> RankPlan:
-        """The rank that needs most host memory; of those that need the same, the one that holds most."""
+        """The rank that needs most host memory; among equals, the one that holds most state."""
         assert self.ranks, "the plan was made without the model's sizes"
         return max(self.ranks, key=lambda rank: (rank.total_host_bytes, sum(rank.target_bytes.values())))
 
 
 def settings(policy: Mapping[str, Any]) -> OffloadPlan:
-    """Returns the plan without sizes: what the recipe's policy section says, in which absent keys are resolved."""
+    """Returns the plan without sizes: the settings of the recipe's `policy` section, with absent keys resolved."""
     table, sources = _table_and_sources(policy)
     section = policy["residency"]
     limit = section["host_memory_limit_gib"]
@@ -192,7 +194,10 @@ def _activation_settings(policy: Mapping[str, Any]) -> ActivationOptions | None:
 
 
 def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase, Mapping[Target, str]]]:
-    """Returns the default, the flags' cells, and single cells over both; and the keys that wrote them."""
+    """Returns the residency table, and the key that set each cell.
+
+    The recipe's offload flags override the default table, and single cells override both.
+    """
     colocated = is_colocated(policy)
     table = {phase: dict(cells) for phase, cells in (DEFAULT_TABLE if colocated else DEDICATED_TABLE).items()}
     sources: dict[Phase, dict[Target, str]] = {phase: {} for phase in Phase}
@@ -205,7 +210,7 @@ def _table_and_sources(policy: Mapping[str, Any]) -> tuple[Table, Mapping[Phase,
             sources[Phase(phase)][Target.OPTIMIZER_STATE] = flag
     for phase, cells in (policy["residency"]["table"] or {}).items():
         for target, cell in cells.items():
-            if cell == AUTO:  # nothing has decided otherwise
+            if cell == AUTO:  # not decided: the default stays
                 continue
             table[Phase(phase)][Target(target)] = Placement(cell)
             sources[Phase(phase)][Target(target)] = f"{TABLE}.{phase}.{target}"

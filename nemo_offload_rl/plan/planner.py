@@ -1,4 +1,4 @@
-"""Makes an `OffloadPlan` from a recipe and facts: bytes of each target in each phase, host memory, time on the link."""
+"""Makes an `OffloadPlan` from a recipe and model sizes: bytes of each target in each phase, host memory, link time."""
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,10 +40,10 @@ def make_plan(
     """Returns the plan of a validated policy section.
 
     Args:
-        policy: the recipe's section.
-        facts: what one rank of each pipeline stage holds; without, the plan has no sizes.
-        activations: what one rank of each pipeline stage computes on; read where activations are offloaded.
-        fixed_bytes: host memory that one rank of each pipeline stage keeps for what never moves, by name.
+        policy: the recipe's `policy` section.
+        facts: shard sizes of one rank of each pipeline stage; if empty, the plan has no sizes.
+        activations: activation sizes of one rank of each pipeline stage; only read where activations are offloaded.
+        fixed_bytes: host memory, by name, of buffers that never move, of one rank of each pipeline stage.
         cycle: the phases of a step in their order.
         link_bytes_per_s: speed of page-locked copies in one direction; None for an assumption.
     """
@@ -64,7 +64,7 @@ def make_plan(
 
 
 def rank_activations(facts: ActivationFacts, settings: ActivationOptions) -> RankActivations:
-    """Returns the activations that leave one rank, and their host memory."""
+    """Returns the bytes of the activations that one rank offloads, and the host memory for them."""
     return RankActivations(
         facts=facts,
         modules=module_bytes(facts, settings),
@@ -85,7 +85,7 @@ class PlannedRun:
     Attributes:
         plan: the offload plan, with the sizes of every pipeline stage.
         needs: the host memory of every rank.
-        engine: GPU memory of generation; None where vLLM has no part in it.
+        engine: GPU memory of the vLLM engine; None without vLLM.
     """
 
     plan: OffloadPlan
@@ -109,7 +109,7 @@ def plan_run(
         config: the recipe.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         algorithm: a key of `ALGORITHMS`.
-        link_bytes_per_s: as `make_plan`.
+        link_bytes_per_s: as in `make_plan`.
 
     Raises:
         UnknownArchitectureError: the model's sizes are not known.
@@ -156,9 +156,9 @@ def plan_run(
 
 
 def rank_needs(plan: OffloadPlan, *, ranks_per_host: int, num_hosts: int) -> list[RankNeed]:
-    """Returns the host memory of every rank of a cluster; hosts are called by their number.
+    """Returns the host memory of every rank of a cluster; hosts are named by their number.
 
-    Ranks of one pipeline stage are consecutive, as megatron-core orders them, and fill one host after another.
+    Ranks of one pipeline stage are consecutive, as in megatron-core, and fill one host after another.
     """
     world_size = ranks_per_host * num_hosts
     assert world_size % len(plan.ranks) == 0, "the plan is of another world size"
@@ -201,13 +201,13 @@ def _step_traffic(plan: OffloadPlan, sizes: Mapping[Target, int]) -> Iterator[Tr
     size = sizes[Target.OPTIMIZER_STATE]
     if not plan.streams_optimizer_state or not size:
         return
-    # Through the staging buffers one direction follows the other.
+    # Staged copies run in one direction at a time.
     speed = plan.link_bytes_per_s * TWO_WAY_SHARE if plan.pinned else plan.bytes_per_s(Target.OPTIMIZER_STATE) / 2
     yield Traffic(Target.OPTIMIZER_STATE, size, size, size / speed)
 
 
 def _needs_host(table: Table, target: Target, facts: ShardFacts) -> bool:
-    # The policy's own parameters wait on the host while the reference weights are swapped in.
+    # The policy's parameters are on the host while the reference weights are swapped in.
     swapped_out = target is Target.PARAMS and facts.has_reference
     return swapped_out or any(table[phase][target] in (Placement.HOST, Placement.STREAMED) for phase in Phase)
 
@@ -216,7 +216,7 @@ _Cells = Mapping[Target, Placement]
 
 
 def _steady_cycle(table: Table, cycle: Sequence[Phase]) -> Iterator[tuple[Phase, Phase, _Cells, _Cells]]:
-    """(phase before, phase, where everything was, where it is then) of a step that has a step before it."""
+    """Yields (previous phase, phase, placements before, placements after) for a step that follows another step."""
     where: dict[Target, Placement] = dict(table[Phase.TRAIN])
     previous = cycle[-1]
     for in_steady_state in (False, True):
@@ -235,7 +235,7 @@ def _traffic(
         out, back = 0, 0
         if target is Target.REFERENCE_WEIGHTS:
             if phase is Phase.LOGPROB:
-                # Swapped in for their log-probs: the policy's own go out and come back.
+                # The reference weights are swapped in for their log-probs: the policy's go out and come back.
                 out, back = sizes[target], 2 * sizes[target]
         elif (before[target], after[target]) == (Placement.GPU, Placement.HOST):
             out = sizes[target]

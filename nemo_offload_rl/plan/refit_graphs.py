@@ -1,6 +1,7 @@
-"""What a refit's CUDA graphs keep on the GPU between refits: pools of temporaries, in two processes.
+"""Computes the GPU memory that a refit's CUDA graphs keep between refits: pools of temporaries, in two processes.
 
-All graphs of a process share one pool and are replayed in turn, so that it holds the largest need of one of them.
+All graphs of a process share one pool and are replayed one at a time, so the pool is as large as the largest graph's
+temporaries.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,20 +12,20 @@ from nemo_offload_rl.plan.architecture import Architecture
 from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES
 
-# Over these kinds of parallelism ranks exchange weights in an export, which is then not recorded.
+# With any of these kinds of parallelism, ranks exchange weights in an export, which is then not captured in a graph.
 _EXCHANGED = ("tensor_model", "pipeline_model", "expert_model", "expert_tensor")
 
-# torch's allocator, as it is set by default, takes memory in segments of two sizes, each for tensors of up to half of
-# it; and for a larger tensor a segment of its own, a multiple of the smaller size.
+# torch's allocator, with its default settings, allocates segments of two sizes, each for tensors of up to half its
+# size. A larger tensor gets a segment of its own, a multiple of the smaller size.
 _SMALL_SEGMENT, _LARGE_SEGMENT = 2 * MIB, 20 * MIB
 
 
 def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> int:
-    """Returns the most that graphs keep on one GPU in both processes; 0 where refits are not replayed.
+    """Returns the most memory that graphs keep on one GPU in both processes; 0 where refits are not replayed.
 
     Args:
-        policy: the recipe's section, validated.
-        architecture: of the model.
+        policy: the recipe's `policy` section, validated.
+        architecture: the model's sizes.
     """
     sizes = [policy["megatron_cfg"][f"{kind}_parallel_size"] for kind in _EXCHANGED]
     if not has_vllm_beside_it(policy) or any(size > 1 for size in sizes):
@@ -34,14 +35,15 @@ def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> 
 
 
 def export_temporaries(architecture: Architecture, dtype_bytes: int) -> list[int]:
-    """Returns the bytes of each tensor that an export makes anew and has at one time: those of one layer's attention.
+    """Returns the bytes of each temporary tensor that an export holds at one time: those of one layer's attention.
 
-    Query, key and value lie mixed in one matrix, group by group, and are copied out of it; their biases likewise. All
-    else is exported as it lies: the halves of gate and up are views, and a tied output layer is the embedding.
+    Query, key and value are interleaved by group in one matrix, and are copied out of it; so are their biases. All
+    other weights are exported without a copy: gate and up projection are views, and a tied output layer is the
+    embedding.
 
     Args:
-        architecture: of the model, none of whose weights is split over ranks.
-        dtype_bytes: of an element.
+        architecture: the model's sizes; its weights are not split over ranks.
+        dtype_bytes: bytes of an element.
     """
     of_keys = architecture.num_query_groups * architecture.head_dim
     rows = (architecture.num_heads * architecture.head_dim, of_keys, of_keys)
@@ -50,12 +52,12 @@ def export_temporaries(architecture: Architecture, dtype_bytes: int) -> list[int
 
 
 def pool_bytes(temporaries: Sequence[int]) -> int:
-    """Returns the most that torch takes from the driver for the graphs of one process.
+    """Returns the most memory that torch's allocator reserves for the CUDA graphs of one process.
 
-    Besides temporaries it keeps the state of random numbers of each graph, on a stream of its own: one small segment.
+    Besides the temporaries it keeps each graph's random-number state, on a stream of its own: one small segment.
 
     Args:
-        temporaries: bytes of each tensor that is there at one time.
+        temporaries: bytes of each tensor that a graph holds at one time.
     """
     small = sum(size for size in temporaries if size <= _SMALL_SEGMENT // 2)
     large = sum(size for size in temporaries if _SMALL_SEGMENT // 2 < size < _LARGE_SEGMENT // 2)
@@ -64,5 +66,8 @@ def pool_bytes(temporaries: Sequence[int]) -> int:
 
 
 def _shared(nbytes: int, segment: int) -> int:
-    """Returns the most for tensors that share segments, as another is taken only where all are more than half full."""
+    """Returns the most bytes of segments for tensors that share them.
+
+    torch allocates another segment only if all others are more than half full.
+    """
     return -(-nbytes // (segment // 2)) * segment

@@ -49,20 +49,20 @@ def print_plan(
     as_json: bool,
     console: Console | None = None,
 ) -> None:
-    """Print a plan.
+    """Prints a plan as tables or as JSON.
 
     Args:
         run: the plan, with its sizes.
-        ways: the ways that optimizer state may take in this recipe.
-        gpu_bytes: memory of a GPU that one of them is named for; None for none.
-        link_source: where the speed of the link is from.
-        cpu_speed: that of the CPU optimizer's kernels.
-        written_at: where a key of the recipe was written.
+        ways: the ways to keep optimizer state in this recipe.
+        gpu_bytes: memory of the GPU for which to recommend one of the ways; None for no recommendation.
+        link_source: how the speed of the link was obtained.
+        cpu_speed: speed of the CPU optimizer's kernels.
+        written_at: returns the place (file and line, or override) that sets a key of the recipe.
         host: the machine that the plan is for.
         packing: the recipe's policy.sequence_packing, with numbers where they are known.
-        row_lines: what is said of the numbers that the recipe left open.
+        row_lines: lines for the user on the row lengths that the recipe left open.
         as_json: print JSON instead of tables.
-        console: where to; None for the standard output.
+        console: where to print; None for the standard output.
     """
     if as_json:
         in_json = {
@@ -86,14 +86,14 @@ def print_residency(
     as_json: bool,
     console: Console | None = None,
 ) -> None:
-    """Print what is known of a plan without sizes: where everything lives, and who says so.
+    """Prints a plan without sizes: where each target lives, and which key of the recipe says so.
 
     Args:
-        plan: its ranks are not looked at.
+        plan: the plan; its `ranks` are not read.
         has_reference: whether reference weights are swapped in.
-        written_at: as `print_plan`.
-        as_json: as `print_plan`.
-        console: as `print_plan`.
+        written_at: as in `print_plan`.
+        as_json: as in `print_plan`.
+        console: as in `print_plan`.
     """
     if as_json:
         _print_json(_settings_json(plan), console)
@@ -115,7 +115,7 @@ def _print_tables(tables: Iterator[RenderableType], console: Console | None) -> 
 def plan_tables(
     run: PlannedRun, written_at: Callable[[str], str], host: Host, gpu_bytes: int | None
 ) -> Iterator[RenderableType]:
-    """The residency table, and of the largest rank what it holds and what moving it costs; then the host's memory."""
+    """Yields the residency table, the largest rank's memory and its copies in a step, then the host's memory."""
     plan, rank = run.plan, run.plan.largest_rank
     yield from _residency_and_sources(plan, rank.facts.has_reference, written_at)
     yield ""
@@ -142,7 +142,7 @@ def plan_tables(
 
 
 def plan_json(run: PlannedRun, host: Host) -> dict[str, Any]:
-    """Return the same as plain values; sizes in bytes, speeds in bytes a second."""
+    """Returns the contents of `plan_tables` as plain values; sizes in bytes, speeds in bytes a second."""
     needs = run.needs
     return _settings_json(run.plan) | {
         "stages": [_stage_json(rank) for rank in run.plan.ranks],
@@ -220,7 +220,7 @@ def _cell(plan: OffloadPlan, phase: Phase, target: Target, has_reference: bool) 
 
 
 def _written_cells(plan: OffloadPlan) -> Mapping[str, list[str]]:
-    """Return the cells that each key of the recipe wrote."""
+    """Returns the cells of the residency table that each key of the recipe set."""
     found: dict[str, list[str]] = {}
     for phase, sources in plan.sources.items():
         for target, key in sources.items():
@@ -283,7 +283,11 @@ def _transitions(rank: RankPlan, plan: OffloadPlan) -> RichTable:
 
 
 def _activations(activations: RankActivations, plan: OffloadPlan) -> Iterator[RenderableType]:
-    """Bytes alone: whether the link is fast enough depends on the time of a forward pass, which is not known here."""
+    """Yields a table of the offloaded activations.
+
+    It does not say whether the link is fast enough: that depends on the time of a forward pass, which is not known
+    here.
+    """
     facts, modules = activations.facts, activations.modules
     speed = f"{plan.link_bytes_per_s / GB:g} GB/s"
     title = f"Activations that leave one rank: {facts.num_layers} layers, micro-batches of {facts.num_tokens:,} tokens,"
@@ -337,7 +341,7 @@ def _engine(engine: EngineMemory, *, shares_gpu: bool) -> str:
             f"all that it takes is {engine.share:.0%} of the GPU (policy.generation.vllm_cfg.gpu_memory_utilization), "
             "and the KV cache gets the rest of it"
         )
-        if shares_gpu:  # else vLLM takes all that it finds free
+        if shares_gpu:  # on GPUs of its own vLLM uses all free memory
             cache += f", at most {show_gib(engine.most_kv_cache_bytes)} GiB for {engine.max_num_seqs:,} sequences"
     return (
         f"each GPU of a vLLM engine holds {show_gib(engine.weights_bytes)} GiB of weights and "

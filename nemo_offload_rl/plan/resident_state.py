@@ -1,4 +1,4 @@
-"""Keeps the policy's state on the GPU beside vLLM where both fit: nothing moves that need not."""
+"""Decides whether the policy's state stays on the GPU beside vLLM, which saves moving it where both fit."""
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
@@ -14,7 +14,7 @@ from nemo_offload_rl.residency.table import Phase, Placement, Target
 PARAMS_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.PARAMS}"
 STATE_CELL = f"{TABLE}.{Phase.GENERATE}.{Target.OPTIMIZER_STATE}"
 DECIDED_CELLS = (PARAMS_CELL, STATE_CELL, f"{TABLE}.{Phase.REFIT}.{Target.OPTIMIZER_STATE}")
-"""Cells that are decided here, by their paths in a recipe."""
+"""Paths, in a recipe, of the cells that this module decides."""
 
 _Config = Mapping[str, Any]
 
@@ -22,22 +22,22 @@ _Config = Mapping[str, Any]
 def with_resident_state(
     config: _Config, plan_of: Callable[[_Config], PlannedRun | None], gpu_bytes: int | None
 ) -> tuple[_Config, list[str]]:
-    """Decide where parameters and optimizer state are during generation, as far as the recipe leaves that to the plan.
+    """Decides where parameters and optimizer state are during generation, where the recipe leaves that open.
 
-    Parameters are decided where their cell is absent or auto. Optimizer state is, unless there was no room for them,
-    where its cell is auto, or where the recipe says nothing of it, not in offload_optimizer_for_refit either, and does
-    not move parameters.
+    Parameters stay on the GPU if their cell is absent or auto, and they fit. If parameters did not fit, optimizer state
+    is not considered. Otherwise it stays on the GPU if it fits and the recipe leaves it open: its cell is auto, or the
+    recipe sets neither the cell nor offload_optimizer_for_refit and does not move parameters.
 
     Args:
-        config: a validated recipe, resolved for the ranks' machine; it is left as it is.
-        plan_of: plans such a recipe; None where the model's sizes are not known.
+        config: a validated recipe, resolved for the ranks' machine; not modified.
+        plan_of: plans such a recipe; returns None where the model's sizes are not known.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
 
     Returns:
         The config, and a line for each target that stays on the GPU.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # on GPUs of its own nothing leaves
+    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
         return config, []
     lines = []
     if _cell(policy, Phase.GENERATE, Target.PARAMS) in (None, AUTO):
@@ -79,13 +79,13 @@ def _with_cells(config: _Config, phases: Sequence[Phase], target: Target, cell: 
 
 
 def _has_state(planned: PlannedRun) -> bool:
-    """Whether a rank has optimizer state that could stay on the GPU."""
+    """Returns whether a rank has optimizer state that could stay on the GPU."""
     plan = planned.plan
     return not plan.streams_optimizer_state and any(rank.target_bytes[Target.OPTIMIZER_STATE] for rank in plan.ranks)
 
 
 def _fits(planned: PlannedRun, gpu_bytes: int) -> bool:
-    """Whether what the policy keeps fits beside the engine, awake and in a refit."""
+    """Returns whether the policy's state fits on the GPU beside the engine, in generation and in a refit."""
     plan, engine = planned.plan, planned.engine
     return (
         engine is not None

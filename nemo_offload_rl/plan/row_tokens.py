@@ -1,4 +1,4 @@
-"""Chooses how many tokens a packed row may have where the recipe says `auto`: as many as a GPU has room for."""
+"""Chooses the length of packed rows where the recipe says `auto`: as many tokens as fit on a GPU."""
 
 import bisect
 import math
@@ -19,9 +19,10 @@ from nemo_offload_rl.plan.planner import PlannedRun, plan_run
 from nemo_offload_rl.residency.table import Phase
 
 MOST_TOKENS = 32768
-"""More bring nothing: of a 1.5 B model rows of 8,192 tokens trained at 94% of the speed of 16,384 on an H200."""
+"""Longer rows do not train faster: rows of 8,192 tokens of a 1.5 B model trained at 94% of the speed of 16,384 on an
+H200."""
 
-# The tokens chosen are a multiple of this, unless the limit is another.
+# The number chosen is a multiple of this, unless it is one of the two limits.
 _STEP = 1024
 _SECTION = "policy.sequence_packing"
 _PASSES = {TRAIN_TOKENS: (Phase.TRAIN, "training"), LOGPROB_TOKENS: (Phase.LOGPROB, "log-prob passes")}
@@ -35,18 +36,18 @@ def with_row_tokens(
     gpu_bytes: int | None,
     host: HostMemory | None = None,
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Give `auto` of policy.sequence_packing its number.
+    """Replaces `auto` in policy.sequence_packing by a number of tokens.
 
     Args:
-        config: a validated recipe, resolved for the ranks' machine; it is left as it is.
+        config: a validated recipe, resolved for the ranks' machine; not modified.
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
-        host: the memory of the only host, which offloaded activations have to fit into; None to leave that open.
+        host: memory of the only host, into which offloaded activations have to fit; None to skip that check.
 
     Returns:
-        The config with numbers, and a line for each that was chosen; as it was where rows are not packed, or no key is
-        `auto`.
+        The config with numbers, and a line for the user for each of them; the config itself if rows are not packed or
+        no key is `auto`.
 
     Raises:
         ValueError: not even a row of the longest sequence fits, or the model cannot be split as the recipe says.
@@ -72,7 +73,7 @@ def with_row_tokens(
 
 
 def open_keys(config: Mapping[str, Any]) -> list[str]:
-    """Returns the keys that leave the tokens of a packed row open; none where rows are not packed."""
+    """Returns the keys that leave the length of packed rows open; none where rows are not packed."""
     packing = config["policy"]["sequence_packing"]
     return [key for key in _PASSES if packing["enabled"] and key in packing and packing[key] == AUTO]
 
@@ -97,12 +98,12 @@ def _chosen(
 
 @dataclass(frozen=True)
 class _Limits:
-    """Bounds of the tokens of a row.
+    """Bounds the number of tokens of a row.
 
     Attributes:
-        least: of the longest sample.
-        most: beyond which more bring nothing: `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
-        multiple: of which every number is one.
+        least: tokens of the longest sample.
+        most: the largest useful number: `MOST_TOKENS`, or all of a rank's samples of an optimizer step.
+        multiple: every number is a multiple of this.
     """
 
     least: int
@@ -123,7 +124,7 @@ class _Limits:
         return cls(least, max(least, min(MOST_TOKENS, round_up(sample * samples, multiple))), multiple)
 
     def candidates(self) -> list[int]:
-        """In ascending order."""
+        """Returns the numbers to choose from, in ascending order."""
         step = math.lcm(self.multiple, _STEP)
         between = range(round_up(self.least + 1, step), self.most, step)
         return sorted({self.least, *between, self.most})
@@ -131,15 +132,15 @@ class _Limits:
 
 @dataclass(frozen=True)
 class _Room:
-    """What a GPU, and the host for activations that leave it, have room for.
+    """Finds the longest rows that fit on a GPU, and whose offloaded activations fit on its host.
 
     Attributes:
         config: the recipe.
-        hf_config: of the model.
-        algorithm: of the recipe.
-        gpu_bytes: of the smallest GPU.
-        host: memory of the only host.
-        run: the plan with the shortest rows; state takes the same with all.
+        hf_config: the model's Hugging Face config.
+        algorithm: the recipe's algorithm.
+        gpu_bytes: memory of the smallest GPU.
+        host: memory of the only host; None to skip that check.
+        run: the plan with the shortest rows; training state does not depend on the row length.
     """
 
     config: Mapping[str, Any]
@@ -150,10 +151,10 @@ class _Room:
     run: PlannedRun
 
     def most_tokens(self, key: str, limits: _Limits) -> int:
-        """Returns the most that fit.
+        """Returns the largest number of tokens per row that fits.
 
         Raises:
-            ValueError: the longest sample does not.
+            ValueError: the longest sample does not fit.
         """
         candidates = limits.candidates()
         first_too_long = bisect.bisect_left(candidates, True, key=lambda tokens: not self._fits(key, tokens))
@@ -170,7 +171,7 @@ class _Room:
         )
 
     def line(self, key: str, tokens: int) -> str:
-        """Returns what the user is told of a choice."""
+        """Returns the line that tells the user of a choice."""
         where = _PASSES[key][1]
         state, pass_bytes = max(zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True), key=sum)
         return (
@@ -194,7 +195,7 @@ class _Room:
         return True
 
     def _missing_bytes(self, key: str, tokens: int, *, margin: float) -> int:
-        """Returns what the GPU lacks; 0 or less where it fits."""
+        """Returns the GPU memory that is missing; 0 or less if the rows fit."""
         passes = zip(self._state_bytes(key), self._pass_bytes(key, tokens), strict=True)
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
         engine = self.run.engine
@@ -203,9 +204,9 @@ class _Room:
         return needed + POLICY_OVERHEAD_BYTES + beside + graphs - self.gpu_bytes
 
     def _state_bytes(self, key: str) -> list[int]:
-        """Training state on the GPU of one rank of each pipeline stage.
+        """Returns the bytes of training state on the GPU, for one rank of each pipeline stage.
 
-        Optimizer state comes back for training beside the last of the log-prob passes.
+        Training state counts for log-prob passes, too: optimizer state is prefetched during the last of them.
         """
         phases = {_PASSES[key][0], Phase.TRAIN}
         return [max(sum(rank.gpu_bytes[phase].values()) for phase in phases) for rank in self.run.plan.ranks]

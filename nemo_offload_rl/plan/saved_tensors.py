@@ -1,12 +1,12 @@
-"""Lists the tensors that autograd saves in each module, of a layer and micro-batch.
+"""Lists the tensors that autograd saves in each module, per layer and micro-batch.
 
-Read in megatron-core 0.19.2 (`core`) and Transformer Engine 2.20 (`TE`), without fp8; said at each function. Tensors of
-one storage have one name, whichever modules save them. Not modelled:
+The lists follow the code of megatron-core 0.19.2 (`core`) and Transformer Engine 2.20 (`TE`) without fp8; each function
+names file and line. Tensors that share a storage have the same name, whichever modules save them. Not modelled:
 
-- TE's unfused attention, which keeps the scores, tokens x tokens a head (TE chooses it for float32);
-- flash-attn on padded rows with several samples: the output that it keeps and the one that `attn_proj` keeps are then
+- TE's unfused attention, which saves the scores, tokens x tokens a head (TE chooses it for float32);
+- flash-attn on padded rows with several samples: the output that it saves and the one that `attn_proj` saves are then
   two storages, since it works on [batch, sequence] and copies its output back (TE backends.py 1436). cuDNN's attention,
-  which TE prefers on Hopper, shares one; so do packed rows.
+  which TE prefers on Hopper, shares one storage; so does attention on packed rows.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,33 +17,34 @@ _FP32_BYTES = 4
 
 @dataclass(frozen=True)
 class ActivationFacts:
-    """Holds the sizes that one rank of a pipeline stage computes with; its own share of what is split over ranks."""
+    """Holds the activation sizes of one rank of a pipeline stage; of what is split over ranks, the rank's own share."""
 
     num_tokens: int
-    """Of a micro-batch, padding included, as attention sees them."""
+    """Tokens of a micro-batch in attention, including padding."""
     num_residual_tokens: int
-    """Of a micro-batch between the sublayers: with sequence parallelism `num_tokens` over the tensor-parallel size."""
+    """Tokens of a micro-batch between the sublayers: `num_tokens`, divided by the tensor-parallel size with sequence
+    parallelism."""
     num_expert_tokens: int
-    """Token copies that this rank's experts get of a micro-batch on average; 0 for a dense model."""
+    """Token copies of a micro-batch that are routed to this rank's experts on average; 0 for a dense model."""
     hidden_size: int
     num_heads: int
     num_query_groups: int
     head_dim: int
     qk_norm: bool
-    """Norms of queries and keys."""
+    """Whether queries and keys are normalised."""
     expert_ffn_size: int
-    """Of one expert, without its gate; 0 for a dense model."""
+    """FFN size of one expert, without its gate; 0 for a dense model."""
     fused_swiglu: bool
-    """Bias and activation in one kernel (bias_activation_fusion)."""
+    """Whether bias and activation are one kernel (bias_activation_fusion)."""
     element_size: int
     """Bytes of an activation's element."""
     num_layers: int
-    """Of the whole stage."""
+    """Layers of the whole stage."""
     num_model_chunks: int
     """Virtual stages; 1 without."""
     num_chunks_in_flight: int
-    """The most micro-batches whose backward pass is still to come at once, each counted for every model chunk that it
-    went through: see `plan.activations.chunks_in_flight`."""
+    """The most model-chunk forward passes that wait for their backward pass: see
+    `plan.activations.chunks_in_flight`."""
 
     @property
     def is_moe(self) -> bool:
@@ -56,9 +57,9 @@ class SavedTensor:
     """Describes a storage that autograd saves for the backward pass.
 
     Attributes:
-        name: names the storage in its layer; tensors of one storage have the same.
-        num_elements: of a micro-batch.
-        element_size: in bytes.
+        name: identifies the storage in its layer; tensors that share a storage have the same name.
+        num_elements: elements per micro-batch.
+        element_size: bytes per element.
     """
 
     name: str
@@ -72,14 +73,14 @@ class SavedTensor:
 
 
 def _attn_norm(_: ActivationFacts) -> Iterator[SavedTensor]:
-    """Saves nothing: the linear layer has the norm (core gpt_layer_specs.py: `linear_qkv` is a LayerNormLinear)."""
+    """Saves nothing: the norm is part of the linear layer (core gpt_layer_specs.py: a LayerNormLinear `linear_qkv`)."""
     yield from ()
 
 
 def _qkv_linear(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """The layer's input, the norm's output, its statistic (TE layernorm_linear.py 526; an RMSNorm has no mean).
+    """Saves the layer's input, the norm's output and its statistic (TE layernorm_linear.py 526; RMSNorm has no mean).
 
-    With sequence parallelism both are this rank's shard; the norm's output is gathered anew in the backward pass
+    With sequence parallelism both are this rank's shard; the norm's output is gathered again in the backward pass
     (`ln_out_needs_gather`). The projection's own output is not saved here. Norms of queries and keys run inside the
     module (core attention.py, `get_query_key_value_tensors`) and save a contiguous copy of their input (TE
     ops/basic/rmsnorm.py 187, 209).
@@ -95,10 +96,11 @@ def _qkv_linear(facts: ActivationFacts) -> Iterator[SavedTensor]:
 
 
 def _core_attn(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """Queries, keys, values, output, and the softmax's log-sum (TE backends.py 1812 to 1853; flash-attn the same).
+    """Saves queries, keys, values, output, and the softmax's log-sum (TE backends.py 1812 to 1853; so does flash-attn).
 
-    Each is a storage of its own: rotary embeddings write queries and keys anew, and values, a view of the projection's
-    output, are made contiguous since their strides are not those of the keys (TE utils.py `get_qkv_layout`).
+    Each is a storage of its own: rotary embeddings allocate new queries and keys, and values, a view of the
+    projection's output, are made contiguous since their strides are not those of the keys (TE utils.py
+    `get_qkv_layout`).
     """
     yield SavedTensor("queries", _heads(facts, facts.num_heads), facts.element_size)
     yield SavedTensor("keys", _heads(facts, facts.num_query_groups), facts.element_size)
@@ -113,7 +115,10 @@ def _attn_proj(facts: ActivationFacts) -> Iterator[SavedTensor]:
 
 
 def _mlp_norm(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """Before experts the norm's input and statistic (TE ops/basic/rmsnorm.py 209); fused into a dense MLP's linear."""
+    """Saves the norm's input and statistic before experts (TE ops/basic/rmsnorm.py 209).
+
+    Saves nothing before a dense MLP, into whose linear layer the norm is fused.
+    """
     if facts.is_moe:
         residual = facts.num_residual_tokens * facts.hidden_size
         yield SavedTensor("MLP norm's input", residual, facts.element_size)
@@ -121,20 +126,20 @@ def _mlp_norm(facts: ActivationFacts) -> Iterator[SavedTensor]:
 
 
 def _expert_fc1(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """The tokens sorted by expert: of each expert a view of one storage (TE grouped_linear.py 826, 935).
+    """Saves the tokens sorted by expert: each expert's are a view of one storage (TE grouped_linear.py 826, 935).
 
-    The smallest size that moves is asked of the storage here, of each view in megatron-core.
+    The smallest offloaded size is compared with the whole storage here, but with each view in megatron-core.
     """
     if facts.is_moe:
         yield SavedTensor("experts' tokens", facts.num_expert_tokens * facts.hidden_size, facts.element_size)
 
 
 def _moe_act(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """Input of the activation, which is gate and up projection, and the routing weights (core moe/experts.py 805 on).
+    """Saves the activation's input (gate and up projection) and the routing weights (core moe/experts.py 805 on).
 
-    The activation's output is kept by the second linear layer, outside the module. One kernel saves no more than that
-    (core fusions/fused_bias_swiglu.py, `WeightedSwiGLUFunction`). Operation by operation autograd keeps besides: the
-    activated gate, the up projection (an offset was added, so a copy), and their product.
+    The second linear layer saves the activation's output, outside of this module. The fused kernel saves no more than
+    that (core fusions/fused_bias_swiglu.py, `WeightedSwiGLUFunction`). Unfused, autograd also saves the activated gate,
+    the up projection (a copy, since an offset was added), and their product.
     """
     if facts.is_moe:
         ffn = facts.num_expert_tokens * facts.expert_ffn_size
@@ -146,7 +151,7 @@ def _moe_act(facts: ActivationFacts) -> Iterator[SavedTensor]:
 
 
 def _fused_group_mlp(facts: ActivationFacts) -> Iterator[SavedTensor]:
-    """Inputs of both linear layers and of the activation (TE ops/basic/grouped_linear.py 1160, swiglu.py 552)."""
+    """Saves the inputs of linear layers and activation (TE ops/basic/grouped_linear.py 1160, swiglu.py 552)."""
     if facts.is_moe:
         ffn = facts.num_expert_tokens * facts.expert_ffn_size
         yield SavedTensor("experts' tokens", facts.num_expert_tokens * facts.hidden_size, facts.element_size)
@@ -163,7 +168,7 @@ def _attention_output(facts: ActivationFacts) -> SavedTensor:
     return SavedTensor("attention's output", _heads(facts, facts.num_heads), facts.element_size)
 
 
-# What each module saves of a layer and micro-batch, in the order of a forward pass.
+# The function of each module that lists its saved tensors per layer and micro-batch, in forward order.
 SAVED_BY: Mapping[str, Callable[[ActivationFacts], Iterator[SavedTensor]]] = {
     "attn_norm": _attn_norm,
     "qkv_linear": _qkv_linear,

@@ -1,4 +1,4 @@
-"""Estimates what activations and logits take of a GPU: the least in a training step, and what a pass takes at most."""
+"""Estimates the GPU memory of activations and logits: the least of a training step, and the most of a pass."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -9,24 +9,24 @@ from nemo_offload_rl.plan.activations import module_bytes, slab_bytes
 from nemo_offload_rl.plan.architecture import Architecture, read_architecture
 from nemo_offload_rl.plan.saved_tensors import SAVED_BY, ActivationFacts
 
-# Tokens whose log-probs are computed in float32 at one time, and the copies that this makes at most.
+# Tokens whose log-probs are computed in float32 at one time, and the most float32 copies of their logits.
 _FLOAT32_TOKENS, _FLOAT32_COPIES = 1024, 3
-# Layers whose activations are on the GPU while they are copied.
+# Layers whose activations are on the GPU while they are being copied to or from the host.
 _LAYERS_UNDER_WAY = 2
 
 
 def least_activation_bytes(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], stages: Sequence[ActivationFacts]
 ) -> tuple[int, ...]:
-    """Returns the GPU memory that one rank of each pipeline stage needs for its longest micro-batch, at least.
+    """Returns the least GPU memory that one rank of each pipeline stage needs for its longest micro-batch.
 
-    Of logits it counts those of the micro-batch and their gradient, in the model's type; of layers what they save, or
-    with recomputation their inputs alone. Offloaded activations, temporary tensors and fragmentation are left out.
+    It counts the micro-batch's logits and their gradient, in the model's type, and the tensors that layers save, or
+    only their inputs with recomputation. It leaves out offloaded activations, temporary tensors and fragmentation.
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section, validated.
-        stages: the facts of activations of each stage.
+        policy: the recipe's `policy` section, validated.
+        stages: the activation sizes of each stage.
     """
     model, cfg = read_architecture(hf_config, policy["megatron_cfg"]), policy["megatron_cfg"]
     tensor = cfg["tensor_model_parallel_size"]
@@ -44,16 +44,16 @@ def training_pass_bytes(
     stages: Sequence[ActivationFacts],
     offloaded: ActivationOptions | None,
 ) -> tuple[int, ...]:
-    """Returns the GPU memory that one rank of each pipeline stage takes for a training step's longest micro-batch.
+    """Returns the most GPU memory that one rank of each pipeline stage takes for a training step's longest micro-batch.
 
-    Beside what `least_activation_bytes` counts: the layer that is computed again or differentiated, what offloading
-    leaves on the GPU, and the float32 log-probs of some tokens.
+    Beside the tensors that `least_activation_bytes` counts, it includes the layer that is being recomputed or
+    differentiated, the activations that offloading leaves on the GPU, and the float32 log-probs of some tokens.
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section, validated.
-        stages: the facts of activations of each stage.
-        offloaded: what activation offloading moves; None where it is off.
+        policy: the recipe's `policy` section, validated.
+        stages: the activation sizes of each stage.
+        offloaded: the options of activation offloading; None where it is off.
     """
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
@@ -67,7 +67,7 @@ def training_pass_bytes(
             kept = in_flight * facts.num_residual_tokens * facts.hidden_size * facts.element_size
         else:
             kept = in_flight * layer - _moved_bytes(facts, offloaded)
-        # Logits are gone when the last layer's gradients are made.
+        # Logits are freed before the last layer's gradients are computed.
         working = max(layer, logits) if number == len(stages) else layer
         out.append((kept + working) // cfg["context_parallel_size"])
     return tuple(out)
@@ -76,38 +76,38 @@ def training_pass_bytes(
 def forward_pass_bytes(
     hf_config: Mapping[str, Any], policy: Mapping[str, Any], stages: Sequence[ActivationFacts]
 ) -> tuple[int, ...]:
-    """Returns the GPU memory that one rank of each pipeline stage takes where only log-probs are computed.
+    """Returns the GPU memory that one rank of each pipeline stage takes for a forward pass that computes log-probs.
 
     Args:
         hf_config: the model's Hugging Face config with every field, as its `to_dict()` gives it.
-        policy: the recipe's section, validated.
-        stages: the facts of each stage, with the tokens of such a pass.
+        policy: the recipe's `policy` section, validated.
+        stages: the activation sizes of each stage, with the tokens of such a pass.
     """
     cfg = policy["megatron_cfg"]
     model = read_architecture(hf_config, cfg)
     fused = cfg["fused_linear_logprobs_chunk_size"] if cfg["use_fused_linear_logprobs"] else None
     logits = _logits_bytes(model, cfg, stages[-1], policy.get("logprob_chunk_size") or fused)
-    # Nothing is kept for a backward pass; one layer's tensors are freed while the next one's are made.
+    # Nothing is saved for a backward pass; one layer's tensors are freed while the next layer's are computed.
     layers = [_LAYERS_UNDER_WAY * _layer_bytes(model, cfg, facts) for facts in stages]
     layers[-1] = max(layers[-1], logits)
     return tuple(nbytes // cfg["context_parallel_size"] for nbytes in layers)
 
 
 def _layer_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts) -> int:
-    """All that a layer saves of a micro-batch; the larger where some layers have experts and others none."""
+    """Returns the bytes that a layer saves per micro-batch; an upper bound where only some layers have experts."""
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     storages = {tensor.name: tensor.nbytes for saves in SAVED_BY.values() for tensor in saves(facts)}
     nbytes = sum(storages.values())
     if not facts.is_moe or model.has_dense_layers:
-        # Gate and up projection in one, their product, and where these are not one kernel the activated gate.
+        # The gate and up projection (one tensor), their product, and the activated gate if the kernels are not fused.
         ffn = facts.num_tokens * (model.dense_ffn_hidden_size // cfg["tensor_model_parallel_size"]) * facts.element_size
         dense = 2 * residual + (3 if facts.fused_swiglu else 4) * ffn
-        nbytes += dense  # with experts too much: their tensors are counted, too
+        nbytes += dense  # too much for a model with experts, whose tensors are counted, too
     return nbytes
 
 
 def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) -> int:
-    """Returns what offloading frees of all micro-batches in flight, at the time when least of it is on the GPU."""
+    """Returns the GPU memory that offloading frees over all micro-batches in flight, less the layers being copied."""
     if offloaded is None:
         return 0
     modules = [module for module in module_bytes(facts, offloaded).values() if module.distinct]
@@ -117,7 +117,7 @@ def _moved_bytes(facts: ActivationFacts, offloaded: ActivationOptions | None) ->
 
 
 def _logits_bytes(model: Architecture, cfg: Mapping[str, Any], facts: ActivationFacts, chunk: int | None) -> int:
-    """Logits and their gradient, and the float32 copies of some; in chunks also the hidden states' gradient."""
+    """Returns the bytes of logits, their gradient and float32 copies; in chunks also of the hidden states' gradient."""
     columns = -(-model.vocab_size // cfg["tensor_model_parallel_size"])
     at_once = facts.num_tokens if chunk is None else min(chunk, facts.num_tokens)
     in_float32 = min(at_once, _FLOAT32_TOKENS if chunk is None else at_once)
@@ -126,18 +126,21 @@ def _logits_bytes(model: Architecture, cfg: Mapping[str, Any], facts: Activation
 
 
 def _saved_bytes(facts: ActivationFacts, cfg: Mapping[str, Any], dense_ffn_size: int) -> int:
-    """Of the micro-batches in flight; divided by context-parallel ranks, as their tokens are."""
+    """Returns the bytes that a rank's layers save for the micro-batches in flight.
+
+    Tokens are split over context-parallel ranks, so the bytes are divided by their number.
+    """
     if cfg["fine_grained_activation_offloading"]:
         return 0
     residual = facts.num_residual_tokens * facts.hidden_size * facts.element_size
     of_layer = residual
     if not cfg["activation_checkpointing"]:
-        # Experts save one name's storage once, whether their MLP is one fused operation or several.
+        # Left out: the fused expert MLP saves the same storages as the separate modules.
         apart = (saves for name, saves in SAVED_BY.items() if name != "fused_group_mlp")
         storages = {tensor.name: tensor.nbytes for saves in apart for tensor in saves(facts)}
         of_layer = sum(storages.values())
         if not facts.is_moe:
-            # The MLP's input, its norm's output, gate and up projection in one, and their product.
+            # The MLP's input, its norm's output, gate and up projection (one tensor), and their product.
             of_layer += 2 * residual + 3 * facts.num_tokens * dense_ffn_size * facts.element_size
     in_flight = facts.num_layers * facts.num_chunks_in_flight // facts.num_model_chunks
     return int(of_layer * in_flight // cfg["context_parallel_size"])

@@ -1,4 +1,4 @@
-"""Prints the ways that optimizer state may take, and the one for a GPU of a given size."""
+"""Prints the ways to keep optimizer state, and the recommended one for a GPU of a given size."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -13,7 +13,7 @@ from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, Host, PlannedWay, fast
 
 
 def new_table(title: str, first: str, *columns: str) -> RichTable:
-    """Makes a table whose first column is of words and all others of numbers."""
+    """Makes a table with a left-aligned first column of words and right-aligned columns of numbers."""
     table = RichTable(title=title, title_justify="left")
     table.add_column(first)
     for column in columns:
@@ -24,14 +24,14 @@ def new_table(title: str, first: str, *columns: str) -> RichTable:
 def ways_tables(
     planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, link: str, cpu_speed: CpuSpeed
 ) -> Iterator[RenderableType]:
-    """The ways in a table, and with a GPU's size the one to take and the overrides that turn it on.
+    """Yields a table of the ways, and for a given GPU size the recommended way and the overrides that turn it on.
 
     Args:
-        planned: what each takes.
-        gpu_bytes: memory of the GPU; None to choose none.
-        host: the machine that it is in.
-        link: the link's speed, and where it is from.
-        cpu_speed: that of the CPU optimizer's kernels.
+        planned: memory and time of each way.
+        gpu_bytes: memory of the GPU; None to recommend none.
+        host: the GPU's host.
+        link: the link's speed, and how it was obtained.
+        cpu_speed: speed of the CPU optimizer's kernels.
     """
     yield ""
     title = f"Ways to keep optimizer state, a rank; GiB, and seconds at {link}"
@@ -65,7 +65,7 @@ def ways_tables(
 def ways_json(
     planned: Sequence[PlannedWay], gpu_bytes: int | None, host: Host, *, cpu_speed: CpuSpeed
 ) -> dict[str, Any]:
-    """Returns the same as plain values; sizes in bytes."""
+    """Returns the contents of `ways_tables` as plain values; sizes in bytes."""
     chosen = None if gpu_bytes is None else fastest_that_fits(planned, gpu_bytes, host)
     return {
         "ways": [dataclasses.asdict(one) for one in planned],

@@ -1,1 +1,1 @@
-"""Runs a recipe, whatever its algorithm: checks before Ray starts, the training loop, checkpoints, signals."""
+"""Runs a recipe of any algorithm: checks before Ray starts, the training loop, checkpoints, signals."""

@@ -1,4 +1,4 @@
-"""Shares what algorithms of one policy need: checkpoints, export, and the metrics of a training step."""
+"""Defines the base class of algorithms with one policy: checkpoints, export, and the metrics of a training step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ POLICY_FOLDER = "policy"
 
 
 class Algorithm(ABC):
-    """Defines an algorithm as ``train_loop.Run`` drives it; a subclass says what a step and a validation are.
+    """Defines the interface that ``train_loop.Run`` calls; a subclass implements a training step and a validation.
 
     Args:
         policy: the policy to train.
         data: the training data.
-        save_optimizer: whether checkpoints hold the optimizer's state.
+        save_optimizer: whether checkpoints include the optimizer's state.
     """
 
     def __init__(self, policy: Policy, data: ProblemLoader[Any], *, save_optimizer: bool) -> None:
@@ -35,23 +35,23 @@ class Algorithm(ABC):
         self._data = data
         self._save_optimizer = save_optimizer
         self._flops = ModelFlops(policy)
-        # Answers of the newest validation that are to be shown; of an algorithm that samples none, none.
+        # Answers of the newest validation to show to the user; empty for an algorithm that samples no answers.
         self.validation_answers: Sequence[JudgedAnswer] = ()
 
     @abstractmethod
     def step(self, step: int, timer: Timer) -> dict[str, float]:
-        """Runs a training step, the first being 1; its phases are timed. Returns metrics with their full names."""
+        """Runs training step ``step`` (from 1), times its phases, and returns its metrics by their full names."""
 
     @abstractmethod
     def validate(self, step: int) -> dict[str, float]:
-        """Measures the policy after ``step`` steps; empty where there is no validation data."""
+        """Returns validation metrics of the policy after ``step`` steps; empty without validation data."""
 
     def _train(
         self, batch: BatchedData, loss_fn: LossFunction, timer: Timer, *, gbs: int, mbs: int
     ) -> dict[str, float]:
-        """Trains on a batch; returns the metrics of training, what GPUs reached in it, what moved, and memory.
+        """Trains on a batch; returns metrics of the loss, FLOP utilisation, moves between GPU and host, and memory.
 
-        Log-prob phases of this step that the timer knows are taken to be of the same batch.
+        Log-prob phases that the timer has measured in this step are assumed to be of the same batch.
         """
         with timer.phase("training"):
             result = self._policy.train(batch, loss_fn, gbs=gbs, mbs=mbs)
@@ -67,7 +67,7 @@ class Algorithm(ABC):
 
     @property
     def position(self) -> DataPosition:
-        """Returns the position at which the training data goes on; it is set when a run resumes."""
+        """The position of the next batch in the training data; set when a run resumes."""
         return self._data.position
 
     @position.setter
@@ -75,47 +75,47 @@ class Algorithm(ABC):
         self._data.position = position
 
     def save(self, folder: Path) -> Mapping[str, FileSum]:
-        """Writes the policy into a checkpoint folder; returns its files, by their names there.
+        """Writes the policy into a checkpoint folder; returns its files by their names in that folder.
 
         Raises:
-            DiskFullError: there is no space; the algorithm can go on.
+            DiskFullError: the disk is full; training can go on.
         """
         return _below_policy(self._policy.save_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer))
 
     def start_save(self, folder: Path) -> None:
-        """Takes the policy's state of now for a checkpoint folder, which is written while the algorithm goes on.
+        """Takes a snapshot of the policy's state, which ranks write to a checkpoint folder while training goes on.
 
         Raises:
-            DiskFullError: there is no space, and nothing is under way.
+            DiskFullError: the disk is full; no save is in progress.
         """
         self._policy.start_checkpoint(str(folder / POLICY_FOLDER), self._save_optimizer)
 
     def is_save_written(self) -> bool:
-        """Returns whether ``finish_save`` would not wait."""
+        """Returns whether ``finish_save`` would return without waiting for ranks."""
         return self._policy.is_checkpoint_written()
 
     def finish_save(self) -> Mapping[str, FileSum]:
-        """Waits for what ``start_save`` has begun and completes it; as ``save``."""
+        """Waits until the save that ``start_save`` began is complete; returns the same as ``save``."""
         return _below_policy(self._policy.finish_checkpoint())
 
     def find_damage(self, folder: Path, files: Manifest) -> list[str]:
-        """Reads what ranks wrote into a checkpoint folder and says what is wrong with it, one line a file."""
+        """Has ranks verify the files that ranks wrote to a checkpoint; returns a line for each damaged file."""
         return self._policy.find_damage(str(folder), files)
 
     def load(self, folder: Path) -> None:
-        """Continues from a checkpoint folder."""
+        """Loads the policy from a checkpoint folder."""
         self._policy.load_checkpoint(str(folder / POLICY_FOLDER))
 
     def export_hf(self, folder: Path) -> None:
         """Writes the policy as a Hugging Face folder.
 
         Raises:
-            DiskFullError: there is no space.
+            DiskFullError: the disk is full.
         """
         self._policy.export_hf(str(folder))
 
     def shutdown(self) -> None:
-        """Ends everything that the algorithm runs on."""
+        """Ends the processes that the algorithm uses."""
         self._policy.shutdown()
 
 

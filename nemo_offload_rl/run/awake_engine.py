@@ -13,9 +13,9 @@ from nemo_offload_rl.run.preflight import check_sizes
 def with_awake_engine_here(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Decides as `plan.awake_engine.with_awake_engine`, where the recipe leaves it open and sizes are known.
+    """Calls `plan.awake_engine.with_awake_engine` if the recipe leaves the decision open and the sizes are known.
 
-    Arguments are those of `gpu_sizes.fitted_to_gpus`; the KV cache has its bytes.
+    Takes the arguments of `gpu_sizes.fitted_to_gpus`; the size of the KV cache has been decided before.
     """
     policy = config["policy"]
     if not has_vllm_beside_it(policy) or gpu_bytes is None or policy["residency"]["generation_weights"] is not None:

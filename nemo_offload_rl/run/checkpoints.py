@@ -1,4 +1,4 @@
-"""Checkpoint folders and the state of a run in them: each folder appears whole or not at all, and the best are kept."""
+"""Writes checkpoint folders and the run's state in them; a folder appears complete or not at all, the best are kept."""
 
 from __future__ import annotations
 
@@ -39,9 +39,9 @@ class RunState:
     """Records the progress of a run.
 
     Attributes:
-        step: whole steps done.
-        position: where the training data goes on.
-        validations: all of them, oldest first.
+        step: number of finished steps.
+        position: position of the next batch in the training data.
+        validations: results of all validations, oldest first.
         run_dir: folder of the run's metrics and log.
     """
 
@@ -51,7 +51,7 @@ class RunState:
     validations: list[ValidationResult] = field(default_factory=list)
 
     def write(self, folder: Path, metrics: Mapping[str, float]) -> None:
-        """Writes the state, and the metrics that the checkpoint is ranked by, into a checkpoint folder."""
+        """Writes the state, and the metrics by which checkpoints are ranked, into a checkpoint folder."""
         content = asdict(self) | {"metrics": dict(metrics), "manifest": MANIFEST_FILE}
         write_whole(folder / STATE_FILE, json.dumps(content, indent=2) + "\n")
 
@@ -60,7 +60,7 @@ class RunState:
         """Reads the state of a checkpoint folder.
 
         Raises:
-            DamagedError: it is not what was written.
+            DamagedError: the state file is missing or damaged.
         """
         return _read(
             folder,
@@ -74,28 +74,28 @@ class RunState:
 
 
 def read_metrics_of(folder: Path) -> dict[str, float]:
-    """Returns the metrics that a checkpoint folder was written with.
+    """Returns the metrics that were saved with a checkpoint.
 
     Raises:
-        DamagedError: its state is not what was written.
+        DamagedError: the state file is missing or damaged.
     """
     return _read(folder, lambda content: {name: float(value) for name, value in content["metrics"].items()})
 
 
 def was_written_with_manifest(folder: Path) -> bool:
-    """Returns whether a checkpoint folder must have a manifest; those of earlier versions have none.
+    """Returns whether a checkpoint folder must have a manifest; earlier versions wrote none.
 
     Raises:
-        DamagedError: its state is not what was written.
+        DamagedError: the state file is missing or damaged.
     """
     return _read(folder, lambda content: "manifest" in content)
 
 
 def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
-    """Returns the values taken from a folder's state.
+    """Returns the values that `take` reads from a folder's state file.
 
     Raises:
-        DamagedError: it is not what was written.
+        DamagedError: the state file is missing or damaged.
     """
     try:
         return take(json.loads((folder / STATE_FILE).read_text(encoding="utf-8")))
@@ -105,53 +105,53 @@ def _read[T](folder: Path, take: Callable[[dict[str, Any]], T]) -> T:
         raise DamagedError(f"{STATE_FILE} is not what was written ({type(error).__name__}: {error})") from error
 
 
-# Fills a folder; returns what those of its files are that were hashed while they were written, by name.
+# Fills a checkpoint folder; returns, by name, the files that were hashed while they were written.
 WriteCheckpoint = Callable[[Path], Mapping[str, FileSum]]
 
 
 class WriteAtOnce:
-    """Has the whole of a checkpoint written before the run goes on.
+    """Writes a checkpoint synchronously, before the run goes on; see `CheckpointWriter`.
 
     Args:
-        write: fills its folder.
+        write: fills the checkpoint's folder.
     """
 
     def __init__(self, write: WriteCheckpoint) -> None:
         self._write = write
 
     def start(self, folder: Path) -> None:
-        """Takes nothing: the state is still that of now when ``finish`` is called."""
+        """Does nothing: the state does not change before ``finish`` is called."""
 
     def is_written(self) -> bool:
-        """Returns True: nothing is written beside the run."""
+        """Returns True: nothing is written in the background."""
         return True
 
     def finish(self, folder: Path) -> Mapping[str, FileSum]:
-        """Writes all."""
+        """Writes all files of the checkpoint."""
         return self._write(folder)
 
 
 class CheckpointWriter(Protocol):
-    """Fills a checkpoint's folder in two parts, between which the run may go on."""
+    """Defines how a checkpoint's folder is filled, in two calls between which training may go on."""
 
     def start(self, folder: Path) -> None:
-        """Takes the state of now."""
+        """Takes a snapshot of the current state."""
 
     def is_written(self) -> bool:
-        """Returns whether ``finish`` would not wait for files."""
+        """Returns whether ``finish`` would return without waiting for files."""
 
     def finish(self, folder: Path) -> Mapping[str, FileSum]:
-        """Fills the folder with that state; returns what ``WriteCheckpoint`` does."""
+        """Fills the folder with that state; returns the same as ``WriteCheckpoint``."""
 
 
 @dataclass(frozen=True)
 class UnfinishedCheckpoint:
-    """Describes a checkpoint that is being written, under a name by which it does not count as one.
+    """Describes a checkpoint that is being written, in a folder whose name does not yet count as a checkpoint's.
 
     Attributes:
-        folder: where it is now.
-        state: of the run when its state was taken.
-        metrics: of the run at that time.
+        folder: the temporary folder.
+        state: the run's state when the snapshot was taken.
+        metrics: the run's metrics at that time.
         writer: fills the folder.
     """
 
@@ -162,13 +162,13 @@ class UnfinishedCheckpoint:
 
 
 class CheckpointFolder:
-    """Keeps the checkpoints of a run, ``step_N`` each.
+    """Keeps the checkpoints of a run, each in a folder ``step_N``.
 
     Args:
-        folder: where they are; made with the first one.
-        metric: by which they are ranked, as logged (``validation/accuracy``); None ranks them by age.
+        folder: the folder of all checkpoints; made with the first one.
+        metric: the logged metric that ranks checkpoints, such as ``validation/accuracy``; None ranks them by age.
         higher_is_better: whether a larger value of that metric is better.
-        keep_top_k: how many are kept, of which the newest is always one; None keeps all.
+        keep_top_k: how many checkpoints are kept, always including the newest; None keeps all.
     """
 
     def __init__(self, folder: Path, metric: str | None, higher_is_better: bool, keep_top_k: int | None) -> None:
@@ -178,15 +178,15 @@ class CheckpointFolder:
         self._keep_top_k = keep_top_k
 
     def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> UnfinishedCheckpoint:
-        """Begins a checkpoint beside the others; until it is finished it is none.
+        """Begins a checkpoint in a temporary folder, which ``finish`` renames.
 
         Args:
-            state: of now, written as training_state.json.
-            metrics: of this step; one of them ranks the checkpoint.
-            writer: fills a folder with the rest.
+            state: the run's current state, written as training_state.json.
+            metrics: metrics of this step; one of them ranks the checkpoint.
+            writer: writes all other files.
 
         Raises:
-            DiskFullError: there is no space; what was written has been removed.
+            DiskFullError: the disk is full; the temporary folder has been removed.
         """
         unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
         assert not self._finished_as(state).exists(), f"{self._finished_as(state)} was written before"
@@ -196,13 +196,13 @@ class CheckpointFolder:
         return UnfinishedCheckpoint(unfinished, copy.deepcopy(state), dict(metrics), writer)
 
     def finish(self, checkpoint: UnfinishedCheckpoint) -> Path:
-        """Completes a checkpoint, its manifest last, moves it into place, and removes the worst.
+        """Completes a checkpoint, writes its manifest, renames its folder, and removes the worst checkpoints.
 
         Returns:
             The checkpoint's folder.
 
         Raises:
-            DiskFullError: there is no space; what was written has been removed.
+            DiskFullError: the disk is full; the temporary folder has been removed.
         """
         unfinished, finished = checkpoint.folder, self._finished_as(checkpoint.state)
         with self._removing(unfinished), full_disk_in_words(unfinished):
@@ -222,7 +222,7 @@ class CheckpointFolder:
     @staticmethod
     @contextmanager
     def _removing(folder: Path) -> Iterator[None]:
-        """Removes a folder after an error: of a full disk, which it would keep full, of a dead worker, a signal."""
+        """Removes a folder after an error: a full disk (which it would keep full), a dead worker, or a signal."""
         try:
             yield
         except BaseException:
@@ -234,7 +234,11 @@ class CheckpointFolder:
         return sorted(self._finished(), key=_step_of, reverse=True)
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Gives a checkpoint a name under which it is none, so that its step can be saved again; returns it."""
+        """Renames a damaged checkpoint so that it no longer counts as one and its step can be saved again.
+
+        Returns:
+            The new path.
+        """
         names = (f"damaged_{checkpoint.name}" + (f"_{number}" if number else "") for number in itertools.count())
         aside = next(path for path in map(self._folder.joinpath, names) if not path.exists())
         checkpoint.rename(aside)
@@ -242,7 +246,7 @@ class CheckpointFolder:
         return aside
 
     def remove_unfinished(self) -> None:
-        """Clears away what a run that died while it saved has left."""
+        """Removes temporary folders of a run that died while it saved."""
         for leftover in self._folder.glob(f"{_UNFINISHED_PREFIX}*"):
             logger.warning("Removing %s, which a run has not finished writing.", leftover)
             shutil.rmtree(leftover)
@@ -260,7 +264,7 @@ class CheckpointFolder:
         assert newest.exists()
 
     def _rank(self, checkpoint: Path) -> tuple[float, int]:
-        """Orders checkpoints from worst to best; one without the metric is worse than any with it."""
+        """Returns a sort key, larger for better checkpoints; one without the metric is worse than any with it."""
         try:
             value = None if self._metric is None else read_metrics_of(checkpoint).get(self._metric)
         except DamagedError as error:
@@ -272,25 +276,25 @@ class CheckpointFolder:
 
 
 class NoCheckpoints:
-    """Stands in for ``CheckpointFolder`` where checkpointing is off: nothing is written, nothing is found."""
+    """Replaces ``CheckpointFolder`` where checkpointing is off: it writes nothing and finds nothing."""
 
     def start(self, state: RunState, metrics: Mapping[str, float], writer: CheckpointWriter) -> None:
-        """Begins nothing."""
+        """Does nothing."""
 
     def finish(self, checkpoint: UnfinishedCheckpoint) -> Path:
-        """Is not called: nothing is begun."""
+        """Is never called, since ``start`` begins no checkpoint."""
         raise AssertionError("there are no checkpoints")
 
     def newest_first(self) -> list[Path]:
-        """Finds nothing."""
+        """Returns an empty list."""
         return []
 
     def set_aside(self, checkpoint: Path) -> Path:
-        """Is not called: there are none."""
+        """Is never called, since there are no checkpoints."""
         raise AssertionError("there are no checkpoints")
 
     def remove_unfinished(self) -> None:
-        """Removes nothing."""
+        """Does nothing."""
 
 
 Checkpoints = CheckpointFolder | NoCheckpoints

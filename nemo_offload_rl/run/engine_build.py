@@ -1,4 +1,4 @@
-"""Decides by this machine's GPUs whether the policy is built beside vLLM, and not behind it."""
+"""Decides from this machine's GPU memory whether the policy is built at the same time as vLLM, or after it."""
 
 import copy
 from collections.abc import Mapping
@@ -15,18 +15,19 @@ KEY = "build_beside_policy"
 def with_engine_build(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Decide whether vLLM and the policy are built at once, where the recipe leaves that open.
+    """Decides whether vLLM and the policy are built at the same time, where the recipe leaves that open.
 
-    Only an engine that is given its KV cache in bytes does not measure what is free meanwhile.
+    vLLM measures the GPU's free memory during its build unless it is given the KV cache's size in bytes, so only then
+    can the policy be built meanwhile.
 
     Args:
-        config: a validated recipe, resolved for this machine and with the KV cache's bytes; it is left as it is.
+        config: a validated recipe, resolved for this machine and with the KV cache's bytes; not modified.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
 
     Returns:
-        The config with `policy.generation.vllm_cfg.build_beside_policy` decided, and a line that says how; as it was
-        where the recipe decides it, sizes are not known, or vLLM measures.
+        The config with `policy.generation.vllm_cfg.build_beside_policy` set, and a line for the user; the config itself
+        if the recipe decides it, the sizes are not known, or vLLM measures free memory.
     """
     policy = config["policy"]
     if not has_vllm_beside_it(policy) or gpu_bytes is None:

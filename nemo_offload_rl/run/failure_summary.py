@@ -1,4 +1,4 @@
-"""The last line that a failed run prints: what failed, why, and what to do, where Ray's own text would stand last."""
+"""Makes the last line that a failed run prints: what failed, why, and what to do."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from nemo_offload_rl.generation.interface import GenerationError
 from nemo_offload_rl.placement.node_watch import NodeLostError
 from nemo_offload_rl.worker.errors import WorkerError
 
-_NODE_HAS_DIED = "its node has died"  # of the text of Ray's error, which tells no kinds of death apart
+_NODE_HAS_DIED = "its node has died"  # in the text of Ray's error, which has no type of its own for this
 
 
 def add_failure_summary(error: WorkerError | GenerationError, logs_folder: Path | None) -> None:
-    """Adds the line to an error of another process as a note, which Python prints below the error's own text.
+    """Adds the summary to another process's error as a note, which Python prints below Ray's own text.
 
     Args:
-        error: of the process.
-        logs_folder: where the output of all processes is; None where Ray's own session folders on the nodes have it.
+        error: the error of the process.
+        logs_folder: the folder with the output of all processes; None where it is in Ray's session folders on the
+            nodes.
     """
     place = logs_folder or "Ray's session folder on their node (/tmp/ray/session_latest/logs, unless Ray has another)"
     error.add_note(f"What the workers printed is in {place}.")

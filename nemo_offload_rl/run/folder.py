@@ -1,4 +1,4 @@
-"""Folders of a run: the locks on them, their files and the log. Imports neither torch nor Ray."""
+"""Makes and locks a run's folders, and writes their recipe and log. Imports neither torch nor Ray."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _RUN = re.compile(r"exp_(\d+)")
 
 
 def new_run_folder(log_dir: Path) -> Path:
-    """Makes the next of exp_001, exp_002 ... under ``log_dir``, also where other runs do the same at once."""
+    """Makes the next of exp_001, exp_002 ... under ``log_dir``; safe against other runs that do so at the same time."""
     log_dir.mkdir(parents=True, exist_ok=True)
     while True:
         numbers = [int(match.group(1)) for path in log_dir.glob("exp_*") if (match := _RUN.fullmatch(path.name))]
@@ -44,10 +44,10 @@ def write_recipe(folder: Path, config: Mapping[str, Any]) -> None:
 
 
 def read_recipe(folder: Path) -> dict[str, Any] | None:
-    """Returns the recipe that ``write_recipe`` has written, or None.
+    """Returns the recipe that ``write_recipe`` has written, or None where the folder has none.
 
     Raises:
-        DamagedError: it is there and is not what was written.
+        DamagedError: the file is not a valid recipe.
     """
     path = folder / RECIPE_FILE
     if not path.exists():
@@ -58,12 +58,12 @@ def read_recipe(folder: Path) -> dict[str, Any] | None:
         raise DamagedError(f"{RECIPE_FILE} is no YAML: {' '.join(str(error).split())}") from error
     if not isinstance(recipe, dict):
         raise DamagedError(f"{RECIPE_FILE} is not what was written (no mapping)")
-    resolve_absent_keys(recipe)  # an earlier version wrote fewer
+    resolve_absent_keys(recipe)  # an earlier version wrote fewer keys
     return recipe
 
 
 def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "") -> list[str]:
-    """Dotted names of the keys whose values differ, or which only one of two recipes has."""
+    """Returns the dotted names of the keys whose values differ, or that only one of two recipes has."""
     changed: list[str] = []
     for key in sorted({*old, *new}):
         if isinstance(old.get(key), Mapping) and isinstance(new.get(key), Mapping):
@@ -75,7 +75,7 @@ def changed_keys(old: Mapping[str, Any], new: Mapping[str, Any], prefix: str = "
 
 @contextmanager
 def logged_to(folder: Path, console: Console) -> Iterator[None]:
-    """Writes the package's log into the folder, and its warnings to the console too."""
+    """Writes the package's log into the folder, and its warnings also to the console, inside the `with` block."""
     log = logging.getLogger("nemo_offload_rl")
     in_file = _LogFile(folder / LOG_FILE, console)
     in_file.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(name)s: %(message)s"))
@@ -97,30 +97,30 @@ def logged_to(folder: Path, console: Console) -> Iterator[None]:
 
 
 class _LogFile(logging.FileHandler):
-    """The log, which ends where the disk is full: the user is told so once, and the run goes on.
+    """Writes the log; when the disk is full, warns the user once and lets the run go on.
 
     Args:
-        path: of the file; lines are added.
-        console: where the user is told.
+        path: the file, to which lines are appended.
+        console: where to print the warning.
     """
 
     def __init__(self, path: Path, console: Console) -> None:
         super().__init__(path)
         self._console = console
-        self._is_behind = False
+        self._has_warned = False
 
     def handleError(self, record: logging.LogRecord) -> None:
-        """Is called in an `except` of the handler's."""
+        """Handles an error of `emit`, which calls this in its `except` block."""
         error = sys.exception()
         if not isinstance(error, OSError) or not is_disk_full(error):
             super().handleError(record)
-        elif not self._is_behind:
-            self._is_behind = True
+        elif not self._has_warned:
+            self._has_warned = True
             text = f"{disk_full(Path(self.baseFilename), error)}. The log is written on as soon as there is space."
             self._console.print(text, style="yellow", markup=False, highlight=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Close the file, whose last lines are lost where the disk is still full."""
+        """Closes the file; if the disk is still full, its last lines are lost."""
         try:
             super().close()
         except OSError as error:
@@ -129,7 +129,7 @@ class _LogFile(logging.FileHandler):
 
 
 def warm_start_folder(config: Mapping[str, Any]) -> Path:
-    """Returns the folder of a recipe's warm start."""
+    """Returns the folder in which a recipe's warm start runs."""
     return Path(config["logger"]["log_dir"]) / "warm_start"
 
 
@@ -144,16 +144,16 @@ class Locks:
     warm_start: ExitStack = field(default_factory=ExitStack)
 
     def release_warm_start(self) -> None:
-        """Lets other runs have the warm start's folder, once its model has been read."""
+        """Releases the warm start's folder for other runs, once its model has been read."""
         self.warm_start.close()
 
 
 @contextmanager
 def lock_folders(recipe: ValidatedRecipe, console: Console) -> Iterator[Locks]:
-    """Locks the folders that a recipe names, for as long as it is entered.
+    """Locks the folders that a recipe names, for the duration of the `with` block.
 
     Raises:
-        LockedError: another run has one of them.
+        LockedError: another run holds one of them.
     """
     with ExitStack() as stack:
         if recipe.config["checkpointing"]["enabled"]:
@@ -162,7 +162,7 @@ def lock_folders(recipe: ValidatedRecipe, console: Console) -> Iterator[Locks]:
         locks = Locks(stack.enter_context(ExitStack()))
         if recipe.warm_start is not None:
             folder = warm_start_folder(recipe.config)
-            # Beside it: the folder of another warm start is removed.
+            # The lock file is next to the folder, since `run_warm_start` may delete the folder.
             locks.warm_start.enter_context(_locked(folder, "warm_start", console, is_beside=True))
         yield locks
 
@@ -172,7 +172,7 @@ def lock_run_folder(folder: Path, console: Console) -> Iterator[None]:
     """Locks the folder of a run's metrics and log.
 
     Raises:
-        LockedError: another run has it.
+        LockedError: another run holds it.
     """
     with _locked(folder, "the run folder of these checkpoints", console):
         yield

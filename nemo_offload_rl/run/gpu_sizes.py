@@ -1,4 +1,4 @@
-"""Resolves all that a recipe leaves to the GPUs' size: what stays on them, KV cache, start-up, packed rows."""
+"""Decides all settings that a recipe leaves to the GPUs' memory: resident state, KV cache, start-up, packed rows."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -9,8 +9,8 @@ from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 from nemo_offload_rl.run.resident_state import with_resident_state_here
 from nemo_offload_rl.run.row_tokens import with_row_tokens_here
 
-# In this order: state that stays lessens the room for packed rows, the KV cache that for building the policy beside it
-# and for an engine that stays awake.
+# The order matters: resident state leaves less room for packed rows; the KV cache leaves less room for an engine that
+# stays awake, and for building the policy at the same time as the engine.
 _DECISIONS = (
     with_resident_state_here,
     with_kv_cache_bytes,
@@ -23,15 +23,15 @@ _DECISIONS = (
 def fitted_to_gpus(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Decide it, as far as the recipe does not say it itself.
+    """Returns the config with every setting decided that the recipe leaves to the GPUs' memory.
 
     Args:
-        config: a validated recipe, resolved for this machine; it is left as it is.
+        config: a validated recipe, resolved for this machine; not modified.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
 
     Returns:
-        The config that workers and engines get, and a line for each thing that was decided.
+        The config that workers and engines get, and a line for the user for each decision.
 
     Raises:
         HostBudgetError: a rank needs more host memory than the recipe's limit.

@@ -1,6 +1,6 @@
-"""Signals that ask a run to end: SIGINT (Ctrl-C), SIGTERM (a scheduler's) and SIGHUP (a terminal that was closed).
+"""Handles the signals that end a run: SIGINT (Ctrl-C), SIGTERM (from a scheduler) and SIGHUP (a closed terminal).
 
-This module imports nothing of weight, so that the handlers are there before anything that takes long.
+This module imports only the standard library, so that the handlers are installed before slow imports begin.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from typing import Self
 
 @dataclass
 class Progress:
-    """Counts the finished steps of a run, and those that a checkpoint holds.
+    """Counts the finished steps of a run, and those that are saved.
 
-    ``str`` of it says which steps are lost where the run ends now, and from where the same command goes on.
+    ``str()`` says which steps are lost if the run ends now, and from where the same command would continue.
 
     Attributes:
-        name: what messages call the run.
+        name: the run's name in messages.
         num_done: finished steps.
-        in_step: whether another is under way.
+        in_step: whether a further step is in progress.
         num_saved: finished steps that are on disk: in the newest checkpoint, or in the model of a finished warm start.
-        checkpoint: the newest, or None.
+        checkpoint: the newest checkpoint, or None.
         saves: whether checkpoints are written.
     """
 
@@ -42,11 +42,11 @@ class Progress:
 
     @property
     def num_lost(self) -> int:
-        """Steps that are lost where the run ends now, the unfinished one counted."""
+        """Number of steps that are lost if the run ends now, including an unfinished one."""
         return self.num_done + self.in_step - self.num_saved
 
     def __str__(self) -> str:
-        """Two sentences."""
+        """Returns two sentences: which steps are lost, and where the same command continues."""
         return f"{self._lost()} {self._next()}"
 
     def _lost(self) -> str:
@@ -68,34 +68,35 @@ class Progress:
 
 logger = logging.getLogger(__name__)
 
-# `timeout`, uv and make pass on what the terminal has already sent to the whole group: one key press comes twice.
+# `timeout`, uv and make forward the signal that the terminal has already sent to the whole process group, so that one
+# key press arrives twice.
 _ONE_PRESS_S = 0.5
-# A library may catch what a handler raises, or a call into native code may never return to it.
+# A library may catch the exception that a handler raises, or native code may never return to Python.
 _STUCK_S = 10.0
 
 
 class Stopped(KeyboardInterrupt):
-    """Ends the run at once; raised where a signal finds it."""
+    """Ends the run at once; raised by `Interrupt`."""
 
 
 class Interrupt:
-    """Stops a run on a signal while it is entered: at the end of the step where there is one, or else at once.
+    """Stops a run on a signal, inside its `with` block: at the end of a step that is in progress, otherwise at once.
 
-    Inside ``finishing`` the first signal is noted, and the step and its checkpoint are completed. A second Ctrl-C, or
-    the end of the grace period after SIGTERM or SIGHUP, stops the run at once. A SIGHUP that was ignored before, as
-    under nohup, stays ignored.
+    Inside ``finishing`` the first signal only sets ``requested``, and the step and its checkpoint are completed. A
+    second Ctrl-C, or the end of the grace period after SIGTERM or SIGHUP, stops the run at once. A SIGHUP that was
+    ignored before, as under nohup, stays ignored.
 
     Args:
-        clock: gives the time in seconds.
-        stuck_s: after how many seconds a run that was stopped, and has not ended, is ended without any cleaning; what
-            the driver has started ends with it.
+        clock: returns the time in seconds.
+        stuck_s: seconds after which a stopped run that has not ended is ended without any cleanup; the processes that
+            the driver has started end with it.
 
     Attributes:
-        requested: whether the run is to end.
-        stopped: whether it was told to do so at once.
+        requested: whether a signal has asked the run to end.
+        stopped: whether the run was told to end at once.
         signal: the first signal, or None.
-        progress: what is lost where the run stops at once.
-        grace_period_s: how long a step and its checkpoint may take after SIGTERM or SIGHUP; None for any time.
+        progress: the steps that are lost if the run stops at once.
+        grace_period_s: seconds that a step and its checkpoint may take after SIGTERM or SIGHUP; None for no limit.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic, stuck_s: float = _STUCK_S) -> None:
@@ -129,7 +130,7 @@ class Interrupt:
 
     @contextmanager
     def finishing(self) -> Iterator[None]:
-        """Inside, a first signal is only noted."""
+        """Delays the effect of a first signal: inside the `with` block, it only sets ``requested``."""
         self._finishing = True
         try:
             yield
@@ -137,22 +138,22 @@ class Interrupt:
             self._finishing = False
 
     def close(self) -> None:
-        """Ends the handling of signals: everything is being ended anyway."""
+        """Stops reacting to signals, since the run is ending anyway."""
         self._closing = True
 
     def reopen(self) -> None:
-        """Handles signals again, as where the run starts again; stops now if one has come meanwhile."""
+        """Reacts to signals again, for a run that restarts; stops it now if a signal has arrived meanwhile."""
         self._closing = False
         self.check()
 
     def check(self) -> None:
-        """Stop now if a signal has come: for places behind long calls into libraries, which may catch anything."""
+        """Stops now if a signal has arrived; called after long calls into libraries, which may catch `Stopped`."""
         if self.signal is not None:
             self._stop()
 
     @property
     def exit_status(self) -> int:
-        """Returns the status of a run that a signal has ended: 128 + its number; 1 after a Ctrl-C that loses steps."""
+        """Exit status of a run that a signal has ended: 128 + its number; 1 after a Ctrl-C that loses steps."""
         number = self.signal or signal.SIGINT
         return 1 if number == signal.SIGINT and self.progress.num_lost else 128 + number
 
@@ -193,7 +194,7 @@ class Interrupt:
             self._after(self.grace_period_s, self._end_grace)
 
     def _end_grace(self) -> None:
-        """Runs in a timer's thread: only the main one may stop the run."""
+        """Ends the grace period; sends the signal to the main thread, since only that may stop the run."""
         main = threading.main_thread().ident
         if self._finishing and main is not None and self.signal is not None:
             self._grace_is_over = True

@@ -1,4 +1,4 @@
-"""Runs one recipe: its folder, checkpoints, metrics and final message; and the warm start."""
+"""Runs one recipe, with its folder, checkpoints, metrics and final message; also runs the warm start."""
 
 from __future__ import annotations
 
@@ -64,10 +64,10 @@ class Session:
     """Holds the objects that the runs of one command share.
 
     Attributes:
-        cluster: where processes run.
+        cluster: the Ray cluster that processes run on.
         interrupt: says whether a signal has asked the run to stop.
         console: the user's terminal.
-        limit: the time that the command has, of which restarts get no more.
+        limit: the command's time limit, which a restart does not extend.
     """
 
     cluster: Cluster
@@ -82,7 +82,7 @@ class Ending:
 
     Attributes:
         reason: why the run ended.
-        is_saved: whether its metrics and, where checkpoints are on, its last state are on disk.
+        is_saved: whether the run's metrics are on disk and, with checkpoints on, also its last state.
     """
 
     reason: StopReason
@@ -91,14 +91,14 @@ class Ending:
 
 @dataclass(frozen=True)
 class Job:
-    """Runs a validated recipe, after everything that it names has been read.
+    """Runs a validated recipe whose data, tokenizer and reward have been read.
 
     Attributes:
         algorithm: a key of `ALGORITHMS`.
         config: the resolved recipe.
-        notes: what the user should know about it, a line each.
-        preparation: of the algorithm.
-        when_built: called once the model has been read from where it comes from.
+        notes: lines about the recipe for the user.
+        preparation: the algorithm's preparation.
+        when_built: called once the policy has been built, and so has read the model.
     """
 
     algorithm: str
@@ -109,7 +109,7 @@ class Job:
 
     @classmethod
     def prepare(cls, recipe: ValidatedRecipe) -> Job:
-        """Reads what a recipe names, and starts nothing.
+        """Reads the data, tokenizer and reward that a recipe names; starts no process.
 
         Raises:
             DataError: the data, a template or the tokenizer cannot be used.
@@ -119,16 +119,16 @@ class Job:
         return cls(recipe.algorithm, dict(recipe.config), recipe.notes, module.prepare(recipe.config))
 
     def starting_from(self, model: Path, when_built: Callable[[], None]) -> Job:
-        """Returns the same job with the weights of a Hugging Face folder; calls back when it has read them."""
+        """Returns the same job with a Hugging Face folder's weights; it calls `when_built` once they have been read."""
         policy = self.config["policy"] | {"model_name": str(model), "hf_config": None}
         return replace(self, config=self.config | {"policy": policy}, when_built=when_built)
 
     def check_checkpoint(self, console: Console) -> None:
-        """Looks at the checkpoint to go on from, as far as the driver alone can, and at its run folder.
+        """Checks the checkpoint to resume from, as far as the driver alone can, and the lock on its run folder.
 
         Raises:
-            DamagedCheckpointError: it cannot be used.
-            LockedError: another run has its run folder.
+            DamagedCheckpointError: the checkpoint cannot be used.
+            LockedError: another run holds its run folder.
         """
         newest = self._choose(self._checkpoints(), damage_seen_by_driver, console)
         if newest is not None:
@@ -136,11 +136,11 @@ class Job:
                 pass
 
     def run(self, session: Session) -> Ending:
-        """Runs in a new folder under logger.log_dir; or goes on from the newest checkpoint, in that run's folder.
+        """Runs in a new folder under logger.log_dir, or resumes from the newest checkpoint in that run's folder.
 
         Raises:
             DamagedCheckpointError: that checkpoint cannot be used.
-            LockedError: another run has that folder.
+            LockedError: another run holds that folder.
         """
         checkpoints = self._checkpoints()
         checkpoints.remove_unfinished()
@@ -159,19 +159,19 @@ class Job:
     def run_in(
         self, run_dir: Path, session: Session, checkpoints: Checkpoints, newest: Path | None, name: str = "run"
     ) -> Ending:
-        """Runs with metrics, log and export in a folder, which no other run may have meanwhile.
+        """Runs with metrics, log and export in a folder, which is locked meanwhile.
 
         Args:
-            run_dir: made where it is missing.
-            session: what it runs on.
+            run_dir: the folder; made where it is missing.
+            session: the command's cluster, interrupt, console and time limit.
             checkpoints: where checkpoints go.
-            newest: the checkpoint to go on from, or None to start afresh.
-            name: what the user is told that this is.
+            newest: the checkpoint to resume from, or None to start afresh.
+            name: the run's name in messages.
 
         Raises:
             DamagedCheckpointError: that checkpoint cannot be used.
             DiskFullError: there is no space for the export.
-            LockedError: another run has the folder.
+            LockedError: another run holds the folder.
         """
         run_dir.mkdir(parents=True, exist_ok=True)
         session.interrupt.progress = Progress(name, checkpoint=newest, saves=not isinstance(checkpoints, NoCheckpoints))
@@ -186,16 +186,16 @@ class Job:
             policy = with_run_length(config["policy"], self.preparation.schedule.max_num_steps)
             session.interrupt.check()
             algorithm = self.preparation.build(policy, session.cluster)
-            # Where the run was stopped at once, the cluster ends them: they may be in the middle of a step.
+            # After an immediate stop the workers may be in the middle of a step, so the cluster kills them.
             stack.callback(lambda: None if session.interrupt.stopped else algorithm.shutdown())
             self.when_built()
             gpus = _gpu_metrics(config["logger"], session.cluster)
             stack.callback(gpus.close)
-            job = replace(self, config=with_numbers_of(config, self.config))  # which checkpoints keep
+            job = replace(self, config=with_numbers_of(config, self.config))  # checkpoints save this config
             ending = job._train(algorithm, run_dir, session, checkpoints, newest, gpus)
             logger.info("%s ends: %s", self.algorithm, ending.reason.value)
             if ending.reason is not StopReason.INTERRUPTED:
-                session.interrupt.check()  # a signal that came behind the last step
+                session.interrupt.check()  # a signal may have arrived after the last step
             section = self.config[self.algorithm]
             if section.get("export_hf") and ending.reason.is_done:
                 with full_disk_in_words(run_dir / HF_FOLDER):
@@ -302,7 +302,7 @@ class Job:
 
 
 def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Console) -> dict[str, Path]:
-    """Draws pictures and returns their files; one that cannot be drawn is told of."""
+    """Draws pictures and returns their files; tells the user of a picture that cannot be drawn."""
     drawn = {}
     for what, draw in pictures.items():
         try:
@@ -330,7 +330,7 @@ def _gpu_metrics(section: Mapping[str, Any], cluster: Cluster) -> GpuMetrics:
 
 @dataclass(frozen=True)
 class _Outputs:
-    """See ``train_loop.Outputs``."""
+    """Implements ``train_loop.Outputs`` for the console, metrics files and GPU metrics."""
 
     metrics: RunLogger
     progress: LiveProgress
@@ -351,20 +351,20 @@ class _Outputs:
 
 
 def run_warm_start(job: Job, folder: Path, session: Session) -> Path | None:
-    """Runs an SFT recipe in a folder, unless the same resolved recipe has been run there to its end, on any cluster.
+    """Runs an SFT recipe in a folder, unless the same resolved recipe has already finished there, on any cluster.
 
-    The recipe is written into the folder last and marks a complete run. No checkpoints are kept.
+    The recipe is written into the folder last, which marks the run as complete. No checkpoints are kept.
 
     Args:
         job: the SFT recipe, which exports its model.
-        folder: for the run; what an unfinished or another run has left there is removed.
-        session: what it runs on.
+        folder: the folder of the run; files of an unfinished run or of another recipe are removed.
+        session: the command's cluster, interrupt, console and time limit.
 
     Returns:
         The exported Hugging Face folder, or None where the run was interrupted.
     """
     written = read_recipe(folder)
-    # On another number of ranks the model differs by rounding alone.
+    # With another number of ranks the model differs only by rounding.
     if written is not None and {**written, "cluster": None} == {**job.config, "cluster": None}:
         message = f"The warm start in {folder} is that of this recipe and is used again."
         session.console.print(message, markup=False, highlight=False, soft_wrap=True)

@@ -1,4 +1,4 @@
-"""Gives vLLM its KV cache in bytes, from the plan, and not as what it finds free on a GPU that it shares."""
+"""Sizes vLLM's KV cache in bytes from the plan, so that vLLM does not measure free memory on a GPU that it shares."""
 
 import copy
 from collections.abc import Mapping
@@ -15,22 +15,22 @@ ARGUMENT = "kv_cache_memory_bytes"
 def with_kv_cache_bytes(
     config: Mapping[str, Any], algorithm: str, gpu_bytes: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """Decide how large vLLM's KV cache is, unless the recipe says so.
+    """Decides the size of vLLM's KV cache, unless the recipe sets it.
 
     Args:
-        config: a validated recipe, resolved for this machine; it is left as it is.
+        config: a validated recipe, resolved for this machine; not modified.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
         gpu_bytes: memory of the smallest GPU; None where that is not known.
 
     Returns:
-        The config with `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, and a line that says how much it is; as
-        it was where sizes are not known, and vLLM measures what is free.
+        The config with `policy.generation.vllm_kwargs.kv_cache_memory_bytes`, and a line for the user; the config
+        itself if the recipe sets the size, or the sizes are not known and vLLM has to measure free memory.
 
     Raises:
         ValueError: the share of the GPU leaves no room for one sequence.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # vLLM measures GPUs of its own by itself
+    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # on GPUs of its own, vLLM measures free memory
         return config, []
     if ARGUMENT in (policy["generation"].get("vllm_kwargs") or {}):
         return config, []

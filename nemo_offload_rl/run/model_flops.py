@@ -1,4 +1,4 @@
-"""Measures what share of the GPUs' peak the phases of a step reach, from the lengths of the rows that they compute."""
+"""Computes the TFLOP/s and the share of the GPUs' peak of a step's phases, from the lengths of the batch's rows."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from nemo_offload_rl.plan.flops import TRAINING_PASSES, FlopModel
 if TYPE_CHECKING:
     from nemo_offload_rl.run.policy_interface import Policy
 
-# How many forward passes' FLOPs a phase takes.
+# FLOPs of each phase, in forward passes.
 PASSES = {"training": TRAINING_PASSES, "logprobs": 1, "reference_logprobs": 1}
 
 
@@ -20,7 +20,7 @@ class ModelFlops:
     """Counts a policy's FLOPs in each phase of a step.
 
     Args:
-        policy: asked for its model and GPUs once, when they are first needed, since it may still be being built.
+        policy: the policy; queried for its model and GPUs on first use, since it may still be being built before.
     """
 
     def __init__(self, policy: Policy) -> None:
@@ -39,10 +39,10 @@ class ModelFlops:
 
         Args:
             lengths: tokens of each row of the batch, over all ranks, without padding.
-            seconds: of the step's phases so far; those of `PASSES` are measured.
+            seconds: seconds of the step's phases so far; only those in `PASSES` are read.
 
         Returns:
-            Nothing for a model whose FLOPs are not known.
+            Metrics by name; empty for a model whose FLOPs are not known.
         """
         if self._model is None:
             return {}

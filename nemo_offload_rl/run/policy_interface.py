@@ -1,8 +1,9 @@
-"""The verbs of a policy that loops use: those of ``worker.group.PolicyWorkerGroup``, with global batches.
+"""Defines the policy's methods that algorithms call; ``worker.group.PolicyWorkerGroup`` implements them.
 
-Batch sizes count samples: rows of the batch, or groups of rows that belong together (``BatchedData.group_size``).
+All take global batches. Batch sizes count samples: rows of the batch, or groups of rows that belong together
+(``BatchedData.group_size``).
 
-Each verb enters the phase that it needs; docs/decisions/phases.md says why.
+Each method enters the residency phase that it needs; docs/decisions/phases.md says why.
 """
 
 from __future__ import annotations
@@ -22,37 +23,42 @@ class Policy(WeightSource, Protocol):
     """Defines a policy that is trained, asked for log-probs, and saved."""
 
     def start_return(self, after: Sequence[Any], *, logprobs: bool) -> None:
-        """Has state begin to come back once generation has left the GPU, as ``after`` says, and returns at once."""
+        """Makes ranks copy state back to the GPU once generation has freed its memory there; returns at once.
+
+        Args:
+            after: Ray references that are done when generation has freed its GPU memory.
+            logprobs: whether a log-prob pass comes before training.
+        """
 
     def train(self, data: BatchedData, loss_fn: LossFunction, gbs: int, mbs: int) -> dict[str, Any]:
         """Runs one optimizer step for every ``gbs`` samples; returns loss, grad_norm, lr, num_skipped and metrics."""
 
     def evaluate(self, data: BatchedData, loss_fn: LossFunction, mbs: int) -> dict[str, Any]:
-        """Forward only; returns loss and metrics."""
+        """Runs forward passes only; returns loss and metrics."""
 
     def get_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """``logprobs`` float32 [B, S]."""
+        """Computes the policy's log-probs of the tokens; returns ``logprobs`` float32 [B, S]."""
 
     def get_reference_policy_logprobs(self, data: BatchedData, mbs: int) -> BatchedData:
-        """``reference_logprobs`` float32 [B, S]."""
+        """Computes the reference policy's log-probs of the tokens; returns ``reference_logprobs`` float32 [B, S]."""
 
     def save_checkpoint(self, folder: str, save_optimizer: bool) -> dict[str, FileSum]:
-        """Writes weights, and the optimizer's state if asked to; returns the folder's files."""
+        """Writes the weights and, if asked to, the optimizer's state; returns the folder's files."""
 
     def start_checkpoint(self, folder: str, save_optimizer: bool) -> None:
-        """Takes the state of now for a checkpoint that is written beside what follows."""
+        """Takes a snapshot of the current state for a checkpoint that ranks write in the background."""
 
     def is_checkpoint_written(self) -> bool:
-        """Returns whether ``finish_checkpoint`` would not wait."""
+        """Returns whether ``finish_checkpoint`` would return without waiting for ranks."""
 
     def finish_checkpoint(self) -> dict[str, FileSum]:
-        """Completes what ``start_checkpoint`` has begun; returns the folder's files."""
+        """Completes the checkpoint that ``start_checkpoint`` began; returns the folder's files."""
 
     def find_damage(self, folder: str, files: Manifest) -> list[str]:
-        """Returns what is wrong with the checkpoint files that ranks wrote, one line each."""
+        """Verifies the checkpoint files that ranks wrote; returns a line for each damaged file."""
 
     def load_checkpoint(self, folder: str) -> None:
-        """Reads what ``save_checkpoint`` wrote."""
+        """Loads a checkpoint that ``save_checkpoint`` wrote."""
 
     def export_hf(self, folder: str) -> None:
         """Writes a Hugging Face folder."""
@@ -61,13 +67,13 @@ class Policy(WeightSource, Protocol):
         """Returns the largest of the ranks' memory readings, in GiB by name."""
 
     def residency_metrics(self) -> dict[str, float]:
-        """Returns what moved between GPU and host since the last call: ``PHASE/TARGET/NAME``, host memory."""
+        """Returns metrics of moves between GPU and host since the last call (``PHASE/TARGET/NAME``) and host memory."""
 
     def flop_model(self) -> FlopModel | None:
-        """Returns what the model's FLOPs follow from; None where they are not known."""
+        """Returns the sizes that the model's FLOPs are computed from; None where they are not known."""
 
     def gpu_names(self) -> list[str]:
-        """Returns the name of each rank's GPU, or of its kind of device without one."""
+        """Returns the name of each rank's GPU, or of its device type without a GPU."""
 
     def shutdown(self) -> None:
         """Ends the policy's processes."""

@@ -27,19 +27,19 @@ from nemo_offload_rl.worker.environment import library_environment
 
 
 def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
-    """Refuse what workers on this machine would refuse once they have built the model, before Ray is started here.
+    """Raises, before Ray is started, the errors that workers on this machine would raise after building the model.
 
     Args:
         config: a validated recipe, resolved for this machine.
         algorithm: a key of `ALGORITHMS`, the section that marks the recipe.
 
     Raises:
-        HostBudgetError: as `check_sizes`; or this machine has too little memory: without a GPU for the model, and with
-            GPUs, as the only node, for what its ranks keep in host memory.
-        ValueError: as `check_sizes`; the model's config cannot be had from the hub; the environment does not go with
+        HostBudgetError: as in `check_sizes`; or this machine has too little memory: without GPUs, for the model; as the
+            only node with GPUs, for the state that its ranks keep in host memory.
+        ValueError: as in `check_sizes`; the model's config cannot be read from the hub; the environment does not allow
             CUDA graphs; vLLM is missing, its share of the GPU does not fit beside the policy's, it cannot stay awake
-            beside training as the recipe says, its KV cache holds no sequence, a refit's buckets find no room, or
-            packed rows of the longest sequence do not.
+            beside training as the recipe says, its KV cache cannot hold one sequence, a refit's buckets do not fit, or
+            packed rows of the longest sequence do not fit.
     """
     policy = config["policy"]
     uses_vllm = "generation" in policy and policy["generation"]["backend"] == "vllm"
@@ -49,7 +49,7 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
             "transformers."
         )
     if not policy.get("hf_config") and not Path(policy["model_name"]).is_dir():
-        fields = hf_config(policy).to_dict()  # of the hub, or of its cache where that cannot be reached
+        fields = hf_config(policy).to_dict()  # from the hub, or from its cache where the hub cannot be reached
         check_model(fields, policy)
     megatron = policy["megatron_cfg"]
     if megatron["cuda_graph_impl"] != "none":
@@ -71,7 +71,9 @@ def check_before_start(config: Mapping[str, Any], algorithm: str) -> None:
 
 
 def check_sizes(config: Mapping[str, Any], algorithm: str) -> PlannedRun | None:
-    """Refuse what does not fit, of a model whose config is in the recipe or in a folder; others are left to workers.
+    """Plans the recipe if the model's config is in the recipe or in a folder, and raises an error if it does not fit.
+
+    Workers check models from the hub.
 
     Args:
         config: a validated recipe, resolved for the workers' machine.

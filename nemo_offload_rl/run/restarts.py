@@ -15,10 +15,10 @@ class Restarts:
     """Counts the restarts of a command.
 
     Args:
-        at_most: how many there may be.
+        at_most: the most restarts that are allowed.
 
     Attributes:
-        at_most: how many restarts there may be.
+        at_most: the most restarts that are allowed.
         num_done: restarts so far.
     """
 
@@ -27,10 +27,10 @@ class Restarts:
         self.num_done = 0
 
     def take(self, error: WorkerError | GenerationError) -> bool:
-        """Returns whether the run starts again after this error; counts it.
+        """Returns whether the run may start again after this error, and counts the restart.
 
-        A process that has ended without an error of its own may not do so again; an error would be raised again, and
-        the host's memory would run short again.
+        It may after the loss of a process or node. An exception in a process would be raised again, and an
+        out-of-memory kill would happen again, so these do not restart the run.
         """
         is_loss = isinstance(error.cause, RayError) and not isinstance(error.cause, OutOfMemoryError)
         if not is_loss or self.num_done == self.at_most:

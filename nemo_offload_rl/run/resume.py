@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from: the newest, or by ``checkpointing.on_damaged`` the newest that is whole."""
+"""Chooses the checkpoint to resume from: the newest, or by ``checkpointing.on_damaged`` the newest undamaged one."""
 
 from __future__ import annotations
 
@@ -23,19 +23,19 @@ OnDamaged = Literal["error", "previous"]
 def choose(
     checkpoints: Checkpoints, on_damaged: OnDamaged, look: Callable[[Path], list[str]], say: Callable[[str], None]
 ) -> Path | None:
-    """Returns the checkpoint to go on from.
+    """Returns the checkpoint to resume from.
 
     Args:
-        checkpoints: of the run.
-        on_damaged: whether a damaged one is an error, or is set aside for the one before it.
-        look: says what is wrong with a checkpoint, one line a file.
-        say: tells the user something.
+        checkpoints: the run's checkpoints.
+        on_damaged: whether a damaged checkpoint is an error, or is set aside for the one before it.
+        look: verifies a checkpoint and returns a line for each damaged file.
+        say: prints a line for the user.
 
     Returns:
-        The newest, in which nothing is wrong; or None where there are no checkpoints.
+        The newest undamaged checkpoint; None where there are no checkpoints.
 
     Raises:
-        DamagedCheckpointError: it is damaged and that is an error; or none is whole.
+        DamagedCheckpointError: the newest is damaged and that is an error, or all checkpoints are damaged.
     """
     damaged: list[tuple[Path, list[str]]] = []
     for checkpoint in checkpoints.newest_first():
@@ -57,7 +57,7 @@ def choose(
 
 
 def damage_seen_by_driver(checkpoint: Path) -> list[str]:
-    """Returns what is wrong with a checkpoint, one line a file: all sizes, contents of the driver's own files."""
+    """Checks the sizes of a checkpoint's files and the contents of the driver's own; returns a line per problem."""
     try:
         manifest = read_manifest(checkpoint)
         if manifest is not None and (
@@ -74,7 +74,7 @@ def damage_seen_by_driver(checkpoint: Path) -> list[str]:
 
 
 def warn_without_manifest(checkpoint: Path, say: Callable[[str], None]) -> None:
-    """Tells the user where damage cannot be seen."""
+    """Warns the user if a checkpoint has no manifest, so that damage cannot be detected."""
     if read_manifest(checkpoint) is None:
         say(
             f"{checkpoint} was written by an earlier version and has no {MANIFEST_FILE}: whether its files are as they "

@@ -1,6 +1,6 @@
-"""Takes a recipe's path to a finished run; examples/run_grpo.py and run_sft.py call it.
+"""Runs a recipe from its path to the exit status; examples/run_grpo.py and run_sft.py call it.
 
-Recipes are validated before torch or Ray is imported, so that a mistake in one is answered at once.
+It validates recipes before it imports torch or Ray, so that mistakes are reported at once.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nemo_offload_rl.run.interrupt import Interrupt
 
-# Everything of weight is imported once signals are handled: see `run`.
+# Slow imports follow once the signal handlers are installed: see `run`.
 if TYPE_CHECKING:
     from rich.console import Console
 
@@ -32,19 +32,19 @@ def run(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> in
     """Runs a recipe, after its warm start where it names one.
 
     Args:
-        recipe_path: of the YAML file.
-        overrides: in Hydra's grammar, such as ``grpo.max_num_steps=10``.
+        recipe_path: the YAML file.
+        overrides: overrides of the recipe in Hydra's grammar, such as ``grpo.max_num_steps=10``.
         algorithm: a key of `ALGORITHMS`, the section that the recipe must have.
 
     Returns:
-        The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in what it names; 130, 143 or 129 where SIGINT,
-        SIGTERM or SIGHUP ended it, but 1 after a SIGINT with which steps are lost.
+        The exit status: 0 done, 1 failed, 2 a mistake in the recipe or in a file that it names; 130, 143 or 129 if
+        SIGINT, SIGTERM or SIGHUP ended the run, but 1 after a SIGINT that lost steps.
     """
     with Interrupt() as interrupt:
         try:
             return _run(recipe_path, overrides, algorithm, interrupt)
         except BaseException as error:
-            if interrupt.stopped:  # whatever a library has made of it
+            if interrupt.stopped:  # a library may have turned `Stopped` into another exception
                 sys.stderr.write(f"{interrupt.progress}\n")
                 return interrupt.exit_status
             if isinstance(error, Exception):
@@ -110,13 +110,13 @@ def _attempt(
     console: Console,
     errors: Console,
 ) -> int:
-    """Runs once, on a cluster of its own.
+    """Runs the jobs once, on a cluster of their own.
 
     Returns:
         The exit status.
 
     Raises:
-        WorkerError, GenerationError: a process has failed or is gone; its notes say what to do.
+        WorkerError, GenerationError: a process has failed or died; the error's notes say what to do.
     """
     from nemo_offload_rl.data.errors import DataError
     from nemo_offload_rl.environments import RewardError
@@ -133,7 +133,7 @@ def _attempt(
         try:
             jobs = [one for one in (warm_start, job) if one is not None]
             cluster = stack.enter_context(_start_cluster(jobs, is_restart=is_restart))
-        except ValueError as error:  # what does not fit; fewer GPUs or nodes than the recipe asks for
+        except ValueError as error:  # memory does not suffice, or there are fewer GPUs or nodes than asked for
             _print_error(errors, error)
             if not is_restart:
                 return EXIT_WRONG_RECIPE
@@ -142,7 +142,7 @@ def _attempt(
         stack.callback(interrupt.close)
         try:
             ending = _run_jobs(job, warm_start, release_warm_start, Session(cluster, interrupt, console, limit))
-        # Of the run folder; of the checkpoint's contents; of a row, or of what a reward function returned.
+        # The run folder is locked; the checkpoint is damaged; the disk is full; a row, or a reward, cannot be used.
         except (LockedError, DamagedCheckpointError, DiskFullError, DataError, RewardError) as error:
             _print_error(errors, error)
             _print_error(errors, interrupt.progress)
@@ -162,11 +162,11 @@ def _attempt(
 
 
 class _WrongAlgorithmError(ValueError):
-    """A recipe of another algorithm."""
+    """Says that a recipe is of another algorithm."""
 
 
 class _RelativeFolderError(ValueError):
-    """A folder that is another one on each node."""
+    """Says that a folder's relative path would differ between nodes."""
 
 
 def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> ValidatedRecipe:
@@ -179,7 +179,7 @@ def _load(recipe_path: str | Path, overrides: Sequence[str], algorithm: str) -> 
             f"{recipe_path} is a recipe of {recipe.algorithm}, not of {algorithm}: run it with "
             f"examples/run_{recipe.algorithm}.py."
         )
-    if _starts_ray_here():  # the machines of a cluster that is joined may have other folders
+    if _starts_ray_here():  # the machines of a joined cluster may have other folders
         for one in (recipe.warm_start, recipe):
             if one is not None:
                 check_model_folder(one.config)
@@ -202,7 +202,7 @@ def _require_absolute_folders(config: Mapping[str, Any]) -> None:
 
 
 def _starts_ray_here() -> bool:
-    """Answers as `placement.cluster.starts_ray_here`, without importing Ray, which takes seconds."""
+    """Returns `placement.cluster.starts_ray_here()`, without importing Ray, which takes seconds."""
     if "ray" not in sys.modules:
         return "RAY_ADDRESS" not in os.environ
     from nemo_offload_rl.placement.cluster import starts_ray_here
@@ -218,11 +218,13 @@ def _prepare(recipe: ValidatedRecipe) -> tuple[Job, Job | None]:
 
 @contextmanager
 def _start_cluster(jobs: Sequence[Job], *, is_restart: bool) -> Iterator[Cluster]:
-    """The cluster that the last one names, once all are known to fit; of one that is joined, what it has is asked.
+    """Starts or joins the cluster of the last job, and checks that all jobs fit.
+
+    It checks before Ray starts on this machine; in a joined cluster, whose GPUs are not known before, it checks after.
 
     Args:
-        jobs: to run.
-        is_restart: whether nodes may have been lost, which are being replaced.
+        jobs: the jobs to run.
+        is_restart: whether to wait for the replacement of nodes that may have been lost.
     """
     import torch
 

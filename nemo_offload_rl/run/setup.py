@@ -1,6 +1,6 @@
-"""Makes data, formats and schedules of a recipe's sections, for the algorithms' preparations.
+"""Makes data, prompt formats and schedules from a recipe's sections, for the algorithms' `prepare` functions.
 
-Preparing reads everything that a run depends on and starts nothing, so that a mistake is answered first.
+Preparation reads everything that a run depends on and starts no process, so that mistakes are reported first.
 """
 
 from __future__ import annotations
@@ -52,10 +52,10 @@ class Preparation:
     """Describes a run that is ready to start.
 
     Attributes:
-        build: starts the processes and returns the algorithm; takes the recipe's policy section, in the form in which
-            this machine can run it.
+        build: starts the processes and returns the algorithm; takes the recipe's policy section, resolved for the
+            ranks' machine, and the cluster.
         schedule: the steps at which the run validates, saves and ends.
-        tokenizer: kept with every checkpoint.
+        tokenizer: the policy's tokenizer, which is saved with every checkpoint.
     """
 
     build: Callable[[Any, Cluster], Algorithm]
@@ -64,10 +64,10 @@ class Preparation:
 
 
 def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]:
-    """Returns the policy section with a null scheduler.lr_decay_iters, or none, replaced by the run's number of steps.
+    """Returns the policy section with a null or absent scheduler.lr_decay_iters set to the run's number of steps.
 
-    A run that ends within its warm-up decays nothing; megatron-core wants the decay to end after the warm-up all the
-    same.
+    It is at least one more than the warm-up, since megatron-core requires that, even if the run ends within the
+    warm-up.
     """
     megatron = policy["megatron_cfg"]
     scheduler = megatron["scheduler"]
@@ -79,12 +79,12 @@ def with_run_length(policy: Mapping[str, Any], num_steps: int) -> dict[str, Any]
 def read_data(
     data: DataConfig | SFTDataConfig, seed: int
 ) -> tuple[ProblemLoader[Conversation], Sequence[Conversation]]:
-    """Reads the training and the validation data; where there is none of the latter, it is empty.
+    """Reads the training and the validation data; the latter may be empty.
 
     Validation data that is split off the training data comes before that of ``data.validation``.
 
     Raises:
-        DataError: one of them cannot be used.
+        DataError: a dataset cannot be used.
     """
     train, validation = _read_parts(data, _read_problems)
     return ProblemLoader(train, data["shuffle"], seed), validation
@@ -93,7 +93,7 @@ def read_data(
 def _read_parts(
     data: Mapping[str, Any], read: Callable[[Role, str, Any, str | None], Sequence[Any]]
 ) -> tuple[Sequence[Any], Sequence[Any]]:
-    """Reads the training and the validation data of a section, each dataset in the texts of its prompt files."""
+    """Reads the training and the validation data of a section, and applies each dataset's prompt files."""
     root = data.get("dataset_root")
     [(path, section)] = datasets_of(data, "train").items()
     train, validation = (
@@ -106,7 +106,7 @@ def _read_parts(
 
 
 def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Sequence[Any]:
-    """Returns the samples of a dataset with its prompt file and system prompt, or those of ``data.default``."""
+    """Returns a dataset's samples with its prompt file and system prompt applied, or those of ``data.default``."""
     prompt_file, prompt_key = _prompt_file(data, path, "prompt_file")
     system_file, system_key = _prompt_file(data, path, "system_prompt_file")
     if prompt_file is None and system_file is None:
@@ -116,7 +116,7 @@ def _in_texts(samples: Sequence[Any], data: Mapping[str, Any], path: str) -> Seq
 
 
 def _prompt_file(data: Mapping[str, Any], path: str, name: str) -> tuple[str | None, str]:
-    """Returns a prompt file of a dataset, and the key that names it; a null of the dataset's own stands for none."""
+    """Returns the path of a dataset's prompt file, None for a null in the dataset's section, and the file's key."""
     for section, values in ((path, datasets_of(data, path.split(".")[1])[path]), ("data.default", data.get("default"))):
         if values and name in values:
             return values[name], f"{section}.{name}"
@@ -154,10 +154,10 @@ def _read_named(dataset: NamedProblems | NamedConversations | NamedPairs, root: 
 
 
 def read_pairs(data: PreferenceDataConfig, seed: int) -> tuple[ProblemLoader[PreferencePair], Sequence[PreferencePair]]:
-    """Reads the training and the validation pairs, as ``read_data``; where there are none of the latter, it is empty.
+    """Reads the training and the validation pairs, like ``read_data``; the latter may be empty.
 
     Raises:
-        DataError: one of them cannot be used.
+        DataError: a dataset cannot be used.
     """
     train, validation = _read_parts(data, _read_pairs)
     return ProblemLoader(train, data["shuffle"], seed, noun="pairs"), validation
@@ -184,7 +184,7 @@ def _read_pairs(role: Role, path: str, dataset: PairDataset, root: str | None) -
 
 
 def read_tokenizer(config: TokenizerConfig) -> PreTrainedTokenizerFast:
-    """Returns the recipe's tokenizer; an explicit null as its chat template leaves it without one."""
+    """Returns the recipe's tokenizer; an explicit null for its chat template removes the template."""
     tokenizer = load_tokenizer(config["name"])
     if "chat_template" in config:
         tokenizer.chat_template = config["chat_template"]
@@ -197,12 +197,12 @@ def make_prompt_format(
     tokenizer_config: TokenizerConfig,
     **special_tokens: bool,
 ) -> PromptFormat:
-    """Makes the format in which the recipe's problems or pairs become tokens.
+    """Makes the format that turns the recipe's problems or pairs into tokens.
 
     Args:
-        data: the recipe's section.
-        tokenizer: of the policy.
-        tokenizer_config: its section.
+        data: the recipe's `data` section.
+        tokenizer: the policy's tokenizer.
+        tokenizer_config: the recipe's `policy.tokenizer` section.
         special_tokens: add_bos, add_eos and add_generation_prompt of ``PromptFormat``.
     """
     return PromptFormat(
@@ -244,6 +244,6 @@ def make_schedule(section: GRPOConfig | SFTConfig, checkpointing: CheckpointingC
 
 
 def fields_from(cls: type, *sections: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of sections that are fields of a dataclass; an absent key is left to the field's default."""
+    """Returns the entries of sections that are fields of the dataclass `cls`; absent keys leave the field's default."""
     names = {field.name for field in fields(cls)}
     return {name: value for section in sections for name, value in section.items() if name in names}

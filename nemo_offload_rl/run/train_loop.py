@@ -1,4 +1,4 @@
-"""The frame of every run: steps until a reason to stop; after each, what is due: validation, metrics, a checkpoint."""
+"""Runs the training loop of every algorithm: steps until a reason to stop, with validation, metrics and checkpoints."""
 
 from __future__ import annotations
 
@@ -37,19 +37,19 @@ class StopReason(Enum):
 
     @property
     def is_done(self) -> bool:
-        """Whether the run has ended by itself, and nothing is left of it."""
+        """Whether the run has finished all of its work."""
         return self not in (StopReason.TIME, StopReason.INTERRUPTED)
 
 
 @dataclass(frozen=True)
 class StopTarget:
-    """Names a validation metric, as logged, and the value at which training has done its work."""
+    """Names a validation metric, as logged, and the value at which training stops."""
 
     metric: str
     threshold: float
 
     def is_reached(self, metrics: Mapping[str, float]) -> bool:
-        """Returns whether the metric is there and at the threshold or beyond: below for a loss, above otherwise."""
+        """Returns whether the metrics reach the threshold: at most it for a loss, at least it for other metrics."""
         if self.metric not in metrics:
             return False
         value = metrics[self.metric]
@@ -61,15 +61,15 @@ class Schedule:
     """Says at which steps a run validates, saves and ends.
 
     Attributes:
-        max_num_steps: at most so many steps.
-        max_num_epochs: at most so many passes over the training data.
-        val_period: steps between validations; 0 for none in between.
-        val_at_start: validate before the first step.
-        val_at_end: validate after the last step.
+        max_num_steps: the most steps of the run.
+        max_num_epochs: the most passes over the training data.
+        val_period: steps between validations; 0 for no periodic validation.
+        val_at_start: whether to validate before the first step.
+        val_at_end: whether to validate after the last step.
         save_period: steps between checkpoints.
-        target: where to end early; None for nowhere.
-        must_save_by_s: by when, in seconds from the first step of this command, the run has saved and ended; None for
-            never.
+        target: the validation metric and value at which to end early; None to run all steps.
+        must_save_by_s: seconds, from the first step of this command, within which the run has to save and end; None for
+            no limit.
     """
 
     max_num_steps: int
@@ -83,12 +83,12 @@ class Schedule:
 
 
 class TimeLimit:
-    """Knows when the next step, with what follows it, would not be done in time.
+    """Decides when a run has to stop so that its last checkpoint is on disk within the time limit.
 
-    The runs of a command share one: a run that starts again after a failure has what is left of the time.
+    The runs of a command share one limit: a run that restarts after a failure gets only the time that is left.
 
     Args:
-        clock: gives the time in seconds.
+        clock: returns the time in seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
@@ -99,11 +99,15 @@ class TimeLimit:
         self._save_start_s: float | None = None
 
     def begin(self, must_save_by_s: float | None) -> None:
-        """Begins a run that has so many seconds from now on, or what is left since a run before; None for any time."""
+        """Begins a run with `must_save_by_s` seconds from now, or with the time that an earlier run has left.
+
+        Args:
+            must_save_by_s: seconds; None for no limit.
+        """
         self._save_start_s = None
         if self._end is None and must_save_by_s is not None:
             self._end = self._clock() + must_save_by_s
-            self._longest_step_s = self._longest_save_s = 0.0  # what a warm start took says nothing
+            self._longest_step_s = self._longest_save_s = 0.0  # the warm start's times do not apply
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -113,11 +117,11 @@ class TimeLimit:
         self._longest_step_s = max(self._longest_step_s, self._clock() - start)
 
     def start_save(self) -> None:
-        """Takes notice that a checkpoint begins."""
+        """Records that a checkpoint begins."""
         self._save_start_s = self._clock()
 
     def end_save(self, *, is_on_disk: bool) -> None:
-        """Takes notice of how long the checkpoint took until it was on disk, or that it is given up."""
+        """Records that the checkpoint is on disk, and how long it took; or that it was given up."""
         assert self._save_start_s is not None
         if is_on_disk:
             self._longest_save_s = max(self._longest_save_s, self._clock() - self._save_start_s)
@@ -125,9 +129,9 @@ class TimeLimit:
 
     @property
     def is_over(self) -> bool:
-        """Whether a step and its checkpoint, as long as the longest so far, would end too late, if they began now.
+        """Whether a step and its checkpoint, each as long as the longest so far, would end too late if they began now.
 
-        Behind the step, the checkpoint waits for one that is still being written beside the run.
+        After the step, its checkpoint waits for one that is still being written in the background.
         """
         if self._end is None:
             return False
@@ -143,7 +147,7 @@ class Outputs(Protocol):
     """Defines where the metrics of a step go."""
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Stores metrics of a step; more for the same step are added to them."""
+        """Stores metrics of a step; a further call for the same step adds to them."""
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         """Shows the user a step, with all its metrics."""
@@ -158,12 +162,12 @@ class Run:
     Args:
         algorithm: the algorithm to run.
         schedule: the steps at which the run validates, saves and ends.
-        state: where it starts; kept up to date.
+        state: the state to start from; updated after every step.
         checkpoints: where to save.
         writer: fills a checkpoint's folder.
-        outputs: everything that stores or shows metrics.
-        interrupt: asks for an end after the current step.
-        limit: of the command; None for one of this run alone.
+        outputs: stores and shows metrics.
+        interrupt: says whether the run is to end after the current step.
+        limit: the command's time limit; None for a limit of this run alone.
     """
 
     def __init__(
@@ -191,7 +195,7 @@ class Run:
         self.state = state
 
     def train(self) -> StopReason:
-        """Steps until there is a reason to stop. Whatever the reason, the last step is saved, if there is space."""
+        """Runs steps until there is a reason to stop; then saves the last step, if there is space, and returns why."""
         self._limit.begin(self._schedule.must_save_by_s)
         if self.state.step == 0 and self._schedule.val_at_start:
             self._metrics = self._validate()
@@ -210,7 +214,7 @@ class Run:
 
     @property
     def is_saved(self) -> bool:
-        """Whether the state is on disk, if any is to be there: nothing is lost where the run ends here."""
+        """Whether no step is lost if the run ends now: its state is on disk, or checkpoints are off."""
         return self.state.step == self._saved_step
 
     def _step(self) -> None:
@@ -270,7 +274,7 @@ class Run:
         return dict(metrics)
 
     def _save(self) -> None:
-        """Begins a checkpoint once the last one is finished; finishes it, too, unless it is written beside the run."""
+        """Begins a checkpoint once the last one is finished; finishes it, too, unless it is written asynchronously."""
         self._finish_save()
         self._limit.start_save()
         try:
@@ -287,7 +291,7 @@ class Run:
             self._finish_save()
 
     def _finish_save(self) -> None:
-        """Waits until the checkpoint that is being written, if there is one, is on disk."""
+        """Waits until a checkpoint that is being written is on disk; does nothing without one."""
         if self._unfinished is None:
             return
         unfinished, self._unfinished = self._unfinished, None

@@ -1,4 +1,4 @@
-"""Keeps the generation engine's weights those of the policy."""
+"""Keeps the generation engine's weights equal to the policy's."""
 
 from __future__ import annotations
 
@@ -15,16 +15,20 @@ class WeightSource(Protocol):
     """Defines the part of a policy that sends weights."""
 
     def prepare_refit_info(self, transport: RefitTransport) -> ExportPlan:
-        """Connects to a transport; returns what each refit will send through it."""
+        """Connects the policy to a transport; returns the plan of the weights that each refit sends."""
 
     def offload_before_refit(self) -> None:
-        """Makes room for the engine's weights."""
+        """Offloads policy state to make room on the GPU for the engine's weights."""
 
     def send_weights(self) -> dict[str, int]:
-        """Sends every weight; returns their checksums, where the transport verifies."""
+        """Sends all weights; returns their checksums by name if the transport verifies."""
 
     def offload_after_refit(self, *, wait: bool = True) -> None:
-        """Makes room for generation; without ``wait`` it has the memory that it needs already."""
+        """Offloads policy state to make room for generation.
+
+        Args:
+            wait: wait for the copies; False where generation already has the memory that it needs.
+        """
 
 
 class WeightSync:
@@ -33,11 +37,11 @@ class WeightSync:
     Args:
         policy: the policy that sends the weights.
         generation: the engines that load them.
-        transport: how they go there; with ``verify`` it has to give checksums.
-        verify: compare checksums of both sides after each refit.
+        transport: carries the weights from policy to engines; with ``verify`` it has to compute checksums.
+        verify: whether to compare the checksums of both sides after each refit.
 
     Raises:
-        ValueError: to verify is asked of an engine that has no checksums.
+        ValueError: ``verify`` is true, but the engine has no checksums.
     """
 
     def __init__(
@@ -57,7 +61,7 @@ class WeightSync:
         generation.prepare_refit_info(policy.prepare_refit_info(transport))
 
     def mark_stale(self) -> None:
-        """Says that the policy has changed."""
+        """Records that the policy has changed, so that the next `refresh` sends its weights."""
         self._stale = True
 
     def refresh(self) -> None:
@@ -75,7 +79,7 @@ class WeightSync:
         sent = self._policy.send_weights()
         if self._received_checksums is not None:
             require_equal_checksums(sent, self._received_checksums())
-        # Its weights leave before the KV cache takes their room, unless there is room for all.
+        # The policy frees its weights before the KV cache is allocated in their place, unless there is room for both.
         self._policy.offload_after_refit(wait=not has_room)
         self._generation.prepare_for_generation(["kv_cache"])
         self._stale = False

@@ -1,1 +1,1 @@
-"""Keeps files from being lost: whole or not there, locked by one run, checked by their sums, on disks that fill up."""
+"""Protects files against loss: atomic writes, locks, checksums, and errors of full disks."""

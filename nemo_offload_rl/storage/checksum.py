@@ -1,4 +1,4 @@
-"""Checksums of files, against flipped bits and lost bytes; not against an adversary."""
+"""Computes checksums of files, which detect flipped bits and lost bytes; they do not protect against an adversary."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import xxhash
 
 # 16 GB/s a core, where SHA-256 has 0.7 GB/s and zlib's CRC-32 1.6 GB/s: benchmarks/checkpoint_integrity.py.
 ALGORITHM = "xxh3_128"
-# Hashed and then written piece by piece, a piece is read from the processor's cache the second time.
+# Data is hashed and then written in pieces of this size, so that the write reads the piece from the CPU's cache.
 PIECE_BYTES = 1 << 18
 
 
@@ -20,9 +20,9 @@ class FileSum:
     """Holds the size and checksum of a file when it was written.
 
     Attributes:
-        size: in bytes.
-        checksum: hexadecimal, by `ALGORITHM`.
-        rank: the worker that wrote it, and that checks it before it is read; None for the driver.
+        size: size in bytes.
+        checksum: hexadecimal checksum by `ALGORITHM`.
+        rank: the rank that wrote the file, and that verifies it before loading; None for the driver.
     """
 
     size: int
@@ -31,28 +31,28 @@ class FileSum:
 
 
 class RawFile(Protocol):
-    """Defines a file that is opened for writing, without a buffer, such as `io.FileIO`."""
+    """Defines an unbuffered file that is open for writing, such as `io.FileIO`."""
 
     def write(self, data: Any, /) -> int | None:
-        """Write some of the bytes and return how many."""
+        """Writes some of the bytes and returns how many."""
 
     def fileno(self) -> int:
-        """Return the file's descriptor."""
+        """Returns the file's descriptor."""
         ...
 
 
 class HashingFile:
-    """Hashes a file while it is written, and keeps its first error in place of raising it.
+    """Hashes a file while it is written, and stores the first error instead of raising it.
 
-    Several ranks write a checkpoint together and wait for each other, so that one which raised in between would leave
-    the others waiting: they look at each other's `error` when all are through.
+    Several ranks write a checkpoint together and wait for each other, so a rank that raised in between would leave the
+    others waiting. They exchange their `error` once all have finished.
 
     Args:
-        file: where the bytes go.
+        file: the file to write to.
 
     Attributes:
-        size: bytes that were to be written so far.
-        error: the first; nothing is written after it.
+        size: bytes passed to `write` so far.
+        error: the first error; nothing is written after it.
     """
 
     def __init__(self, file: RawFile) -> None:
@@ -62,7 +62,7 @@ class HashingFile:
         self.error: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Take bytes, or what has them as a buffer; returns how many."""
+        """Hashes and writes bytes, or an object with a buffer of them; returns their number."""
         pieces = memoryview(data).cast("B")
         for start in range(0, pieces.nbytes, PIECE_BYTES):
             piece = pieces[start : start + PIECE_BYTES]
@@ -79,10 +79,10 @@ class HashingFile:
             self.error = error
 
     def flush(self) -> None:
-        """Do nothing: no byte is held back."""
+        """Does nothing, since the file is unbuffered."""
 
     def sync(self) -> None:
-        """Have the disk hold the bytes; some file systems notice only now that they have no room for them."""
+        """Calls fsync; some file systems only notice here that they have no space for the bytes."""
         if self.error is None:
             try:
                 os.fsync(self._file.fileno())
@@ -95,7 +95,7 @@ class HashingFile:
 
 
 def file_sum(path: Path, rank: int | None = None) -> FileSum:
-    """Read a file and hash it."""
+    """Reads a file and returns its size and checksum."""
     digest, size = xxhash.xxh3_128(), 0
     piece = memoryview(bytearray(8 * PIECE_BYTES))
     with path.open("rb", buffering=0) as file:

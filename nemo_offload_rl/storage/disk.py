@@ -1,4 +1,4 @@
-"""Full disks, in words; files that are there whole or not at all."""
+"""Turns errors of full disks into messages for the user, and writes files atomically."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 _RUST_OS_ERROR = re.compile(r"\(os error (\d+)\)")
-# No space, no quota left, or a file above the limit of `ulimit -f`: what a user can mend while the run goes on.
+# No space, no quota left, or a file above the limit of `ulimit -f`: the user can fix these while the run goes on.
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -19,8 +19,8 @@ class DiskFullError(ValueError):
 
     Attributes:
         path: the file or folder that was to be written.
-        needed_bytes: bytes that all of it takes; None where that is not known.
-        free_bytes: bytes that the disk has left for it; None where that is not known.
+        needed_bytes: bytes that the file or folder takes; None where that is not known.
+        free_bytes: bytes that are free on the disk; None where that is not known.
     """
 
     def __init__(self, path: str, reason: str, needed_bytes: int | None, free_bytes: int | None) -> None:
@@ -40,22 +40,22 @@ class DiskFullError(ValueError):
 
 
 def is_disk_full(error: OSError) -> bool:
-    """Return whether an error says that a disk, a quota or a file is at its limit."""
+    """Returns whether an error says that a disk, a quota or a file is at its limit."""
     return error.errno in _FULL
 
 
 def disk_full(path: Path, error: OSError, needed_bytes: int | None = None) -> DiskFullError:
-    """Return the sentence for an error of which `is_disk_full` is true; takes what is free now."""
+    """Makes a `DiskFullError` from an error for which `is_disk_full` is true; reads the free space now."""
     assert error.errno is not None
     return DiskFullError(str(path), os.strerror(error.errno), needed_bytes, free_bytes(path))
 
 
 @contextmanager
 def full_disk_in_words(path: Path) -> Iterator[None]:
-    """Turn what is raised where there is no space for a path into the sentence.
+    """Turns errors of a full disk inside the `with` block into `DiskFullError`.
 
     Raises:
-        DiskFullError: there was no space.
+        DiskFullError: there was no space for the path.
     """
     try:
         yield
@@ -66,16 +66,16 @@ def full_disk_in_words(path: Path) -> Iterator[None]:
 
 
 def system_error(error: Exception, path: Path) -> OSError | None:
-    """Return the system's error behind one of a library in Rust, whose text alone has its number; None without."""
+    """Returns the OS error behind an error of a Rust library, which has the errno only in its text; None if absent."""
     number = _RUST_OS_ERROR.search(str(error))
     return None if number is None else OSError(int(number.group(1)), os.strerror(int(number.group(1))), str(path))
 
 
 def free_bytes(path: Path) -> int | None:
-    """Return the bytes that may still be written to a path's disk; None where the file system does not say.
+    """Returns the bytes that may still be written to a path's disk; None where the file system does not say.
 
     Args:
-        path: need not be there; the nearest folder above it that is counts.
+        path: a path that need not exist; its nearest existing parent is used.
     """
     while not path.exists() and path != path.parent:
         path = path.parent
@@ -84,7 +84,7 @@ def free_bytes(path: Path) -> int | None:
 
 
 def require_free(path: Path, needed_bytes: int, free: int | None) -> None:
-    """Refuse to begin with what cannot be finished.
+    """Checks before a write that the disk has enough space.
 
     Raises:
         DiskFullError: fewer bytes are free than are needed.
@@ -94,7 +94,7 @@ def require_free(path: Path, needed_bytes: int, free: int | None) -> None:
 
 
 def write_whole(path: Path, text: str) -> None:
-    """Write a file that is there as a whole or not at all, whatever ends the process; its mode is the user's umask."""
+    """Writes a file atomically, even if the process is killed; its mode follows the user's umask."""
     partial = path.with_name(f"{path.name}.partial")
     try:
         with partial.open("w", encoding="utf-8") as file:
@@ -109,7 +109,7 @@ def write_whole(path: Path, text: str) -> None:
 
 
 def sync(path: Path) -> None:
-    """Have the disk hold a file's bytes, or a folder's entries."""
+    """Calls fsync on a file or a folder."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -118,12 +118,12 @@ def sync(path: Path) -> None:
 
 
 def as_by_umask(path: Path) -> None:
-    """Give a file the mode that a plain open() would have given it, where a library made it for its user alone."""
+    """Gives a file the mode of the user's umask, for files that a library has created readable by the user alone."""
     path.chmod(0o666 & ~_umask())
 
 
 def _umask() -> int:
-    """Return the process's umask, read without the change that os.umask() takes, which other threads would see."""
+    """Returns the process's umask without calling os.umask(), which would change it for other threads meanwhile."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith("Umask:"):
             return int(line.split()[1], 8)

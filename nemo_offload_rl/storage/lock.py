@@ -1,7 +1,7 @@
-"""Lets one run at a time into a folder, by a lock that its process holds and that has its name.
+"""Locks a folder for one run at a time, with a lock file that its process holds and that names the process.
 
-The operating system holds the lock (flock) and lets go of it when the process ends, however it ends. The owner's name
-is in the file, so that a second run can be told who it is, and for file systems whose flock does not reach other hosts.
+The lock is a flock, which the operating system releases when the process ends, however it ends. The file names its
+owner for the error message of a second run, and for file systems whose flock does not reach other hosts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from typing import Self
 
 LOCK_FILE = ".lock"
 
-# What file systems without flock answer; there the file is made by one process alone (O_EXCL).
+# Errors of flock on file systems without it; there the process that creates the file (O_EXCL) has the lock.
 _NO_FLOCK = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.EINVAL)
-# So long after taking the lock, at most, a process has written its name into it.
+# Time within which a process writes its name into the file after it has taken the lock.
 _NAMED_AFTER_S = 0.5
 
 
 class LockedError(ValueError):
-    """Says that another run has the folder, or that it cannot be locked, in one sentence for the user."""
+    """Says that another run holds the folder, or that it cannot be locked, in one sentence for the user."""
 
 
 @dataclass(frozen=True)
@@ -36,11 +36,12 @@ class Owner:
     """Names the process that holds a lock.
 
     Attributes:
-        host: its machine's name.
-        pid: its id there, which may be another process's later.
+        host: name of its machine.
+        pid: its process id, which a later process may get again.
         boot: the machine's boot id.
-        start_ticks: when the process started, in clock ticks since that boot; tells it from a later one of the same id.
-        since: when it took the lock, in local time.
+        start_ticks: when the process started, in clock ticks since boot; distinguishes it from a later process with the
+            same id.
+        since: when the process took the lock, in local time.
     """
 
     host: str
@@ -51,7 +52,7 @@ class Owner:
 
     @classmethod
     def this_process(cls) -> Self:
-        """Returns the one that runs this."""
+        """Returns the calling process."""
         pid = os.getpid()
         start_ticks = _start_ticks(pid)
         assert start_ticks is not None
@@ -60,12 +61,12 @@ class Owner:
 
     @property
     def is_of_this_host(self) -> bool:
-        """Whether it can be told here if it is alive."""
+        """Whether the process is on this host, so that `is_alive` can be determined."""
         return self.host == socket.gethostname()
 
     @property
     def is_alive(self) -> bool:
-        """Whether the process still runs; only to be asked where `is_of_this_host`."""
+        """Whether the process is still running; only valid if `is_of_this_host`."""
         return self.boot == _boot_id() and _start_ticks(self.pid) == self.start_ticks
 
     def __str__(self) -> str:
@@ -73,15 +74,16 @@ class Owner:
 
 
 class FolderLock:
-    """Keeps other runs out of a folder while it is entered, or until `release`.
+    """Locks a folder against other runs, inside its `with` block or until `release`.
 
     Args:
-        folder: made where it is missing, and removed again if it is empty at the end.
-        what: how the user knows the folder, such as checkpointing.checkpoint_dir.
-        is_beside: the lock's file is beside the folder, which may then be removed and made again under the lock.
+        folder: the folder; made where it is missing, and then removed on release if it is empty.
+        what: the folder's name for the user, such as checkpointing.checkpoint_dir.
+        is_beside: whether the lock file is next to the folder instead of in it, so that the folder may be removed and
+            made again under the lock.
 
     Attributes:
-        taken_over_from: the process that had the lock and has died; None where none had.
+        taken_over_from: the dead process that left the lock file; None without one.
     """
 
     def __init__(self, folder: Path, what: str, *, is_beside: bool = False) -> None:
@@ -103,16 +105,16 @@ class FolderLock:
 
     @property
     def notice(self) -> str | None:
-        """Returns the notice about a lock that was taken over; None where none was."""
+        """A line for the user about a lock that was taken over; None if none was."""
         if self.taken_over_from is None:
             return None
         return f"The lock {self._path} of {self.taken_over_from}, which has ended, is taken over."
 
     def acquire(self) -> None:
-        """Take the lock, at once or not at all.
+        """Takes the lock without waiting for it.
 
         Raises:
-            LockedError: another process has it, or may have it; or the folder cannot be written.
+            LockedError: another process holds it, or may hold it; or the folder cannot be written.
         """
         try:
             self._make_folder()
@@ -123,17 +125,17 @@ class FolderLock:
             raise LockedError(f"{self._what}: the folder {self._folder} cannot be used: {error.strerror}") from error
 
     def release(self) -> None:
-        """Let the next run in; does nothing where the lock is not held."""
+        """Releases the lock; does nothing if it is not held."""
         if self._descriptor is None:
             return
-        # Removed while it is still held: who opens the path from now on makes a new file.
+        # The file is removed while the lock is still held: a process that opens the path from now on makes a new one.
         self._path.unlink(missing_ok=True)
         os.close(self._descriptor)
         self._descriptor = None
         self._remove_made()
 
     def _try(self) -> bool:
-        """Take the lock; False where the file was removed meanwhile by its owner, who has ended."""
+        """Takes the lock; returns False if its previous owner has removed the file meanwhile."""
         try:
             descriptor, is_made_here = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666), True
         except FileExistsError:
@@ -182,18 +184,18 @@ class FolderLock:
         )
 
     def _wait_for_name(self, descriptor: int) -> Owner | None:
-        """Returns the process that holds the lock, which writes its name right after it has taken it."""
+        """Waits until the process that holds the lock has written its name into the file, and returns it."""
         deadline = time.monotonic() + _NAMED_AFTER_S
         while True:
             owner = _read_owner(descriptor)
             if owner is not None and not (owner.is_of_this_host and not owner.is_alive):
                 return owner
             if time.monotonic() > deadline:
-                return owner  # it has died, and a process that it started still holds the file open
+                return owner  # the owner has died, and a child process still holds the file open
             time.sleep(0.01)
 
     def _without_flock(self, owner: Owner | None) -> str:
-        """Returns the message for a system without locks: there the file alone counts, and is removed by hand."""
+        """Returns the error message for a file system without flock, where the user has to remove a stale lock file."""
         if owner is not None and owner.is_of_this_host and owner.is_alive:
             return self._in_use(owner)
         taken_by = "another run" if owner is None else str(owner)
@@ -221,13 +223,13 @@ class FolderLock:
 
     def _remove_made(self) -> None:
         for folder in self._made:
-            with contextlib.suppress(OSError):  # it is in use by now
+            with contextlib.suppress(OSError):  # the folder is not empty
                 folder.rmdir()
         self._made = []
 
 
 def _read_owner(descriptor: int) -> Owner | None:
-    """Returns the owner that a lock file names; None where it names none, or has not been written to its end."""
+    """Returns the owner that a lock file names; None if the file is empty or not completely written."""
     text = os.pread(descriptor, 1 << 16, 0)
     try:
         return Owner(**json.loads(text))
@@ -240,12 +242,12 @@ def _boot_id() -> str:
 
 
 def _start_ticks(pid: int) -> int | None:
-    """Returns when a process started, in clock ticks since the machine's boot; None where there is none of that id."""
+    """Returns when a process started, in clock ticks since boot; None if no running process has that id."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except (FileNotFoundError, ProcessLookupError):
         return None
-    # The second field is the command's name in brackets, which may hold blanks and brackets itself.
+    # The second field is the command's name in parentheses, which may itself contain blanks and parentheses.
     fields = status.rpartition(")")[2].split()
     state, start_ticks = fields[0], int(fields[19])
     return None if state in "ZX" else start_ticks

@@ -1,4 +1,7 @@
-"""The list of a checkpoint's files with their sizes and checksums, which is written last and checked before loading."""
+"""Writes and checks the manifest of a checkpoint: the sizes and checksums of its files.
+
+The manifest is written last and checked before loading.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +20,7 @@ MANIFEST_FILE = "manifest.json"
 
 
 class DamagedError(ValueError):
-    """Says that a file is not what was written; the message names it and says what is wrong."""
+    """Says that a file is damaged or missing; the message names it and says what is wrong."""
 
 
 class DamagedCheckpointError(ValueError):
@@ -26,16 +29,19 @@ class DamagedCheckpointError(ValueError):
 
 @dataclass(frozen=True)
 class Manifest:
-    """Lists the sizes and checksums of a checkpoint's files when it was written.
+    """Lists the sizes and checksums that a checkpoint's files had when they were written.
 
     Attributes:
-        files: by their names, relative to the checkpoint's folder.
+        files: sizes and checksums by file name, relative to the checkpoint's folder.
     """
 
     files: Mapping[str, FileSum]
 
     def of_rank(self, rank: int, world_size: int) -> Mapping[str, FileSum]:
-        """Returns the files that a rank checks; each that ranks wrote is one rank's, also where there are fewer now."""
+        """Returns the files that a rank verifies; together the ranks verify all files that ranks wrote.
+
+        There may be fewer ranks than when the checkpoint was written.
+        """
         return {
             name: found
             for name, found in self.files.items()
@@ -43,23 +49,23 @@ class Manifest:
         }
 
     def of_driver(self) -> Mapping[str, FileSum]:
-        """Returns the files that the driver wrote, and checks."""
+        """Returns the files that the driver wrote, and that it verifies."""
         return {name: found for name, found in self.files.items() if found.rank is None}
 
     def wrong_sizes(self, folder: Path) -> list[str]:
-        """Returns what is wrong with files that are missing or of another size, one line each; reads none of them."""
+        """Returns a line for each file that is missing or has another size; does not read the files."""
         return [f"{name} {wrong}" for name, found in self.files.items() if (wrong := _wrong_size(folder / name, found))]
 
 
 def write_manifest(folder: Path, known: Mapping[str, FileSum]) -> Manifest:
-    """Write the manifest of all files below a folder.
+    """Writes the manifest of all files below a folder.
 
     Args:
-        folder: in which nothing is written any more.
-        known: what was hashed while it was written, by name; the others are read.
+        folder: the folder, whose files are complete.
+        known: files that were hashed while they were written, by name; the other files are read and hashed.
 
     Raises:
-        DamagedError: a file does not have the size that was written.
+        DamagedError: a known file is missing, or does not have the size that was written.
     """
     files = {}
     for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -82,7 +88,7 @@ def read_manifest(folder: Path) -> Manifest | None:
     """Returns the manifest of a folder, or None where it has none.
 
     Raises:
-        DamagedError: it is there and is not what was written.
+        DamagedError: the manifest is damaged.
     """
     path = folder / MANIFEST_FILE
     if not path.exists():
@@ -102,7 +108,7 @@ def read_manifest(folder: Path) -> Manifest | None:
 
 
 def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
-    """Reads all files and returns what is wrong with them, one line each, in the manifest's order."""
+    """Reads all files and returns a line for each damaged one, in the manifest's order."""
     lines = []
     for name, wanted in files.items():
         path = folder / name
@@ -121,10 +127,10 @@ def find_damage(folder: Path, files: Mapping[str, FileSum]) -> list[str]:
 
 
 def require_whole(checkpoint: Path) -> None:
-    """Read all files of a checkpoint; one without a manifest, of an earlier version, is let through.
+    """Verifies all files of a checkpoint; does not check one without a manifest, which an earlier version wrote.
 
     Raises:
-        DamagedCheckpointError: a file is not what was written.
+        DamagedCheckpointError: a file is damaged.
     """
     try:
         manifest = read_manifest(checkpoint)
@@ -136,7 +142,7 @@ def require_whole(checkpoint: Path) -> None:
 
 
 def show_damage(lines: Iterable[str]) -> str:
-    """Returns the first of several lines of damage, and how many there are beside it."""
+    """Returns the first line about damaged files, and the number of further ones."""
     first, *others = lines
     return first if not others else f"{first} (and {len(others)} more of its files are damaged)"
 

@@ -1,4 +1,4 @@
-"""Reads files that a user names, of which some are no files: a FIFO or a device would keep `open` waiting for ever."""
+"""Reads files that a user names, and refuses paths such as a FIFO or a device, on which `open` could block forever."""
 
 import os
 import stat
@@ -15,11 +15,11 @@ _KINDS = {
 
 
 class UnreadableFileError(ValueError):
-    """Says that a path cannot be read as a file; the message goes on after its name: "is a folder, no file".
+    """Says that a path cannot be read as a file; the message continues after the path: "is a folder, no file".
 
     Attributes:
-        reason: what goes on after "cannot be read:".
-        is_absent: whether nothing is there.
+        reason: the text that continues after "cannot be read:".
+        is_absent: whether the path does not exist.
     """
 
     def __init__(self, reason: str, *, is_absent: bool = False) -> None:
@@ -30,10 +30,10 @@ class UnreadableFileError(ValueError):
 
 
 def open_regular_file(path: Path) -> BinaryIO:
-    """Open a regular file for reading, without waiting for anything else.
+    """Opens a regular file for reading; never blocks on another kind of file.
 
     Raises:
-        UnreadableFileError: it is absent, no regular file, or may not be read.
+        UnreadableFileError: the path does not exist, is not a regular file, or may not be read.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
@@ -51,14 +51,14 @@ def open_regular_file(path: Path) -> BinaryIO:
 
 
 def read_regular_file(path: Path, max_bytes: int) -> bytes:
-    """Return the whole of a regular file.
+    """Returns the contents of a regular file.
 
     Args:
-        path: of the file.
-        max_bytes: the most that is read.
+        path: the file.
+        max_bytes: the largest size that is read.
 
     Raises:
-        UnreadableFileError: as `open_regular_file`; or the file is larger.
+        UnreadableFileError: as in `open_regular_file`; or the file is larger than `max_bytes`.
     """
     with open_regular_file(path) as file:
         content = file.read(max_bytes + 1)
