@@ -1,4 +1,4 @@
-"""The command `nemo-offload-rl`."""
+"""The command-line interface `nemo-offload-rl`."""
 
 import argparse
 import contextlib
@@ -20,17 +20,17 @@ EXIT_OK, EXIT_ERROR = 0, 2
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run a subcommand.
+    """Runs a subcommand.
 
     Args:
-        arguments: those of the command line where None.
+        arguments: the command-line arguments; None for those of the process.
 
     Returns:
-        The exit status: 0, or 2 for a mistake of the user's, which is then on stderr without a traceback.
+        The exit status: 0, or 2 for a user error, which is printed to stderr without a traceback.
     """
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
-    # argparse takes no second run of positional arguments: `validate RECIPE --deep a.b=1`.
+    # argparse does not accept positional arguments after an option: `validate RECIPE --deep a.b=1`.
     if rest and ("overrides" not in options or any(argument.startswith("-") for argument in rest)):
         parser.error(f"unrecognized arguments: {' '.join(rest)}")
     if rest:
@@ -131,14 +131,14 @@ def _validate(options: argparse.Namespace) -> None:
             if one is not None:
                 check_model_folder(one.config)
         check_named_files(validated)
-        _read_what_is_named(validated)
+        _load_inputs(validated)
         notes += _check_deeply(validated.config)
     sys.stderr.write("".join(f"{note}\n" for note in notes))
     sys.stdout.write(as_yaml(validated.recipe.config))
 
 
-def _read_what_is_named(recipe: "ValidatedRecipe") -> None:
-    """Data, prompts, tokenizer and reward, as a run reads them before it starts anything."""
+def _load_inputs(recipe: "ValidatedRecipe") -> None:
+    """Loads data, prompts, tokenizer and reward, as a run does before it starts anything."""
     from nemo_offload_rl.run.job import Job
 
     for one in (recipe, recipe.warm_start):
@@ -147,7 +147,7 @@ def _read_what_is_named(recipe: "ValidatedRecipe") -> None:
 
 
 def _check_deeply(config: "MasterConfig") -> list[str]:
-    """Notes of what takes the libraries to check."""
+    """Runs the checks that need torch, Megatron and transformers, and returns their notes."""
     import torch
 
     from nemo_offload_rl.config import for_machine
@@ -158,7 +158,7 @@ def _check_deeply(config: "MasterConfig") -> list[str]:
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
     try:
         check = ModelCheck(config["policy"], hf_config(config["policy"]), device=device)
-    except UnreachableModelError:  # build_configs says so
+    except UnreachableModelError:  # build_configs reports it
         lines += _build_megatron_configs(config)
         return [f"not checked here: {line}" for line in lines]
     with check:
@@ -171,7 +171,7 @@ def _build_megatron_configs(config: "MasterConfig") -> list[str]:
 
     try:
         return build_configs(config["policy"])
-    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:  # how Megatron's configs refuse
+    except (AssertionError, NotImplementedError, RuntimeError, ValueError) as error:  # raised by Megatron's configs
         if str(error).startswith("policy."):
             raise
         raise ValueError(f"policy.megatron_cfg: Megatron refuses this combination: {error}") from error
@@ -259,13 +259,13 @@ def _fit_to_gpu(
     planned: Callable[[Mapping[str, Any]], "PlannedRun"],
     gpu_bytes: int | None,
 ) -> tuple[Mapping[str, Any], list[str], list[str]]:
-    """Decide what the recipe leaves to the size of the GPU.
+    """Decides the settings that the recipe leaves to the size of the GPU.
 
     Args:
-        recipe: the recipe.
-        model: its Hugging Face config.
-        planned: plans a run.
-        gpu_bytes: memory of the GPU; None where that is not known.
+        recipe: the validated recipe.
+        model: the model's Hugging Face config.
+        planned: returns the plan of a run for a config.
+        gpu_bytes: the GPU's memory in bytes; None if it is unknown.
 
     Returns:
         The config; a line for each target that stays on the GPU; and lines about the tokens of packed rows.
@@ -279,17 +279,17 @@ def _fit_to_gpu(
 
     config: Mapping[str, Any] = recipe.config
     notes: list[str] = []
-    with contextlib.suppress(UnknownArchitectureError):  # which the caller tells
+    with contextlib.suppress(UnknownArchitectureError):  # which the caller reports
         config, notes = with_resident_state(config, planned, gpu_bytes)
     try:
         for decide in (with_kv_cache_bytes, with_awake_engine_here, with_engine_build):
             config, lines = decide(config, recipe.algorithm, gpu_bytes)
             notes += lines
-    except ValueError as error:  # the tables say what would make room
+    except ValueError as error:  # the plan's tables show what would make room
         notes.append(str(error))
     try:
         config, rows = with_row_tokens(config, model, algorithm=recipe.algorithm, gpu_bytes=gpu_bytes)
-    except ValueError as error:  # the ways that `plan` prints say what would make room
+    except ValueError as error:  # the alternatives that `plan` prints show what would make room
         rows = [str(error)]
     if (notes or rows) and gpu_bytes is None:
         rows = [*rows, "--gpu-memory GIB names the tokens for a GPU of that size"]
@@ -297,7 +297,7 @@ def _fit_to_gpu(
 
 
 def _check_plan_options(options: argparse.Namespace) -> None:
-    """Refuse sizes and speeds that cannot be."""
+    """Refuses invalid sizes and speeds."""
     if options.link is not None and not 0 < options.link < float("inf"):
         raise ValueError(f"--link is a speed in GB/s above 0; found {options.link:g}")
     if options.gpus is not None and options.gpus < 1:
@@ -310,7 +310,7 @@ def _check_plan_options(options: argparse.Namespace) -> None:
 
 
 def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
-    """Read the metrics of the run that speeds are taken from; empty where no run is named."""
+    """Reads the metrics of the run in --link-of; returns an empty list if no run is given."""
     if options.link_of is None:
         return []
     from nemo_offload_rl.metrics.logger import METRICS_FILE, read_metrics
@@ -328,7 +328,7 @@ def _earlier_steps(options: argparse.Namespace) -> list["MetricRow"]:
 
 
 def _link_bytes_per_s(options: argparse.Namespace, earlier: Sequence["MetricRow"]) -> float | None:
-    """Return the speed that the command line names; None for the plan's assumption."""
+    """Returns the link's speed from the command line or an earlier run; None for the plan's assumption."""
     from nemo_offload_rl.metrics.moves import measured_link_bytes_per_s
 
     return measured_link_bytes_per_s(earlier) if options.link is None else float(options.link * 1e9)
@@ -345,7 +345,7 @@ def _run_source(options: argparse.Namespace) -> str:
 
 
 def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run: "PlannedRun") -> "CpuSpeed":
-    """Return the CPU optimizer's speed: a run's, or an assumption for this machine or that of --host-memory."""
+    """Returns the CPU optimizer's speed: from a run, or assumed for this machine or that of --host-memory."""
     from nemo_offload_rl.plan.optimizer_ways import CpuSpeed, cpu_speed, measured_cpu_params_per_s, num_ranks_of_a_host
 
     measured = measured_cpu_params_per_s(earlier)
@@ -357,7 +357,7 @@ def _cpu_speed(options: argparse.Namespace, earlier: Sequence["MetricRow"], run:
 
 
 def _planned_host(options: argparse.Namespace) -> "Host":
-    """Return the machine that a plan is for: this one, or that of --host-memory."""
+    """Returns the machine that a plan is for: this one, or one with the memory of --host-memory."""
     from nemo_offload_rl.memory.units import GIB
     from nemo_offload_rl.placement.machine import host_facts
     from nemo_offload_rl.plan.optimizer_ways import Host

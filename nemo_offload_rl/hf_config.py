@@ -1,4 +1,4 @@
-"""The Hugging Face config of a recipe's model."""
+"""Loads the Hugging Face config of a recipe's model."""
 
 import copy
 import importlib
@@ -10,8 +10,8 @@ from nemo_offload_rl.config.installed.transformers_source import causal_models, 
 from nemo_offload_rl.hub import cache_only, folder_hint, why_missing
 
 _WRITER = "auto_class_docstring"
-_IN_ROPE = ("rope_theta", "partial_rotary_factor")  # which transformers keeps among those settings
-_ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and its former one
+_IN_ROPE = ("rope_theta", "partial_rotary_factor")  # transformers keeps these in rope_parameters
+_ROPE_KEYS = ("rope_parameters", "rope_scaling")  # transformers' present name, and the former one
 
 
 class UnreachableModelError(ValueError):
@@ -19,11 +19,11 @@ class UnreachableModelError(ValueError):
 
 
 @contextmanager
-def _told(where: str) -> Iterator[None]:
-    """Turns transformers' errors about values that no model can have into messages; it checks only some of them.
+def _readable_errors(where: str) -> Iterator[None]:
+    """Turns transformers' errors about invalid values, of which it checks only some, into a ValueError for the user.
 
     Args:
-        where: the values are from.
+        where: the source of the values, in words.
     """
     from huggingface_hub.errors import StrictDataclassError
 
@@ -35,12 +35,12 @@ def _told(where: str) -> Iterator[None]:
 
 @contextmanager
 def _without_docstrings() -> Iterator[None]:
-    """Have transformers not write docstrings of the classes that it imports inside.
+    """Keeps transformers from writing docstrings of the classes that it imports inside this context.
 
-    For that of any config it imports its code of models, and with that torch's compiler, which takes seconds.
+    For the docstring of any config it imports the code of models, and with it torch's compiler, which takes seconds.
     """
     module: Any = importlib.import_module("transformers.utils.auto_docstring")
-    if (write := getattr(module, _WRITER, None)) is None:  # another transformers, which is as slow as it is
+    if (write := getattr(module, _WRITER, None)) is None:  # another version of transformers, which may be slow
         yield
         return
     setattr(module, _WRITER, lambda config_class, **_: config_class)
@@ -54,35 +54,35 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
     """Returns the Hugging Face config of the policy's model.
 
     Returns:
-        A `transformers.PretrainedConfig`: from the recipe's `hf_config` mapping, or that of `model_name`, with
+        A `transformers.PretrainedConfig` from the recipe's `hf_config` mapping or from `model_name`, with
         `hf_config_overrides` applied.
 
     Raises:
         UnreachableModelError: `model_name` is neither a folder nor a name that can be resolved.
-        ValueError: if transformers does not know the mapping's `model_type` or has no causal language model of it, if a
-            field has a value that it cannot have, or an override names no field.
+        ValueError: transformers does not know the mapping's `model_type` or has no causal language model for it, a
+            field has an invalid value, or an override names a field that does not exist.
     """
     from transformers import CONFIG_MAPPING, AutoConfig
 
     mapping = policy.get("hf_config")
     if mapping is not None:
-        fields = copy.deepcopy(with_floats(mapping))  # transformers writes into what it is given
+        fields = copy.deepcopy(with_floats(mapping))  # transformers modifies its arguments
         model_type = fields.pop("model_type", None)
         if model_type not in CONFIG_MAPPING:
             raise ValueError(
                 f"policy.hf_config.model_type is {model_type!r}, which the installed transformers does not know; give "
                 "one that it does, such as 'qwen2'."
             )
-        with _told("policy.hf_config"), _without_docstrings():
+        with _readable_errors("policy.hf_config"), _without_docstrings():
             config = AutoConfig.for_model(model_type, **fields)
     else:
         name = policy["model_name"]
         try:
-            with _told(f"The config of policy.model_name {name!r}"), _without_docstrings():
+            with _readable_errors(f"The config of policy.model_name {name!r}"), _without_docstrings():
                 config = AutoConfig.from_pretrained(name, local_files_only=cache_only(name))
         except OSError as error:
             missing, detail = why_missing(name), ""
-            if missing is None:  # the hub has answered
+            if missing is None:  # the hub is reachable
                 missing = (
                     f"which is neither a folder with a config.json{folder_hint(name)} nor a model of a hub that can be "
                     "reached"
@@ -106,15 +106,15 @@ def hf_config(policy: Mapping[str, Any]) -> Any:
 
 
 def _override(config: Any, overrides: Mapping[str, Any]) -> None:
-    """Set fields of a config anew, and what it had made of them.
+    """Overrides fields of a config, and updates the values that the config derived from them.
 
     Raises:
-        ValueError: it has no such field, or the field cannot have the value.
+        ValueError: the config has no such field, or the field cannot have the value.
     """
     typed = with_floats({"model_type": config.model_type} | copy.deepcopy(dict(overrides)))
     for key in overrides:
         value, rope = typed[key], getattr(config, "rope_parameters", None)
-        with _told(f"policy.hf_config_overrides.{key}"):
+        with _readable_errors(f"policy.hf_config_overrides.{key}"):
             if key in _IN_ROPE and isinstance(rope, Mapping) and "rope_theta" in rope:
                 config.rope_parameters = {**rope, key: value}
             elif hasattr(config, key):
@@ -132,9 +132,9 @@ def _override(config: Any, overrides: Mapping[str, Any]) -> None:
 
 
 def _rope_with_its_base(config: Any, value: Mapping[str, Any] | None) -> Any:
-    """Settings of rotary embeddings for a config, with its base `rope_theta` where they name none.
+    """Returns rope settings for a config, with the config's own `rope_theta` added if they have none.
 
-    transformers 5 keeps the base among these settings and would take the family's default one. Null is no scaling.
+    transformers 5 keeps the base among these settings, and would use the family's default instead. Null is no scaling.
     """
     before = config.rope_parameters
     if not isinstance(before, Mapping) or "rope_theta" not in before:
@@ -148,7 +148,9 @@ def _rope_with_its_base(config: Any, value: Mapping[str, Any] | None) -> Any:
 
 
 def _check_windows(config: Any, overrides: Mapping[str, Any]) -> None:
-    """Refuse a switch that transformers reads only while it makes a config.
+    """Refuses to enable sliding windows that the model does not have.
+
+    transformers reads `use_sliding_window` only while it constructs a config.
 
     Raises:
         ValueError: windows are switched on, and no layer has one.

@@ -1,4 +1,4 @@
-"""Whether the Hugging Face hub can be reached, asked once and before its library, which tries again for a minute."""
+"""Tests whether the Hugging Face hub is reachable, before its library is used, which would retry for a minute."""
 
 import os
 import socket
@@ -15,12 +15,12 @@ _PORTS = {"http": 80, "https": 443}
 
 
 def cache_only(name: str) -> bool:
-    """Returns whether a model or tokenizer can come from the hub's cache alone.
+    """Returns whether a model or tokenizer must be loaded from the hub's cache because the hub is unreachable.
 
-    Where that is so, processes that are started later do not ask the hub either.
+    If so, it sets HF_HUB_OFFLINE, so that processes started later do not contact the hub either.
 
     Args:
-        name: of the model; a folder needs no hub.
+        name: the model's name; a folder needs no hub.
     """
     if Path(name).is_dir() or why_unreachable() is None:
         return False
@@ -30,10 +30,10 @@ def cache_only(name: str) -> bool:
 
 @contextmanager
 def asking_no_hub_in_vain(name: str) -> Iterator[None]:
-    """Has the hub's libraries read their cache alone, and at once, where the hub cannot be reached.
+    """Makes the hub's library use only its cache inside this context if the hub is unreachable, without any retry.
 
     Args:
-        name: of what is read.
+        name: the model, tokenizer or dataset that is loaded.
     """
     from huggingface_hub import constants
 
@@ -46,13 +46,13 @@ def asking_no_hub_in_vain(name: str) -> Iterator[None]:
 
 
 def why_missing(name: str) -> str | None:
-    """Why a model or tokenizer of this name is neither in a folder nor to be had from the hub.
+    """Returns why a model or tokenizer of this name is neither a folder nor available from the hub.
 
     Args:
-        name: of the model, which could not be loaded.
+        name: the name that could not be loaded.
 
     Returns:
-        A clause that begins with "which is"; None where the hub can be reached, or there is such a file or folder.
+        A clause that begins with "which is"; None if the hub is reachable, or if the file or folder exists.
     """
     reason = why_unreachable()
     if reason is None or Path(name).exists():
@@ -61,7 +61,7 @@ def why_missing(name: str) -> str | None:
 
 
 def folder_hint(name: str) -> str:
-    """Returns a remark, in brackets, on a name that begins with a folder of this machine; empty for other names."""
+    """Returns a remark, in brackets, if the parent of this name is an existing folder; otherwise empty."""
     path = Path(name)
     if path.exists() or len(path.parts) < 2 or not path.parent.is_dir():
         return ""
@@ -71,7 +71,7 @@ def folder_hint(name: str) -> str:
 
 
 def why_unreachable() -> str | None:
-    """Returns why the hub, or the proxy in front of it, cannot be reached; None where it can."""
+    """Returns why the hub, or the proxy in front of it, is unreachable; None if it is reachable."""
     from huggingface_hub.constants import ENDPOINT, HF_HUB_OFFLINE
 
     if HF_HUB_OFFLINE:

@@ -1,7 +1,6 @@
-"""The datasets that recipes may name as NeMo-RL's do: where each is on the hub, and what its rows hold.
+"""The datasets that recipes may name as in NeMo-RL: where each is on the hub, and the format of its rows.
 
-A row here is all that there is to a dataset; to add one, add a row, and a form to ``data.named_rows`` if its rows are
-like those of no other.
+To add a dataset, add a row here, and a form to ``data.named_rows`` if no existing form fits its rows.
 """
 
 from collections.abc import Mapping
@@ -17,15 +16,16 @@ class NamedDataset:
     """Describes a dataset on the Hugging Face hub that recipes may name.
 
     Attributes:
-        hub_path: its name there.
-        form: how a row becomes a problem with its answer, or a pair of answers; a key of ``data.named_rows.FORMS``.
-        columns: those that are read, the prompt's first.
-        splits: those that a recipe may name; the first is read where it names none.
-        subsets: its parts that are read, one after the other; empty for a dataset that has no parts.
+        hub_path: the dataset's name on the hub.
+        form: the conversion of a row to a problem with its answer, or to a pair of answers; a key of
+            ``data.named_rows.FORMS``.
+        columns: the columns to read, the prompt's first.
+        splits: the splits that a recipe may name; the first is the default.
+        subsets: the dataset's subsets (configurations) to read, in order; empty for a dataset without subsets.
         output_keys: columns that a recipe's ``output_key`` may name instead of the answer's.
-        repeat: how often the rows are read where a recipe's ``repeat`` does not say so; None where it may not.
-        validation_share: what is split off the training data where a recipe does not say so; None for a dataset of
-            which NeMo-RL never splits anything off.
+        repeat: the default of a recipe's ``repeat``, how often the rows are read; None if a recipe may not set it.
+        validation_share: the default share of the training data to split off for validation; None for a dataset that
+            NeMo-RL never splits.
     """
 
     hub_path: str
@@ -39,7 +39,7 @@ class NamedDataset:
 
     @property
     def if_absent(self) -> dict[str, Any]:
-        """What the absent keys of a recipe's section stand for, in training and in validation."""
+        """Values of the absent keys of a recipe's section, in training and in validation."""
         values: dict[str, Any] = {"split": self.splits[0]}
         if self.output_keys:
             values["output_key"] = self.output_keys[0]
@@ -49,7 +49,7 @@ class NamedDataset:
 
     @property
     def if_absent_in_training(self) -> dict[str, Any]:
-        """What absent keys of ``data.train`` stand for beside those."""
+        """Further values of absent keys that only ``data.train`` has."""
         if self.validation_share is None:
             return {}
         return {"split_validation_size": self.validation_share, "seed": 42}
@@ -64,9 +64,9 @@ _OPEN_MATH = NamedDataset(
     validation_share=0.05,
 )
 _DAPO_COLUMNS = ("prompt", "reward_model")
-_AIME_REPEAT = 16  # so that accuracy is a mean over answers to few problems
+_AIME_REPEAT = 16  # so that accuracy is a mean over many answers, since there are few problems
 
-# Problems, each with an answer to compare with or, in SFT, to train towards.
+# Problems with an answer: the reference for the reward, or in SFT the training target.
 PROBLEMS: Mapping[str, NamedDataset] = MappingProxyType(
     {
         "OpenMathInstruct-2": _OPEN_MATH,
@@ -89,7 +89,7 @@ PROBLEMS: Mapping[str, NamedDataset] = MappingProxyType(
     }
 )
 
-# Conversations of which SFT trains the assistant's turns.
+# Conversations; SFT trains on the assistant's turns.
 CONVERSATIONS: Mapping[str, NamedDataset] = MappingProxyType(
     {
         "squad": NamedDataset(
@@ -101,7 +101,7 @@ CONVERSATIONS: Mapping[str, NamedDataset] = MappingProxyType(
     }
 )
 
-# Pairs of answers, of which DPO prefers one.
+# Pairs of a preferred and a rejected answer, for DPO.
 PAIRS: Mapping[str, NamedDataset] = MappingProxyType(
     {
         "HelpSteer3": NamedDataset(

@@ -1,4 +1,4 @@
-"""The registry of algorithms: one spec each, which validation, the planner and the run read."""
+"""The registry of algorithms: one spec for each, read by validation, the planner and the run."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ class AlgorithmSpec:
     """Describes an algorithm to validation, the planner and the run.
 
     Attributes:
-        name: the name of the section that marks its recipes.
-        module: with a function ``prepare(config) -> run.setup.Preparation``; imported when a run is prepared.
-        schema: the TypedDict of its recipes.
-        phases: of a step, in their order; the planner follows them.
-        validation_metrics: names of what its ``validate`` measures; a recipe writes ``val:NAME``.
-        computes_logprobs: whether a step computes log-probs outside of training, in micro-batches of their own size.
+        name: the section that identifies its recipes.
+        module: the module with ``prepare(config) -> run.setup.Preparation``; imported when a run is prepared.
+        schema: the TypedDict that its recipes are checked against.
+        phases: the phases of a step, in order; the planner follows them.
+        validation_metrics: names of the metrics that its ``validate`` measures; recipes write ``val:NAME``.
+        computes_logprobs: whether a step has log-prob passes outside of training, with their own micro-batch size.
         has_reference: whether a validated recipe keeps reference weights.
         group_size: rows of a sample: consecutive rows of a batch that belong together, such as a chosen and a rejected
             answer, and are never separated; 1 where each row is a sample. Batch sizes in recipes count samples.
@@ -50,7 +50,7 @@ _SPECS = (
         name="sft",
         module="nemo_offload_rl.algorithms.sft",
         schema=SFTMasterConfig,
-        phases=(Phase.TRAIN, Phase.LOGPROB),  # a step, and a validation
+        phases=(Phase.TRAIN, Phase.LOGPROB),  # training in a step, log-probs in a validation
         validation_metrics=("val_loss", "answer_probability"),
         computes_logprobs=False,
         has_reference=lambda config: False,

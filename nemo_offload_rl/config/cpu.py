@@ -1,4 +1,4 @@
-"""Resolves a recipe for the machine: without a GPU what needs one is switched off, each said in one line."""
+"""Resolves a recipe for the machine: without a GPU, switches off what needs one and says so, one line for each."""
 
 import copy
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ _GPU = "needs a GPU"
 _FOLLOWS = "follows optimizer.use_precision_aware_optimizer, which " + _TE
 _GRAPHS = "needs CUDA graphs of Transformer Engine"
 
-# Key below policy.megatron_cfg: the value that leaves it off, and why it cannot be another.
+# Key below policy.megatron_cfg: the value that switches it off, and why a CPU needs that.
 OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
     "apply_rope_fusion": (False, _TE),
     "fused_single_qkv_rope": (False, _TE),
@@ -42,14 +42,14 @@ OFF_ON_CPU: Mapping[str, tuple[Any, str]] = {
 
 
 def for_machine(config: Any, *, has_gpus: bool) -> tuple[Any, list[str]]:
-    """Resolve a recipe for a machine: without GPUs, what needs one is off.
+    """Resolves a recipe for a machine: without GPUs, switches off every setting that needs one.
 
     Args:
-        config: a validated recipe's config, which is left as it is. Precision stays what it says.
-        has_gpus: whether the ranks have.
+        config: a validated recipe's config, which is not modified. Its precision is kept.
+        has_gpus: whether the ranks have GPUs.
 
     Returns:
-        The config as ranks on this machine run it, and a line for each setting that was on.
+        The config that ranks on this machine run with, and one line for each setting that was switched off.
     """
     if has_gpus:
         return config, []

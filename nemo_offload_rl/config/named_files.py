@@ -1,4 +1,4 @@
-"""Files and folders that a recipe names: a run looks for them before it loads any library, `validate` does not."""
+"""Checks that the files and folders a recipe names exist, before a run loads any library; `validate` does not."""
 
 import os
 from collections.abc import Iterator
@@ -15,10 +15,10 @@ _OF_EITHER = ("BinaryPreferenceDataset", "PreferenceDataset")  # a JSONL file or
 
 
 def check_named_files(recipe: ValidatedRecipe) -> None:
-    """Refuse a recipe whose data or prompts are not there.
+    """Refuses a recipe whose data or prompt files do not exist.
 
     Raises:
-        RecipeError: with every file and folder that is missing or of the wrong kind, those of the warm start included.
+        RecipeError: lists every file and folder that is missing or of the wrong kind, including the warm start's.
     """
     problems = [
         Problem(key, one.recipe.origin(key), message)
@@ -41,7 +41,7 @@ def _missing(recipe: ValidatedRecipe) -> Iterator[tuple[str, str]]:
             continue
         key, path = f"{section}.data_path", Path(dataset["data_path"])
         either, wants_folder = dataset["dataset_name"] in _OF_EITHER, dataset["dataset_name"] == "HFDataset"
-        if not os.path.exists(path):  # false also where the path cannot be looked at
+        if not os.path.exists(path):  # also false if the path cannot be accessed
             yield key, _absent(path, "file or folder" if either else "folder" if wants_folder else "file")
         elif either:
             continue

@@ -1,4 +1,4 @@
-"""Holds what a user is told about a recipe: problems, each with its key, its place and its remedy."""
+"""The problems of a recipe as a user sees them, each with its key, its place and its remedy."""
 
 import difflib
 import os
@@ -12,7 +12,7 @@ from nemo_offload_rl.config.limits import MAX_PROBLEMS
 
 @dataclass(frozen=True)
 class Origin:
-    """Says where a key was written: on a line of a file, or in an override (of `file`, or else of the command line)."""
+    """Says where a key was written: a line of a file, or an override (of `file`, or else of the command line)."""
 
     file: str | None = None
     line: int | None = None
@@ -27,7 +27,7 @@ class Origin:
 
 @dataclass(frozen=True)
 class Problem:
-    """Describes a mistake: its key's full path ("" for the whole recipe), where that was written, and what to do."""
+    """Describes a mistake: the key's full path ("" for the whole recipe), where it was written, and what to do."""
 
     path: str
     origin: Origin | None
@@ -38,10 +38,10 @@ class Problem:
 
 
 class RecipeError(ValueError):
-    """Says that a recipe cannot be used; `str()` is what the user reads.
+    """Says that a recipe cannot be used; `str()` is the message for the user.
 
     Attributes:
-        problems: every mistake that was found, in the order of the files; the text lists the first `MAX_PROBLEMS`.
+        problems: every mistake, in the order of the files; the message lists the first `MAX_PROBLEMS`.
     """
 
     def __init__(self, recipe: str, problems: Sequence[Problem]) -> None:
@@ -55,7 +55,7 @@ class RecipeError(ValueError):
 
 
 def _place(problem: Problem) -> tuple[str, int]:
-    """Overrides first, then file by file from top to bottom."""
+    """Sort key: overrides first, then file by file from top to bottom."""
     origin = problem.origin or Origin()
     return (origin.file or "", origin.line or 0)
 
@@ -82,14 +82,14 @@ def show_choices(values: Iterable[Any]) -> str:
 
 
 def nearest(name: str, candidates: Iterable[str], cutoff: float = 0.6) -> str | None:
-    """Returns the candidate that is spelt most like the name, if one is; capital letters count for nothing."""
+    """Returns the candidate with the most similar spelling, if one is close; ignores case."""
     by_lower = {candidate.lower(): candidate for candidate in candidates}
     matches = difflib.get_close_matches(name.lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[matches[0]] if matches else None
 
 
 def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
-    """Unknown names, each with what it probably means."""
+    """Returns unknown names as a list in prose, each with the name that the user probably meant."""
     shown = []
     for name in names:
         close = nearest(name, known)
@@ -98,10 +98,10 @@ def unknown_names(names: Iterable[str], known: Iterable[str]) -> str:
 
 
 def show_file(path: Path) -> str:
-    """Returns the path as users would type it: relative to the current folder where it lies below that."""
+    """Returns the path as users would type it: relative to the current folder if it lies below that."""
     if "\0" in str(path):
         return repr(str(path))
-    # Not Path.resolve, which fails where links lead in a circle.
+    # Path.resolve would fail on circular symbolic links.
     resolved, here = Path(os.path.realpath(path)), Path.cwd()
     return str(resolved.relative_to(here)) if resolved.is_relative_to(here) else str(path)
 

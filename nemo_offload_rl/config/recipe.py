@@ -1,4 +1,4 @@
-"""Reading a recipe: YAML with `defaults:` inheritance, command-line overrides and `${...}` interpolation."""
+"""Reads a recipe: YAML with `defaults:` inheritance, command-line overrides and `${...}` interpolation."""
 
 import copy
 import os
@@ -16,20 +16,20 @@ from nemo_offload_rl.config.source.overrides import apply_overrides, merge
 from nemo_offload_rl.config.source.yaml_source import Node, read_yaml
 from nemo_offload_rl.storage.regular_file import UnreadableFileError
 
-# ${section.key} and ${.sibling}; \${...} is text.
+# ${section.key} and ${.sibling}; \${...} is plain text.
 _REFERENCE = re.compile(r"(?<!\\)(?:\\\\)*\$\{(\.*)([A-Za-z_][\w.]*)\}")
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """Holds a recipe with everything inherited, overridden and resolved, before it is checked against the schema.
+    """Holds a recipe after inheritance, overrides and interpolation, before it is checked against the schema.
 
     Attributes:
         path: the recipe's file.
         config: the resolved values.
         origins: where each key was written, by its full path.
         written: the text, such as `${...}`, of each value that was interpolated, by its full path.
-        problems: mistakes that left the rest of the recipe readable.
+        problems: mistakes despite which the rest of the recipe could be read.
     """
 
     path: Path
@@ -39,7 +39,7 @@ class Recipe:
     problems: tuple[Problem, ...] = ()
 
     def origin(self, path: str) -> Origin:
-        """Returns where a key was written, or the nearest section around it."""
+        """Returns where a key was written, or where the nearest enclosing section was."""
         while path:
             if path in self.origins:
                 return self.origins[path]
@@ -65,7 +65,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         overrides: command-line overrides, applied after inheritance and before interpolation.
 
     Raises:
-        RecipeError: with every mistake found; the schema is not looked at yet (see `validate`).
+        RecipeError: lists every mistake; the schema is not checked yet (see `validate`).
     """
     recipe = read_recipe(path, overrides)
     if recipe.problems:
@@ -74,7 +74,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read_recipe(path: str | Path, overrides: Sequence[str] = (), given_in: str | None = None) -> Recipe:
-    """Loads as `load_recipe`, but returns mistakes that leave the rest readable in `problems`.
+    """Reads a recipe as `load_recipe` does, but returns mistakes that leave the rest readable in `problems`.
 
     Args:
         path: the YAML file.
@@ -108,18 +108,18 @@ class _Inheritance:
         self._num_values = 0
 
     def read(self, path: Path, chain: tuple[Path, ...] = (), named_at: Origin | None = None) -> Node | None:
-        """Returns the file merged over what its `defaults` name; None where any of them cannot be read.
+        """Returns the file merged over the files in its `defaults`; None if one of them cannot be read.
 
         Args:
-            path: of the file.
-            chain: the files that led here.
-            named_at: where its name is written; None for that of the command line.
+            path: the file's path.
+            chain: the files whose `defaults` led to this one.
+            named_at: where the file's name is written; None if it comes from the command line.
         """
         if os.path.realpath(path) in [os.path.realpath(link) for link in chain]:
             cycle = " -> ".join(link.name for link in (*chain, path))
             self._problems.append(Problem("defaults", named_at, f"the recipe inherits from itself: {cycle}"))
             return None
-        # A link's `defaults` are relative to the folder of the link.
+        # The `defaults` of a symbolic link are relative to the folder of the link.
         key = (os.path.realpath(path.parent), path.name)
         if key not in self._merged:
             if len(self._merged) >= MAX_FILES:
@@ -184,7 +184,7 @@ def _parents(defaults: Node, problems: list[Problem]) -> list[tuple[str, Origin]
 
 
 def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]:
-    """Resolve every `${...}`: the plain values, what was written in their place, and what could not be resolved."""
+    """Resolves every `${...}`: returns the plain values, the original texts, and the problems."""
     plain = root.plain()
     origins = root.origins()
     problems = [Problem(path, origins[path], message) for path, message in _drop_long_integers(plain)]
@@ -201,14 +201,16 @@ def _resolve(root: Node) -> tuple[dict[str, Any], dict[str, str], list[Problem]]
 
 
 def _drop_long_integers(plain: dict[str, Any], below: str = "") -> list[tuple[str, str]]:
-    """Replaces integers that no library takes, and that are not even printed where they are longer still, by null.
+    """Replaces integers of more than 64 bits by null.
+
+    No library accepts them, and Python refuses to print even longer ones.
 
     Args:
-        plain: the recipe, which is changed.
-        below: looks at what lies at this path only.
+        plain: the recipe, modified in place.
+        below: checks only the values at this path.
 
     Returns:
-        The path of each, and what is wrong with it.
+        The path of each replaced integer, and what is wrong with it.
     """
     value = plain if not below else _at(plain, below)
     long = [

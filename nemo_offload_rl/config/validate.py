@@ -1,4 +1,4 @@
-"""Checking a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
+"""Checks a recipe: upstream's other features, the schema, Megatron's fields, and the rules between keys."""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -38,10 +38,10 @@ class ValidatedRecipe:
     """Holds a recipe that the schema and the rules accept.
 
     Attributes:
-        algorithm: the section that marks it, a key of `ALGORITHMS`.
-        config: the keys that the schema and Megatron have, without those of upstream's other features.
-        notes: what the user should know of what was accepted, one line each.
-        recipe: the recipe as it was read, with every key, and with what absent ones stand for where that is filled in.
+        algorithm: the section that identifies its algorithm, a key of `ALGORITHMS`.
+        config: the keys of the schema and of Megatron, without those of upstream's other features.
+        notes: what the user should know about accepted settings, one line each.
+        recipe: the recipe as it was read, with every key, and with the values of absent keys filled in.
         warm_start: the recipe that `warm_start` names.
     """
 
@@ -53,19 +53,19 @@ class ValidatedRecipe:
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> ValidatedRecipe:
-    """Read and check a recipe.
+    """Reads and checks a recipe.
 
     Raises:
-        RecipeError: with every mistake found.
+        RecipeError: lists every mistake.
     """
     return validate(read_recipe(path, overrides))
 
 
 def validate(recipe: Recipe) -> ValidatedRecipe:
-    """Check a recipe, and the one that its `warm_start` names.
+    """Checks a recipe, and the one that its `warm_start` names.
 
     Raises:
-        RecipeError: with every mistake found, those of `recipe.problems` included.
+        RecipeError: lists every mistake, including `recipe.problems`.
     """
     algorithm, problem = _algorithm_of(recipe)
     if algorithm is None:
@@ -95,12 +95,12 @@ def validate(recipe: Recipe) -> ValidatedRecipe:
         f"{path} {message}" for path, message in _broken(NOTES, spec, upstream_keys.config, found)
     ]
     for config in (recipe.config, upstream_keys.config):
-        resolve_absent_keys(config)  # which `validate` then prints
+        resolve_absent_keys(config)  # the command `validate` prints them
     return ValidatedRecipe(algorithm, cast(MasterConfig, upstream_keys.config), notes, recipe, warm_start)
 
 
 class _Findings:
-    """The problems of a recipe so far."""
+    """Collects the problems of a recipe."""
 
     def __init__(self, recipe: Recipe) -> None:
         self._recipe = recipe
@@ -108,13 +108,13 @@ class _Findings:
         self._paths = {problem.path for problem in recipe.problems}
 
     def without_consequences(self) -> list[Problem]:
-        """Returns the problems, without those of values that were interpolated from a key with a problem of its own."""
+        """Returns the problems, except for values interpolated from a key that has a problem itself."""
         of_schema = {problem.path for problem in self.problems if problem not in self._recipe.problems}
         return [
             problem
             for problem in self.problems
-            # What could not be resolved counts as a consequence of what the schema says alone, since two keys that
-            # stand for each other are consequences of each other.
+            # An unresolved value counts as a consequence only of the schema's problems, since two keys that refer to
+            # each other would be consequences of each other.
             if not any(
                 _touches(of_schema if problem in self._recipe.problems else self._paths, source)
                 for source in self._recipe.sources(problem.path)
@@ -122,12 +122,12 @@ class _Findings:
         ]
 
     def add(self, path: str, message: str) -> None:
-        """A problem of a key that had none yet."""
+        """Adds a problem of a key, unless the key already has one."""
         if path not in self._paths:
             self._append(path, message)
 
     def add_broken(self, broken: list[tuple[str, str]]) -> None:
-        """Adds the problems of rules, also several of one key; none of a key that had a problem before."""
+        """Adds the problems of rules, possibly several for one key, except for keys that had a problem before."""
         with_problem = frozenset(self._paths)
         for path, message in dict.fromkeys(broken):
             if path not in with_problem:
@@ -144,7 +144,7 @@ class _Findings:
         return self._recipe.origin(path)
 
     def touches(self, path: str) -> bool:
-        """Returns whether a problem lies at the path, in it or around it."""
+        """Returns whether a problem lies at the path, inside it or in a section around it."""
         return _touches(self._paths, path)
 
 
@@ -175,7 +175,7 @@ def _algorithm_of(recipe: Recipe) -> tuple[str | None, Problem | None]:
 def _broken(
     rules: Sequence[Rule], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings
 ) -> list[tuple[str, str]]:
-    """Returns the problems of the rules whose keys are there and without problems."""
+    """Returns the problems found by the rules whose keys are present and without problems."""
     broken: list[tuple[str, str]] = []
     for rule in rules:
         values = _read(rule.reads, spec, config, found)
@@ -193,7 +193,7 @@ def _broken(
 
 
 def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> list[str]:
-    """Reads keys otherwise than they are written; returns what the user is told of it."""
+    """Applies the adaptations to the config; returns the lines that tell the user about them."""
     lines = []
     for adaptation in ADAPTATIONS:
         values = _read(adaptation.reads, spec, config, found)
@@ -209,7 +209,7 @@ def _adapt(spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> lis
 
 
 def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], found: _Findings) -> list[Any] | None:
-    """Returns the values that a rule reads; None where a key is not there or has a problem."""
+    """Returns the values that a rule reads; None if a key is absent or has a problem."""
     values: list[Any] = []
     for read in (one.replace(SECTION, spec.name) for one in reads):
         if read == SPEC:
@@ -226,7 +226,7 @@ def _read(reads: Sequence[str], spec: AlgorithmSpec, config: dict[str, Any], fou
 def _warm_start(
     recipe: Recipe, config: dict[str, Any], found: _Findings
 ) -> tuple[ValidatedRecipe | None, tuple[Problem, ...]]:
-    """Returns the recipe that `warm_start` names, and its problems; adds those of `warm_start` itself to `found`."""
+    """Returns the recipe that `warm_start` names, and its problems; adds problems of `warm_start` itself to `found`."""
     name = value_at(config, "warm_start.recipe")
     if name is ABSENT or found.touches("warm_start"):
         return None, ()
@@ -244,7 +244,7 @@ def _warm_start(
     try:
         read = read_recipe(path, overrides, _OVERRIDES)
         other = _algorithm_of(read)[0]
-        if other not in (None, "sft"):  # not looked into: it may have a warm start in its turn, for ever
+        if other not in (None, "sft"):  # not checked further: its own warm start could lead back here forever
             found.add("warm_start.recipe", f"must be an sft recipe; found one of {other}")
             return None, ()
         others = {key: size for key, size in _sizes(config, found).items() if value_at(read.config, key) != size}
@@ -263,15 +263,15 @@ def _warm_start(
 def _checked_on(
     sizes: Mapping[str, int], alone: Recipe, read_with: Callable[[Sequence[str]], Recipe]
 ) -> ValidatedRecipe:
-    """Returns the recipe of a warm start with the run's sizes of the cluster, where these differ from its own.
+    """Returns the validated recipe of a warm start, with the run's cluster sizes where they differ from its own.
 
     Args:
-        sizes: the keys that differ, and the run's values.
-        alone: the recipe as it is.
-        read_with: reads it with further overrides, as other keys may follow from these.
+        sizes: the keys that differ, with the run's values.
+        alone: the recipe as it was read, without the run's values.
+        read_with: reads the recipe with further overrides, since other keys may be interpolated from these.
 
     Raises:
-        RecipeError: with its mistakes; of those that come from the sizes alone it says so.
+        RecipeError: lists its mistakes, and marks those that only the run's sizes cause.
     """
     if not sizes:
         return validate(alone)
@@ -296,12 +296,12 @@ def _checked_on(
 
 
 def _sizes(config: dict[str, Any], found: _Findings) -> dict[str, int]:
-    """Returns the keys of `cluster` that a warm start has from the run, on whose ranks it trains, with their values."""
+    """Returns the `cluster` keys, with values, that a warm start takes from the run, whose ranks it trains on."""
     gpus, nodes, apart = (value_at(config, key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED))
     if any(found.touches(key.removesuffix("?")) for key in (GPUS, NODES, COLOCATED)):
         return {}
     split = checked_split(gpus, nodes, None if apart is ABSENT else apart)
-    if not isinstance(split, DeviceSplit):  # reported there
+    if not isinstance(split, DeviceSplit):  # a rule reports it
         return {}
     return {GPUS: split.policy_per_node, NODES: split.policy_nodes}
 

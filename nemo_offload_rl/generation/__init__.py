@@ -1,4 +1,4 @@
-"""Generation engines: sampling from the policy's current weights."""
+"""Generation engines, which sample from the policy's current weights."""
 
 import logging
 import pkgutil
@@ -10,7 +10,7 @@ from nemo_offload_rl.placement.cluster import Cluster
 
 logger = logging.getLogger(__name__)
 
-# policy.generation.backend -> "module:name" of its `EngineSpec`, imported where a recipe names it.
+# policy.generation.backend -> "module:name" of its `EngineSpec`, imported only if a recipe names it.
 ENGINES: dict[str, str] = {
     "transformers": "nemo_offload_rl.generation.transformers_backend:ENGINE",
     "vllm": "nemo_offload_rl.generation.vllm_backend:ENGINE",
@@ -18,11 +18,11 @@ ENGINES: dict[str, str] = {
 
 
 def make_generation(policy_config: Mapping[str, Any], cluster: Cluster) -> GenerationInterface:
-    """Start the generation engines that a recipe's `policy` names; returns before they are built.
+    """Starts the generation engines that a recipe's `policy` names; returns before they are built.
 
     Raises:
-        ValueError: If the backend is not known or needs GPUs that the cluster has not, or its engines' bundles do not
-            divide those of a node.
+        ValueError: If the backend is unknown or needs GPUs that the cluster does not have, or if an engine's number of
+            bundles does not divide a node's.
     """
     backend = policy_config["generation"]["backend"]
     if backend not in ENGINES:

@@ -1,4 +1,4 @@
-"""The driver's handle on generation engines that are Ray actors: one actor an engine, or one for each of its GPUs."""
+"""The driver's handle on generation engines in Ray actors: one actor for each engine, or for each of its GPUs."""
 
 import itertools
 import re
@@ -21,12 +21,12 @@ _COLOUR_CODE = re.compile(r"\x1b\[\d+m")
 
 @dataclass(frozen=True)
 class EngineActor:
-    """Names one process of an engine, and the bundles that it has.
+    """Describes one process of an engine, and its bundles.
 
     Attributes:
-        actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for all else.
+        actor: Ray's handle of a `WeightLoader` with `process()`, and with `call(verb, *arguments)` for other methods.
         engine: The number of its engine.
-        ranks: Its bundles (GPUs), by the policy ranks that it shares them with; above these where it has its own.
+        ranks: Its bundles (GPUs), by the policy ranks that it shares them with; higher numbers for GPUs of its own.
     """
 
     actor: Any
@@ -35,12 +35,12 @@ class EngineActor:
 
 
 class ActorEngines:
-    """Speaks to all engines, which share out every request; a base of `GenerationInterface`'s implementations.
+    """Calls all engines and divides every request among them; a base of `GenerationInterface`'s implementations.
 
     Args:
         cluster: Where the actors run.
-        actors: Of all engines; those of one engine are consecutive, and get the same requests.
-        build_refs: What each actor's build returns.
+        actors: The actors of all engines; those of one engine are consecutive, and get the same requests.
+        build_refs: References to the result of each actor's build.
         stays_awake: Whether the engines keep all of their memory on GPUs that they share with the policy.
     """
 
@@ -62,11 +62,11 @@ class ActorEngines:
 
     @property
     def receivers(self) -> Sequence[Receiver]:
-        """The engines' processes; none after `shutdown`."""
+        """Returns the engines' processes; none after `shutdown`."""
         return tuple(Receiver(one.actor, one.ranks, self._name(one)) for one in self._actors)
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt; consecutive rows, such as those of one prompt, mostly go to the same engine."""
+        """Continues every prompt; consecutive rows, such as those of one prompt, mostly go to the same engine."""
         num_rows, num_engines = len(request.prompt_ids), self._actors[-1].engine + 1
         bounds = [num_rows * engine // num_engines for engine in range(num_engines + 1)]
         parts = [
@@ -80,7 +80,7 @@ class ActorEngines:
         )
         of_engine: dict[int, GenerationOutput] = {}
         for one, answer in zip(self._actors, answers, strict=True):
-            of_engine.setdefault(one.engine, answer)  # all actors of an engine answer alike
+            of_engine.setdefault(one.engine, answer)  # all actors of an engine return the same answer
         outputs = list(of_engine.values())
         return GenerationOutput(
             output_ids=[row for output in outputs for row in output.output_ids],
@@ -89,23 +89,23 @@ class ActorEngines:
         )
 
     def start_finish_generation(self) -> Sequence[Any]:
-        """Begin to give the GPU memory back, unless the engines stay ready, as where they are alone on their GPUs."""
+        """Starts to free the engines' GPU memory, unless they keep it, as on GPUs of their own."""
         if not self._finishing and self._gives_memory_back:
             self._finishing = self._start("finish_generation")
         return self._finishing
 
     def finish_generation(self) -> None:
-        """Give the GPU memory back, and wait until it is the driver's."""
+        """Frees the engines' GPU memory, and waits until the CUDA driver has it back."""
         if self._gives_memory_back:
             refs, self._finishing = self._finishing or self._start("finish_generation"), []
             self._collect("finish_generation", refs)
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Check that the tensors a refit will bring are the model's (see `GenerationInterface`)."""
+        """Checks that the tensors of a refit match the model's (see `GenerationInterface`)."""
         self._run("prepare_refit_info", plan)
 
     def weights_checksum(self) -> dict[str, int]:
-        """Checksums of the weights that a refit brings.
+        """Returns checksums of the weights that a refit brings.
 
         Raises:
             RuntimeError: If the engines' weights differ.
@@ -116,15 +116,15 @@ class ActorEngines:
         return first
 
     def memory_stats(self) -> dict[str, float]:
-        """Memory in GiB; of each quantity the largest value of any process."""
+        """Returns memory in GiB: for each quantity, the largest value of any process."""
         return largest_of(self._run("memory_stats"))
 
     def wait_until_ready(self) -> None:
-        """Wait until every engine is built."""
+        """Waits until every engine is built."""
         self._collect("its construction", self._build_refs)
 
     def shutdown(self) -> None:
-        """End the engines."""
+        """Ends the engines' actors."""
         actors, self._actors = [one.actor for one in self._actors], []
         self._cluster.stop(actors, self._process_refs)
 
@@ -135,10 +135,10 @@ class ActorEngines:
         return [one.actor.call.remote(verb, *arguments) for one in self._actors]
 
     def _collect(self, verb: str, refs: Sequence[Any]) -> list[Any]:
-        """The actors' results.
+        """Waits for the actors' results and returns them.
 
         Raises:
-            GenerationError: If one failed to be built or to run.
+            GenerationError: If an actor failed while it was built or called.
         """
         for some in (self._build_refs, refs):
             actor_of = dict(zip(some, self._actors, strict=True))
@@ -156,7 +156,7 @@ class ActorEngines:
         return ray.get(list(refs))
 
     def _error(self, verb: str, actor: EngineActor, error: RayError) -> GenerationError:
-        """The error of an actor; where its process is gone, perhaps with its node, which is then the cause."""
+        """Makes the error for a failed actor; if its process is gone, perhaps with its node, that is the cause."""
         rank = actor.ranks[0]
         cause = error.cause if isinstance(error, RayTaskError) else self._cluster.loss_of(rank, ask=True) or error
         node = self._cluster.node_name(rank)

@@ -1,4 +1,4 @@
-"""Hugging Face causal language models whose weights arrive by refit."""
+"""Builds Hugging Face causal language models whose weights arrive by refit."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -19,17 +19,17 @@ def build_model(
     precision: str,
     hf_config_overrides: Mapping[str, Any] | None = None,
 ) -> PreTrainedModel:
-    """Build a model on the host without weights: their memory is there, what is in it is not defined.
+    """Builds a model on the host with uninitialized weights.
 
     Args:
-        model_name: Folder or hub name of the configuration; only a label where `hf_config` is given.
+        model_name: Folder or hub name of the configuration; only a label if `hf_config` is given.
         hf_config: A Hugging Face configuration as a mapping, with its `model_type`; None takes `model_name`'s.
         precision: "float32", "bfloat16" or "float16".
-        hf_config_overrides: Fields of the configuration to set anew.
+        hf_config_overrides: Fields of the configuration to override.
 
     Raises:
-        ValueError: If the precision is unknown, or as `nemo_offload_rl.hf_config.hf_config`, by which the policy's
-            model is built, too.
+        ValueError: If the precision is unknown, or for the reasons of `nemo_offload_rl.hf_config.hf_config`, which the
+            policy's model uses, too.
     """
     if precision not in _DTYPES:
         raise ValueError(f"policy.precision is {precision!r}; generation knows {', '.join(_DTYPES)}.")
@@ -42,10 +42,10 @@ def build_model(
 
 
 def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """The model's weights under the names they have in a Hugging Face checkpoint, as views that can be written to.
+    """Returns the model's weights under their names in a Hugging Face checkpoint, as views that can be written to.
 
     Transformers keeps the experts of a layer in two fused parameters, `gate_up_proj` [experts, 2 x ffn, hidden] and
-    `down_proj` [experts, hidden, ffn], which a checkpoint has expert by expert. Tied weights are there under each name.
+    `down_proj` [experts, hidden, ffn], which a checkpoint has expert by expert. Tied weights appear under each name.
     """
     weights = {}
     for name, tensor in model.state_dict().items():
@@ -58,7 +58,7 @@ def weights_by_name(model: PreTrainedModel) -> dict[str, torch.Tensor]:
 
 
 def optional_names(model: PreTrainedModel) -> set[str]:
-    """Names whose tensor is also there under another name, and which a checkpoint may leave out."""
+    """Returns names whose tensor also has another name, and which a checkpoint may leave out."""
     first_names: dict[int, str] = {}
     optional = set()
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -1,4 +1,4 @@
-"""Defines what the algorithms ask of a generation engine, whatever runs behind it."""
+"""Defines the interface between the algorithms and a generation engine of any backend."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -8,23 +8,24 @@ from nemo_offload_rl.placement.cluster import Cluster
 from nemo_offload_rl.refit.interface import Receiver
 from nemo_offload_rl.refit.plan import ExportPlan
 
-# What a sleeping engine wakes up, in vLLM's words.
+# The parts that a sleeping engine wakes up, by vLLM's names.
 WakeUpTag = Literal["weights", "kv_cache"]
 
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """Holds the settings of sampling.
+    """Holds the sampling settings.
 
     Attributes:
-        max_new_tokens: The most tokens a sequence gets, its stop token or stop string included.
+        max_new_tokens: Largest number of new tokens in a sequence, including its stop token or stop string.
         temperature: Divides the logits; 0 takes the most probable token.
         top_p: Keeps the fewest most probable tokens whose probabilities sum to at least this; in (0, 1], 1 keeps all.
         top_k: Keeps this many most probable tokens, before top_p; None keeps all.
         stop_token_ids: Tokens that end a sequence; they are part of its output.
         seed: With a request's step and a row's prompt and sample id, the only source of randomness.
-        stop_strings: Texts that end a sequence as soon as its text has one; the token that completes it is the last. It
-            is that of the answer alone, special tokens as they are written. For engines of a recipe with stop strings.
+        stop_strings: Texts that end a sequence as soon as its text has one; the token that completes it is the last.
+            Only the answer's text counts, with special tokens as they are written. Needs an engine that was built from
+            a recipe with stop strings.
     """
 
     max_new_tokens: int
@@ -50,13 +51,13 @@ class SamplingParams:
 
 @dataclass
 class GenerationRequest:
-    """Holds the prompts to continue, one row a sample.
+    """Holds the prompts to continue, one row for each sample.
 
     Attributes:
-        prompt_ids: Token ids of each row's prompt, not padded; a prompt asked for n times is there n times.
-        sample_ids: Tells apart the rows of one prompt: 0 .. n-1.
-        step: The training step, so that a prompt met again is sampled afresh.
-        sampling: How tokens are chosen.
+        prompt_ids: Token ids of each row's prompt, not padded; a prompt with n samples is repeated n times.
+        sample_ids: Distinguish the rows of one prompt: 0 .. n-1.
+        step: The training step, so that a prompt gets new samples in a later step.
+        sampling: The sampling settings.
     """
 
     prompt_ids: list[list[int]]
@@ -77,14 +78,14 @@ class GenerationRequest:
 
 @dataclass
 class GenerationOutput:
-    """Holds the generated tokens, row by row of the request.
+    """Holds the generated tokens, in the order of the request's rows.
 
     Attributes:
-        output_ids: New tokens, the stop token included, and all of the token that completes a stop string.
-        logprobs: Of each new token, under the temperature-scaled distribution (temperature 1 where greedy). Those of
-            `transformers` are before top_k and top_p, those of `vllm` after them; what training compares its own with
-            follows the engine (`worker.sampling`).
-        finish_reasons: "stop" after a stop token or a stop string, also at the limit; "length" at the limit else.
+        output_ids: New tokens, including the stop token, or the whole token that completes a stop string.
+        logprobs: Log-prob of each new token under the temperature-scaled distribution (temperature 1 if greedy). Those
+            of `transformers` are before top_k and top_p, those of `vllm` after them; training's own log-probs follow
+            the engine (`worker.sampling`).
+        finish_reasons: "stop" after a stop token or a stop string, even at the limit; otherwise "length".
     """
 
     output_ids: list[list[int]]
@@ -93,13 +94,13 @@ class GenerationOutput:
 
 
 class GenerationError(RuntimeError):
-    """Says that the generation engine failed; the message has its traceback.
+    """Says that the generation engine failed; the message includes its traceback.
 
     Attributes:
         verb: The name of the method that failed.
-        cause: The exception that it raised, or Ray's error where the process died.
-        place: A policy rank whose GPU the engine shares, None where it has its own, and the node; None where all ranks
-            are on one node.
+        cause: The exception that it raised, or Ray's error if the process died.
+        place: A policy rank whose GPU the engine shares (None if it has its own) and the node; None if all ranks are
+            on one node.
     """
 
     def __init__(
@@ -118,14 +119,14 @@ def _beside(rank: int | None) -> str:
 
 @dataclass(frozen=True)
 class Capabilities:
-    """Declares the properties of an engine; one with the method of `HasWeightsChecksum` can be verified, too.
+    """Declares the properties of an engine; one that implements `HasWeightsChecksum` can be verified, too.
 
     Attributes:
-        refit_transport: Which of `refit.TRANSPORTS` brings its weights.
-        keeps_weights: Whether its weights survive `finish_generation`; where not, a refit precedes each generation.
-        batch_independent_sampling: Whether a row's output depends on that row, the step and the seed alone.
-        built_alone: Whether others may take GPU memory only after `wait_until_ready`: it measures what is free,
-            or there is no room for both.
+        refit_transport: The key of `refit.TRANSPORTS` that brings its weights.
+        keeps_weights: Whether its weights survive `finish_generation`; if not, a refit must precede each generation.
+        batch_independent_sampling: Whether a row's output depends only on that row, the step and the seed.
+        built_alone: Whether other processes may take GPU memory only after `wait_until_ready`, because the engine
+            measures the free memory, or because the GPU has no room for both.
     """
 
     refit_transport: str
@@ -135,57 +136,57 @@ class Capabilities:
 
 
 class GenerationInterface(Protocol):
-    """Defines the driver's handle on all engines of a run, which share its requests."""
+    """Defines the driver's handle on all engines of a run, which divide its requests among themselves."""
 
     @property
     def capabilities(self) -> Capabilities:
-        """Properties that loops may rely on."""
+        """Properties of the engine that training loops may rely on."""
         ...
 
     @property
     def receivers(self) -> Sequence[Receiver]:
-        """The processes that a weight transport sends to."""
+        """Returns the processes that a weight transport sends to."""
         ...
 
     def wait_until_ready(self) -> None:
-        """Wait until the engines, which start in the background, are built.
+        """Waits until the engines, which start in the background, are built.
 
         Raises:
-            GenerationError: If one could not be.
+            GenerationError: If an engine could not be built.
         """
         ...
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt."""
+        """Continues every prompt."""
         ...
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
-        """Wake up a part of what generation needs on the GPU.
+        """Wakes up the parts of the engine that generation needs on the GPU.
 
         Args:
-            tags: "weights" before a refit; "kv_cache" once the policy has left the GPU. Both together only where
-                the engine keeps its weights.
+            tags: "weights" before a refit; "kv_cache" once the policy has left the GPU. Both together only if the
+                engine keeps its weights.
 
         Returns:
-            Whether generation finds room for all that it needs beside what the policy has on the GPU now, so that it
-            need not wait until the policy has left.
+            Whether the GPU has room for everything that generation needs in addition to the policy's current memory, so
+            that generation need not wait until the policy has left.
         """
         ...
 
     def start_finish_generation(self) -> Sequence[Any]:
-        """Begin to give the GPU memory back; `finish_generation` waits for it, and raises what fails.
+        """Starts to free the engine's GPU memory; `finish_generation` waits for it, and raises its errors.
 
         Returns:
-            What `run.policy_interface.Policy.start_return` waits for.
+            References that `run.policy_interface.Policy.start_return` waits for.
         """
         ...
 
     def finish_generation(self) -> None:
-        """Give the GPU memory back; whether or not that has begun."""
+        """Frees the engine's GPU memory, whether or not `start_finish_generation` was called."""
         ...
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Check, before the first refit, that the tensors to come are the ones the model has.
+        """Checks, before the first refit, that its tensors match the model's.
 
         Raises:
             ValueError: If a name is missing or unknown, or a shape or dtype differs.
@@ -193,11 +194,11 @@ class GenerationInterface(Protocol):
         ...
 
     def memory_stats(self) -> dict[str, float]:
-        """Memory of the engine's process in GiB; of several processes, the largest value of each."""
+        """Returns the memory of the engine's process in GiB; for several processes, the largest value of each."""
         ...
 
     def shutdown(self) -> None:
-        """End the engine's processes."""
+        """Ends the engine's processes."""
         ...
 
 
@@ -206,7 +207,7 @@ class HasWeightsChecksum(Protocol):
     """Defines an engine whose weights can be compared with those sent, as `policy.verify_refit` needs."""
 
     def weights_checksum(self) -> dict[str, int]:
-        """`tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
+        """Returns `tensor_checksum` of every weight, by the Hugging Face names of `prepare_refit_info`."""
         ...
 
 
@@ -215,9 +216,9 @@ class EngineSpec:
     """Describes a generation backend.
 
     Attributes:
-        bundles_per_engine: From the recipe's `policy` and the cluster, how many bundles (GPUs) an engine spans.
+        bundles_per_engine: Returns an engine's number of bundles (GPUs), given the recipe's `policy` and the cluster.
         start: Starts the engines, before the policy's ranks, and returns before they are built; takes the recipe's
-            `policy`, the cluster and, for each engine, its bundles: those of the ranks with their numbers, or others.
+            `policy`, the cluster and the bundles of each engine: those of the ranks with the same numbers, or others.
     """
 
     bundles_per_engine: Callable[[Mapping[str, Any], Cluster], int]

@@ -1,4 +1,4 @@
-"""Loads of weights that an engine records once, and replays in later refits."""
+"""Records an engine's loads of weights once, and replays them in later refits."""
 
 import logging
 import weakref
@@ -13,7 +13,7 @@ from nemo_offload_rl.refit.recorder import CaptureError, Recorder, Replay, addre
 logger = logging.getLogger(__name__)
 
 Loaded = frozenset[str] | None
-"""The parameters that a load has filled; None of a model that does not tell."""
+"""The parameters that a load has filled; None if the model does not report them."""
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class _Recorded:
 
 
 class RecordedLoads:
-    """Loads buckets that stay where they are: the first time as the model does, later by replays of that.
+    """Loads buckets at fixed addresses: the first time with the model's own code, later by replays of a recording.
 
     Args:
-        parameters: all that loads write, the same objects each time.
-        make_recorder: makes what records.
+        parameters: all tensors that loads write to, the same objects each time.
+        make_recorder: makes the recorder.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor], make_recorder: Callable[[], Recorder]) -> None:
@@ -40,20 +40,20 @@ class RecordedLoads:
 
     @property
     def memory_stats(self) -> dict[str, float]:
-        """Returns how many loads are replayed, and GiB of temporaries that are kept for them; nothing without any."""
+        """Returns the number of replayed loads, and the GiB of their temporaries; empty if there are none."""
         if not self._recorded or self._recorder is None:
             return {}
         return {"refit_graphs": float(len(self._recorded)), "refit_graph_pool_gib": self._recorder.pool_bytes / 2**30}
 
     def load(self, tensors: FixedTensors, load: Callable[[], Loaded]) -> Loaded:
-        """Load a bucket.
+        """Loads a bucket.
 
         Args:
-            tensors: of the bucket.
-            load: does it with the model's own methods.
+            tensors: the bucket's tensors.
+            load: loads them with the model's own methods.
 
         Returns:
-            What `load` has returned the first time.
+            The result of the first call of `load` for this bucket.
         """
         addresses = addresses_of(self._parameters)
         if addresses != self._addresses:

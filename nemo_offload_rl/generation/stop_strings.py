@@ -1,4 +1,4 @@
-"""Finds stop strings in answers while these are sampled, token by token."""
+"""Finds stop strings in an answer while it is sampled, token by token."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -6,9 +6,9 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.decoders import DecodeStream
 
-# The last tokens of a prompt, which settle how the first one of its answer is spelt: with a space before it or without.
+# Number of a prompt's last tokens that decide whether the answer's first token is spelled with a leading space.
 _NUM_PROMPT_TOKENS = 8
-# What `tokenizers` says where a token changes the text before it, as one that completes a character can.
+# Error of `tokenizers` if a token changes the text before it, as a token that completes a character can.
 _TEXT_HAS_CHANGED = "Invalid prefix"
 
 
@@ -19,12 +19,12 @@ def stop_strings_of(policy: Mapping[str, Any]) -> tuple[str, ...]:
 
 
 class AnswerText:
-    """Decodes an answer token by token, and looks for stop strings in its text.
+    """Decodes an answer token by token, and searches its text for stop strings.
 
     Args:
-        tokenizer: Spells the tokens, special ones as they are written.
-        stop_strings: What to look for; each has at least one character.
-        prompt_ids: The prompt, whose own text is not looked at.
+        tokenizer: Decodes the tokens; special tokens are decoded as they are written.
+        stop_strings: The strings to search for, none of them empty.
+        prompt_ids: The prompt, whose own text is not searched.
     """
 
     def __init__(self, tokenizer: Tokenizer, stop_strings: Sequence[str], prompt_ids: Sequence[int]) -> None:
@@ -35,16 +35,16 @@ class AnswerText:
         self._stream = DecodeStream(ids=list(prompt_ids[-_NUM_PROMPT_TOKENS:]), skip_special_tokens=False)
 
     def add(self, token: int) -> bool:
-        """Add a token and say whether the text now has a stop string."""
+        """Adds a token and returns whether the text now has a stop string."""
         text = self._tail + self._spell(token)
         self._tail = text[len(text) - self._num_kept :] if self._num_kept < len(text) else text
         return any(stop in text for stop in self._stop_strings)
 
     def _spell(self, token: int) -> str:
-        """Returns what the token adds to the text: nothing while a character lacks bytes."""
+        """Returns the text that the token adds, which is empty while a character is incomplete."""
         try:
             added = self._stream.step(self._tokenizer, token)
-        except Exception as error:  # tokenizers, in Rust, raises nothing narrower
+        except Exception as error:  # tokenizers, written in Rust, raises no narrower type
             if not str(error).startswith(_TEXT_HAS_CHANGED):
                 raise
             self._stream = DecodeStream(skip_special_tokens=False)

@@ -1,4 +1,4 @@
-"""Generation with Hugging Face models in Ray actors: one replica a GPU, or one that has all cores of a machine."""
+"""Generates with Hugging Face models in Ray actors: one replica for each GPU, or one on all cores of a machine."""
 
 import os
 import time
@@ -23,7 +23,7 @@ class GeneratorActor(WeightLoader):
         self._num_threads = num_threads
 
     def process(self) -> tuple[str, int]:
-        """This node's address and the process id there."""
+        """Returns this node's address and the process id there."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     def build(
@@ -35,8 +35,8 @@ class GeneratorActor(WeightLoader):
         max_sequence_length: int,
         tokenizer_name: str | None,
     ) -> None:
-        """Build the model, whose weights come by refit (`build_model`'s arguments, then `TransformersGenerator`'s)."""
-        import torch  # here, not above: the driver needs none of these
+        """Builds the model, whose weights come by refit (see `build_model` and `TransformersGenerator`)."""
+        import torch  # not at the top: the driver imports this module and needs none of these
 
         from nemo_offload_rl.data.tokenizer import fast_tokenizer, load_tokenizer
         from nemo_offload_rl.generation.hf_model import build_model
@@ -53,19 +53,19 @@ class GeneratorActor(WeightLoader):
         )
 
     def load_weights(self, bucket: WeightBucket) -> float:
-        """Load a bucket of any transport (see `WeightLoader`)."""
+        """Loads a bucket of any transport (see `WeightLoader`)."""
         start = time.perf_counter()
         with bucket.opened() as named_tensors:
             self._generator.load_weights(named_tensors)
         return time.perf_counter() - start
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Run a method of the generator."""
+        """Calls a method of the generator."""
         return getattr(self._generator, verb)(*arguments)
 
 
 class TransformersGeneration(ActorEngines):
-    """Generates with replicas of a Hugging Face model, one actor each (see `GenerationInterface`)."""
+    """Generates with replicas of a Hugging Face model, each in its own actor (see `GenerationInterface`)."""
 
     capabilities = Capabilities(refit_transport="cuda_ipc", keeps_weights=True, batch_independent_sampling=True)
 
@@ -82,19 +82,19 @@ class TransformersGeneration(ActorEngines):
         max_sequence_length: int,
         tokenizer_name: str | None = None,
     ) -> None:
-        """Start to build every replica and return at once; `wait_until_ready`, or the first verb, waits for them.
+        """Starts to build every replica and returns at once; `wait_until_ready`, or the first call, waits for them.
 
         Args:
             cluster: Where actors run.
-            bundles_by_engine: The bundles of each replica; it runs on the first one's GPU.
-            model_name: Folder or hub name of the model's configuration; a label where `hf_config` is given.
+            bundles_by_engine: The bundles of each replica; it runs on the GPU of the first one.
+            model_name: Folder or hub name of the model's configuration; a label if `hf_config` is given.
             hf_config: A Hugging Face configuration as a mapping, or None.
-            hf_config_overrides: Fields of the configuration to set anew, or None.
+            hf_config_overrides: Fields of the configuration to override, or None.
             precision: "bfloat16" or "float32".
-            generation_batch_size: Most rows in one batch of a replica.
-            max_sequence_length: Most tokens of a prompt and its continuation together.
-            tokenizer_name: As `policy.tokenizer.name`, of what spells answers where they end at stop strings; None
-                where none do.
+            generation_batch_size: Largest number of rows in one batch of a replica.
+            max_sequence_length: Largest number of tokens of a prompt and its continuation together.
+            tokenizer_name: `policy.tokenizer.name`, for decoding answers to find stop strings; None if the recipe has
+                none.
         """
         has_node = len(bundles_by_engine[0]) == cluster.engine_bundles_per_node
         num_threads = cluster.threads_per_node if has_node else cluster.threads_per_engine_bundle
@@ -129,7 +129,7 @@ class TransformersGeneration(ActorEngines):
         super().__init__(cluster, actors, build_refs)
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
-        """Bring the replicas' models onto their GPUs; a KV cache grows there while a batch is generated."""
+        """Moves the replicas' models to their GPUs; a KV cache grows there while a batch is generated."""
         if "weights" in tags:
             self._run("prepare_for_generation")
         return False

@@ -1,4 +1,4 @@
-"""Batched sampling from a Hugging Face model with a KV cache."""
+"""Samples in batches from a Hugging Face model with a KV cache."""
 
 import gc
 from collections.abc import Iterable, Sequence
@@ -19,7 +19,7 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor, TensorSpec
 
 @dataclass
 class _Batch:
-    """The rows that are still being generated: row i is row `rows[i]` of the output.
+    """Holds the rows that are still being generated: row i is row `rows[i]` of the output.
 
     Attributes:
         rows: int64 [n].
@@ -34,7 +34,7 @@ class _Batch:
     cache: DynamicCache
 
     def keep(self, indices: torch.Tensor) -> None:
-        """Reduce the batch to the rows at `indices` (int64), or repeat some."""
+        """Reduces the batch to the rows at `indices` (int64), which may repeat."""
         self.rows = self.rows[indices]
         self.logits = self.logits[indices]
         self.attention_mask = self.attention_mask[indices]
@@ -42,7 +42,7 @@ class _Batch:
 
 
 class TransformersGenerator:
-    """Holds a Hugging Face model, takes weights for it by name and samples from it."""
+    """Holds a Hugging Face model, loads its weights by name and samples from it."""
 
     def __init__(
         self,
@@ -54,15 +54,15 @@ class TransformersGenerator:
         has_weights: bool,
         tokenizer: Tokenizer | None = None,
     ) -> None:
-        """Take over a model, which stays on the host until `prepare_for_generation`.
+        """Takes over a model, which stays on the host until `prepare_for_generation`.
 
         Args:
             model: A causal language model on the host, in eval mode.
-            device: Where it generates.
-            generation_batch_size: Most rows in one batch.
-            max_sequence_length: Most tokens of a prompt and its continuation together.
-            has_weights: Whether the model's weights are meaningful already; otherwise `generate` waits for a refit.
-            tokenizer: Spells answers for requests that have stop strings; None where none has.
+            device: The device to generate on.
+            generation_batch_size: Largest number of rows in one batch.
+            max_sequence_length: Largest number of tokens of a prompt and its continuation together.
+            has_weights: Whether the model's weights are already initialized; if not, `generate` requires a refit first.
+            tokenizer: Decodes answers for requests with stop strings; None if no request has any.
 
         Raises:
             ValueError: If a size is not positive.
@@ -85,7 +85,7 @@ class TransformersGenerator:
     # ---- weights
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Check that the tensors to come are the model's: names, shapes and dtypes (see `GenerationInterface`)."""
+        """Checks that names, shapes and dtypes of a refit match the model's (see `GenerationInterface`)."""
         weights = weights_by_name(self._model)
         names = [spec.name for spec in plan.tensors]
         missing = sorted(set(weights) - self._optional_names - set(names))
@@ -100,7 +100,7 @@ class TransformersGenerator:
 
     @torch.no_grad()
     def load_weights(self, named_tensors: Iterable[NamedTensor]) -> None:
-        """Copy tensors into the model's parameters in place.
+        """Copies tensors into the model's parameters in place.
 
         Args:
             named_tensors: (Hugging Face name, tensor on any device).
@@ -115,34 +115,34 @@ class TransformersGenerator:
             self._never_loaded.discard(name)
 
     def weights_checksum(self, names: Sequence[str] | None = None) -> dict[str, int]:
-        """`tensor_checksum` of the named weights; of those that a refit brings where None."""
+        """Returns `tensor_checksum` of the named weights; None stands for those that a refit brings."""
         weights = weights_by_name(self._model)
         return {name: tensor_checksum(weights[name]) for name in (self._refit_names if names is None else names)}
 
     # ---- phases
 
     def prepare_for_generation(self) -> None:
-        """Bring the model to the device it generates on."""
+        """Moves the model to the device it generates on."""
         self._model.to(self._device)
 
     def finish_generation(self) -> None:
-        """Bring the model to the host and give the GPU memory back; on a CPU there is nothing to do."""
+        """Moves the model to the host and frees its GPU memory; does nothing on a CPU."""
         if self._device.type == "cuda":
             self._model.to("cpu")
             gc.collect()
             torch.cuda.empty_cache()
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB (see `metrics.memory.memory_stats`)."""
+        """Returns this process's memory in GiB (see `metrics.memory.memory_stats`)."""
         return memory_stats()
 
     # ---- sampling
 
     @torch.inference_mode()
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt of a request.
+        """Continues every prompt of a request.
 
-        A token depends on its row alone, but for the last bits of the logits, which can vary with the batch's shape.
+        A token depends on its row alone, except for the last bits of the logits, which can vary with the batch's shape.
 
         Raises:
             RuntimeError: If weights have never arrived, or the model is not on the device it generates on.
@@ -150,7 +150,7 @@ class TransformersGenerator:
         self._require_ready()
         num_rows = len(request.prompt_ids)
         output = GenerationOutput([[] for _ in range(num_rows)], [[] for _ in range(num_rows)], ["length"] * num_rows)
-        # Rows of like length need little padding, and rows with the same prompt, side by side, share its prefill.
+        # Sorted, rows of similar length need little padding, and rows with the same prompt share its prefill.
         order = sorted(
             (row for row, prompt in enumerate(request.prompt_ids) if len(prompt) < self._max_sequence_length),
             key=lambda row: (len(request.prompt_ids[row]), request.prompt_ids[row]),
@@ -169,7 +169,7 @@ class TransformersGenerator:
     def _generate_batch(
         self, prompts: list[list[int]], sample_ids: list[int], step: int, sampling: SamplingParams
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Tokens int64 and log-probs float32 [rows, new tokens], lengths int64 [rows], stopped bool [rows]."""
+        """Returns tokens int64 and log-probs float32 [rows, new tokens], lengths int64 [rows], stopped bool [rows]."""
         device, num_rows = self._device, len(prompts)
         limits = torch.tensor(
             [min(sampling.max_new_tokens, self._max_sequence_length - len(prompt)) for prompt in prompts], device=device
@@ -208,7 +208,7 @@ class TransformersGenerator:
         return tokens, logprobs, lengths, stopped
 
     def _texts(self, prompts: list[list[int]], sampling: SamplingParams) -> list[AnswerText]:
-        """The text of each row's answer; none where nothing is looked for in it."""
+        """Returns an `AnswerText` for each row; an empty list for requests without stop strings."""
         if not sampling.stop_strings:
             return []
         if self._tokenizer is None:
@@ -216,7 +216,7 @@ class TransformersGenerator:
         return [AnswerText(self._tokenizer, sampling.stop_strings, prompt) for prompt in prompts]
 
     def _prefill(self, prompts: list[list[int]]) -> _Batch:
-        """Run each distinct prompt once, left-padded, and give its cache to every row that has it."""
+        """Runs each distinct prompt once, left-padded, and copies its cache to every row that has it."""
         distinct = list(dict.fromkeys(map(tuple, prompts)))
         position = {prompt: index for index, prompt in enumerate(distinct)}
         width = max(map(len, distinct))
@@ -240,7 +240,7 @@ class TransformersGenerator:
         return batch
 
     def _decode(self, batch: _Batch, tokens: torch.Tensor) -> None:
-        """Run one token a row (int64 [n]) and put the next logits into the batch."""
+        """Runs one token of each row (int64 [n]) and stores the next logits in the batch."""
         position_ids = batch.attention_mask.sum(dim=-1, keepdim=True)
         batch.attention_mask = torch.cat([batch.attention_mask, torch.ones_like(position_ids)], dim=-1)
         batch.logits = self._model(
@@ -263,7 +263,7 @@ class TransformersGenerator:
 
 
 def _with_stop_string(texts: Sequence[AnswerText], tokens: torch.Tensor, active: torch.Tensor) -> list[int]:
-    """Rows whose new token (int64 [rows]) completes a stop string; only active ones (bool [rows]) are looked at."""
+    """Returns the rows whose new token (int64 [rows]) completes a stop string, only among active ones (bool [rows])."""
     added = tokens.tolist()
     return [row for row in active.nonzero().squeeze(-1).tolist() if texts[row].add(added[row])]
 

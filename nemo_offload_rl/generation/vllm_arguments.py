@@ -1,4 +1,4 @@
-"""What vLLM is started with: arguments, environment, and the settings of a request's rows; imports no vLLM."""
+"""Makes vLLM's arguments, environment, and sampling settings of a request's rows; does not import vLLM."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -10,23 +10,25 @@ from nemo_offload_rl.generation.stop_strings import stop_strings_of
 
 WORKER_EXTENSION = "nemo_offload_rl.generation.vllm_worker.RefitExtension"
 
-# Read by vLLM on import. Its FlashInfer sampler would need a package that the extra leaves out.
+# Variables that vLLM reads on import. Its FlashInfer sampler would need a package that the extra does not install.
 ENVIRONMENT: Mapping[str, str] = {
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # the engine, its scheduler and its model are in the actor's own process
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # engine, scheduler and model run in the actor's own process
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
-    "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node, and its ports are not for others
+    "VLLM_HOST_IP": "127.0.0.1",  # an engine is on one node, and its ports need not be reachable from others
     "VLLM_NO_USAGE_STATS": "1",
-    "HF_HUB_OFFLINE": "1",  # all that it reads is in a folder
+    "HF_HUB_OFFLINE": "1",  # everything that it reads is in a folder
 }
 
 
-# vLLM refuses to start where less than `gpu_memory_utilization` of the GPU is free, which the policy may have by then.
-# An engine that is built beside it has its KV cache in bytes, and for that vLLM reads this share for nothing else.
+# vLLM refuses to start if less than `gpu_memory_utilization` of the GPU is free, and the policy may already have taken
+# that. An engine built at the same time has a KV cache size in bytes, with which vLLM uses the share for nothing else.
 _SHARE_BESIDE_POLICY = 0.001
 
 
 def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
-    """Returns whether the driver found room for both at once (`run.engine_build`); `auto` means that it did not look.
+    """Returns whether the engine is built at the same time as the policy, for which the driver found room on the GPU.
+
+    `run.engine_build` decides; a remaining `auto` means that it did not look for room.
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
@@ -35,11 +37,11 @@ def is_built_beside_policy(policy: Mapping[str, Any]) -> bool:
 
 
 def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[str, str]:
-    """Environment of an engine's process.
+    """Returns the environment variables of an engine's process.
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
-        num_threads: CPU threads that it may use.
+        num_threads: Number of CPU threads that it may use.
     """
     section = policy["generation"]["vllm_cfg"]
     of_recipe = section["env_vars"] if "env_vars" in section else None
@@ -47,12 +49,12 @@ def engine_environment(policy: Mapping[str, Any], *, num_threads: int) -> dict[s
 
 
 def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = True) -> dict[str, Any]:
-    """Arguments of `vllm.LLM` for one engine.
+    """Returns the arguments of `vllm.LLM` for one engine.
 
     Args:
         policy: The recipe's `policy`, validated, with `backend: vllm`.
-        folder: Has the model's config.json, and with stop strings the tokenizer.
-        sleeps: Whether it leaves its GPUs to the policy between generations.
+        folder: Folder with the model's config.json, and with stop strings the tokenizer.
+        sleeps: Whether the engine frees its GPUs for the policy between generations.
     """
     generation = policy["generation"]
     section = generation["vllm_cfg"]
@@ -71,13 +73,13 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
         "enforce_eager": section["enforce_eager"],
         "logprobs_mode": "processed_logprobs",
         "enable_sleep_mode": sleeps,
-        "generation_config": "vllm",  # nothing of the model's own settings of sampling
-        "seed": 0,  # of nothing: each row has its own
+        "generation_config": "vllm",  # ignore the model's own sampling settings
+        "seed": 0,  # unused: each row has its own seed
         "worker_extension_cls": WORKER_EXTENSION,
-        # Each GPU's process is an engine of its own with all requests, as under torchrun: it is placed with the policy
-        # rank of that GPU, and takes weights from there.
+        # As under torchrun, each GPU's process runs an engine of its own with all requests: it is placed with the
+        # policy rank of that GPU, and gets its weights from that rank.
         "distributed_executor_backend": "external_launcher" if tp > 1 else "uni",
-        # A process sees its own GPU alone, which vLLM's kernels between GPUs cannot do with; NCCL can.
+        # A process sees only its own GPU, with which vLLM's custom all-reduce cannot work; NCCL can.
         "disable_custom_all_reduce": tp > 1,
     }
     if "enable_prefix_caching" in section and section["enable_prefix_caching"] is not None:
@@ -86,12 +88,12 @@ def engine_arguments(policy: Mapping[str, Any], folder: Path, *, sleeps: bool = 
 
 
 def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length: int) -> dict[str, Any]:
-    """Arguments of `vllm.SamplingParams` for one row of a request.
+    """Returns the arguments of `vllm.SamplingParams` for one row of a request.
 
     Args:
         request: The whole request.
-        row: One whose prompt is shorter than `max_sequence_length`.
-        max_sequence_length: Most tokens of a prompt and its continuation together.
+        row: Index of a row whose prompt is shorter than `max_sequence_length`.
+        max_sequence_length: Largest number of tokens of a prompt and its continuation together.
     """
     prompt, sampling = request.prompt_ids[row], request.sampling
     greedy = sampling.temperature == 0
@@ -102,8 +104,8 @@ def sampling_arguments(request: GenerationRequest, row: int, max_sequence_length
         "top_k": 0 if greedy or sampling.top_k is None else sampling.top_k,
         "seed": None if greedy else row_seed(sampling.seed, request.step, prompt, request.sample_ids[row]),
         "stop_token_ids": list(sampling.stop_token_ids),
-        "ignore_eos": True,  # what is given here is all that stops
-        "logprobs": 0,  # of the sampled token alone
+        "ignore_eos": True,  # only the given stop tokens end a sequence
+        "logprobs": 0,  # only for the sampled token
         **_stop_arguments(sampling.stop_strings),
     }
 
@@ -115,5 +117,5 @@ def _stop_arguments(stop_strings: Sequence[str]) -> dict[str, Any]:
         "stop": list(stop_strings),
         "include_stop_str_in_output": True,
         "detokenize": True,
-        "skip_special_tokens": False,  # a stop string may have some
+        "skip_special_tokens": False,  # a stop string may contain some
     }

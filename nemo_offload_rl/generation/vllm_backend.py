@@ -1,4 +1,4 @@
-"""Generation with vLLM: an engine a Ray actor, or with tensor parallelism an actor for each of its GPUs."""
+"""Generates with vLLM in Ray actors: one actor for each engine, or with tensor parallelism for each of its GPUs."""
 
 import contextlib
 import os
@@ -24,14 +24,14 @@ from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 @contextlib.contextmanager
 def cache_named_where_memory_runs_out(arguments: Mapping[str, Any], *, beside_policy: bool) -> Iterator[None]:
-    """Have an engine that finds no memory while it is built say which key to lower.
+    """Adds the key to lower to the error of an engine that runs out of memory while it is built.
 
     Args:
-        arguments: Of `vllm.LLM`.
+        arguments: The arguments of `vllm.LLM`.
         beside_policy: Whether the policy is built at the same time.
 
     Raises:
-        torch.OutOfMemoryError: If memory runs out inside.
+        torch.OutOfMemoryError: If memory runs out inside this context.
     """
     try:
         yield
@@ -50,31 +50,31 @@ def cache_named_where_memory_runs_out(arguments: Mapping[str, Any], *, beside_po
 class VllmActor(WeightLoader):
     """Runs a `VllmGenerator` in a process of its own, on one GPU.
 
-    With tensor parallelism the actors of an engine meet as torchrun's processes do, and each runs the same requests:
-    vLLM's scheduling is deterministic, and each samples the same tokens.
+    With tensor parallelism the actors of an engine rendezvous as torchrun's processes do, and each runs the same
+    requests: vLLM's scheduling is deterministic, so all of them sample the same tokens.
     """
 
     def __init__(self) -> None:
         ignore_ending_signals()
 
     def process(self) -> tuple[str, int]:
-        """This node's address and the process id there."""
+        """Returns this node's address and the process id there."""
         return ray.util.get_node_ip_address(), os.getpid()
 
     def rendezvous(self) -> tuple[str, int]:
-        """An address of this node, and a port that is free now, where the actors of this engine meet."""
+        """Returns an address of this node and a free port, where the actors of this engine rendezvous."""
         with socket.socket() as listener:
             listener.bind(("127.0.0.1", 0))
             return "127.0.0.1", int(listener.getsockname()[1])
 
     def build(self, policy: Mapping[str, Any], *, rank: int, rendezvous: tuple[str, int], sleeps: bool) -> None:
-        """Build the engine, whose weights come by refit, and put it to sleep if it ever is.
+        """Builds the engine, whose weights come by refit, and puts it to sleep unless it never sleeps.
 
         Args:
             policy: The recipe's `policy`.
-            rank: Of this process in its engine.
-            rendezvous: Where the engine's processes meet.
-            sleeps: Whether it leaves the GPU to the policy between generations.
+            rank: Rank of this process in its engine.
+            rendezvous: Address and port where the engine's processes rendezvous.
+            sleeps: Whether the engine frees its GPU memory for the policy between generations.
 
         Raises:
             ValueError: If vLLM is not installed here, or refuses what the recipe asks for.
@@ -94,7 +94,7 @@ class VllmActor(WeightLoader):
         from nemo_offload_rl.generation.vllm_generator import VllmGenerator
         from nemo_offload_rl.hf_config import hf_config
 
-        self._folder = tempfile.TemporaryDirectory()  # vLLM reads a model's config from a folder, also later
+        self._folder = tempfile.TemporaryDirectory()  # vLLM reads the config from this folder, also later
         hf_config(policy).save_pretrained(self._folder.name)
         if stop_strings_of(policy):
             save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
@@ -108,23 +108,23 @@ class VllmActor(WeightLoader):
             sleeps=sleeps,
             keeps_weights=_keeps_weights(policy),
         )
-        if not is_built_beside_policy(policy):  # else a policy that takes memory meanwhile would fail vLLM's assertion
+        if not is_built_beside_policy(policy):  # sleeping would fail vLLM's assertion if the policy allocates meanwhile
             self._generator.finish_generation()
 
     def load_weights(self, bucket: WeightBucket) -> float:
-        """Load a bucket of any transport (see `WeightLoader`)."""
+        """Loads a bucket of any transport (see `WeightLoader`)."""
         start = time.perf_counter()
         with bucket.opened() as named_tensors:
             self._generator.load_weights(named_tensors)
         return time.perf_counter() - start
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Run a method of the generator."""
+        """Calls a method of the generator."""
         return getattr(self._generator, verb)(*arguments)
 
 
 class VllmGeneration(ActorEngines):
-    """Generates with vLLM engines that are Ray actors (see `GenerationInterface`)."""
+    """Generates with vLLM engines in Ray actors (see `GenerationInterface`)."""
 
     capabilities = Capabilities(
         refit_transport="cuda_ipc", keeps_weights=False, batch_independent_sampling=True, built_alone=True
@@ -133,7 +133,7 @@ class VllmGeneration(ActorEngines):
     def __init__(
         self, cluster: Cluster, bundles_by_engine: Sequence[tuple[int, ...]], policy: Mapping[str, Any]
     ) -> None:
-        """Start to build every engine and return at once; `wait_until_ready`, or the first verb, waits for them.
+        """Starts to build every engine and returns at once; `wait_until_ready`, or the first call, waits for them.
 
         Args:
             cluster: Where actors run; it has GPUs.
@@ -170,7 +170,11 @@ class VllmGeneration(ActorEngines):
         super().__init__(cluster, actors, build_refs, stays_awake=_stays_awake(policy))
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
-        """Map the memory of weights or of the KV cache; returns whether every GPU has room for all that comes."""
+        """Allocates the memory of weights or of the KV cache again.
+
+        Returns:
+            Whether every GPU has room for everything that generation needs (see `GenerationInterface`).
+        """
         return all(self._run("prepare_for_generation", tags))
 
 

@@ -1,4 +1,4 @@
-"""Sampling with vLLM's engine, and the weights that it samples from."""
+"""Samples with vLLM's engine, and loads its weights."""
 
 import logging
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,19 +16,19 @@ from nemo_offload_rl.refit.recorder import no_garbage_collection
 
 logger = logging.getLogger(__name__)
 
-_MARGIN_BYTES = 2 * GIB  # what the policy still takes while generation begins
+_MARGIN_BYTES = 2 * GIB  # memory that the policy may still allocate while generation begins
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class VllmGenerator:
-    """Holds one process's `vllm.LLM` with the worker extension of `vllm_worker`, which is in this process, too.
+    """Holds one process's `vllm.LLM` with the worker extension of `vllm_worker`, which runs in this process, too.
 
     Args:
-        llm: Awake; its weights are random.
-        precision: "bfloat16" or "float32", of its weights.
-        max_sequence_length: Most tokens of a prompt and its continuation together.
-        sleeps: Whether it leaves its GPU to the policy between generations; if not, it keeps its weights.
-        keeps_weights: Whether its weights wait in host memory while it sleeps, and are whole when it wakes up.
+        llm: The engine, awake and with random weights.
+        precision: "bfloat16" or "float32", the dtype of its weights.
+        max_sequence_length: Largest number of tokens of a prompt and its continuation together.
+        sleeps: Whether it frees its GPU memory for the policy between generations; if not, it keeps its weights.
+        keeps_weights: Whether its weights wait in host memory while it sleeps, and are complete when it wakes up.
 
     Raises:
         ValueError: If vLLM changes weights after it has loaded them, which no refit does.
@@ -47,7 +47,7 @@ class VllmGenerator:
         self._dtype = _DTYPES[precision]
         self._max_sequence_length = max_sequence_length
         self._plan = ExportPlan(())
-        self._missing: set[str] = set()  # of the plan's names
+        self._missing: set[str] = set()  # names of the plan that have not been loaded
         self._has_weights = False
         self._prefixes_are_stale = False
         [transformed] = self._on_worker("refit_transformed")
@@ -58,10 +58,10 @@ class VllmGenerator:
                 f"{'; ...' if len(transformed) > 3 else ''}); set policy.generation.backend to transformers, or where "
                 "these are experts policy.generation.vllm_kwargs.moe_backend to triton."
             )
-        # Level 2 discards weights, which the next refit brings again; level 1 backs them up; 0 leaves all where it is.
+        # Level 2 discards the weights, which the next refit brings again; level 1 backs them up; 0 means no sleep.
         self._asleep: set[WakeUpTag] = set()
-        self._has_generated = False  # since it woke up
-        self._activation_bytes = 0  # the most that a generation took beside the pools of weights and KV cache
+        self._has_generated = False  # since the engine woke up
+        self._activation_bytes = 0  # largest use of a generation outside the pools of weights and KV cache
         self._sleep_level = 0
         if sleeps:
             self._sleep_level = 1 if keeps_weights else 2
@@ -69,9 +69,9 @@ class VllmGenerator:
     # ---- weights
 
     def prepare_refit_info(self, plan: ExportPlan) -> None:
-        """Take note of the tensors to come, which must have the engine's type (see `GenerationInterface`).
+        """Stores the plan of a refit, whose tensors must have the engine's dtype (see `GenerationInterface`).
 
-        Which names and shapes vLLM's model has is known by loading them: the first refit tells.
+        Only loading them shows whether names and shapes fit vLLM's model, so the first refit checks that.
         """
         for spec in plan.tensors:
             if spec.dtype != self._dtype:
@@ -83,7 +83,7 @@ class VllmGenerator:
         self._forget_weights()
 
     def load_weights(self, named_tensors: Sequence[NamedTensor]) -> None:
-        """Load some tensors, which have been read on return.
+        """Loads some tensors; on return, they have been read.
 
         Raises:
             ValueError: If vLLM's model has no such weight, or has it with another shape.
@@ -92,13 +92,13 @@ class VllmGenerator:
         try:
             self._on_worker("refit_load", named_tensors)
         except ValueError:
-            self._forget_weights()  # what came before it belongs to no whole set of weights
+            self._forget_weights()  # the weights loaded before the error are an incomplete set
             raise
         self._missing -= {name for name, _ in named_tensors}
         self._has_weights = self._has_weights or bool(named_tensors)
 
     def weights_checksum(self) -> dict[str, int]:
-        """`tensor_checksum` of the weights that a refit brings, read back from vLLM's own parameters."""
+        """Returns `tensor_checksum` of the weights that a refit brings, read back from vLLM's own parameters."""
         [checksums] = self._on_worker("refit_checksums", list(self._plan.tensors))
         return checksums
 
@@ -110,14 +110,14 @@ class VllmGenerator:
     # ---- phases
 
     def prepare_for_generation(self, tags: Sequence[WakeUpTag]) -> bool:
-        """Map the memory of weights or KV cache; weights alone stand for a refit, which fills them.
+        """Allocates the memory of weights or KV cache again; weights alone precede a refit, which fills them.
 
         Returns:
-            Whether there is room now for the KV cache and for twice what any generation so far took beside it, as there
-            is for an engine that never sleeps.
+            Whether there is now room for the KV cache and twice the largest memory that a generation took besides it;
+            also true for an engine that never sleeps.
 
         Raises:
-            RuntimeError: If the GPU has no memory for it.
+            RuntimeError: If the GPU does not have enough memory.
         """
         if self._sleep_level:
             self._wake_up([tag for tag in tags if tag in self._asleep])
@@ -143,16 +143,16 @@ class VllmGenerator:
             self._on_worker("refit_restore")
 
     def _has_room_for_cache(self) -> bool:
-        if not self._activation_bytes:  # no generation so far
+        if not self._activation_bytes:  # no generation yet
             return False
         cache = sum(block.handle[1] for block in vllm_pools().values() if block.tag == "kv_cache")
         return bool(torch.cuda.mem_get_info()[0] >= cache + 2 * self._activation_bytes + _MARGIN_BYTES)
 
     def finish_generation(self) -> None:
-        """Give the memory of weights and KV cache back."""
+        """Frees the memory of weights and KV cache."""
         if not self._sleep_level:
             return
-        if self._has_generated:  # torch's allocator has kept all that this took
+        if self._has_generated:  # torch's allocator still caches the memory of that generation
             beside_pools = torch.cuda.memory_reserved() - sum(block.handle[1] for block in vllm_pools().values())
             self._activation_bytes = max(self._activation_bytes, beside_pools)
             self._has_generated = False
@@ -165,9 +165,9 @@ class VllmGenerator:
             self._forget_weights()
 
     def memory_stats(self) -> dict[str, float]:
-        """This process's memory in GiB, and what graphs of loads keep of it.
+        """Returns this process's memory in GiB, and the memory that recorded loads keep.
 
-        What sleeps does not count (see `vllm_memory.engine_memory_stats`).
+        Sleeping blocks do not count (see `vllm_memory.engine_memory_stats`).
         """
         [of_graphs] = self._on_worker("refit_memory_stats")
         return (engine_memory_stats(vllm_pools()) if self._sleep_level else memory_stats()) | of_graphs
@@ -175,10 +175,10 @@ class VllmGenerator:
     # ---- sampling
 
     def generate(self, request: GenerationRequest) -> GenerationOutput:
-        """Continue every prompt of a request; one that fills the whole sequence gets no token and ends with "length".
+        """Continues every prompt; one that already fills the sequence gets no token and ends with "length".
 
         Raises:
-            RuntimeError: If weights are missing, or vLLM gave a request up.
+            RuntimeError: If weights are missing, or vLLM aborted a request.
         """
         self._require_weights()
         if self._prefixes_are_stale:
@@ -191,7 +191,7 @@ class VllmGenerator:
         rows = [row for row in range(num_rows) if len(request.prompt_ids[row]) < self._max_sequence_length]
         if not rows:
             return output
-        with no_garbage_collection():  # vLLM keeps objects for each token, and collections would look at all of them
+        with no_garbage_collection():  # vLLM keeps objects for each token, and each collection would traverse them
             finished = self._llm.generate(
                 [{"prompt_token_ids": request.prompt_ids[row]} for row in rows],
                 _sampling_params([sampling_arguments(request, row, self._max_sequence_length) for row in rows]),
@@ -220,7 +220,7 @@ class VllmGenerator:
 
 
 def read_answer(answer: Any) -> tuple[list[int], list[float], str]:
-    """Tokens, log-probs of what was sampled, and finish reason of a `vllm.RequestOutput`.
+    """Returns tokens, log-probs of the sampled tokens, and finish reason of a `vllm.RequestOutput`.
 
     Raises:
         RuntimeError: If the request ended for another reason than a stop or its limit.

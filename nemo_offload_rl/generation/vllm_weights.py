@@ -1,4 +1,4 @@
-"""Finds the weights of a Hugging Face checkpoint in the parameters of vLLM's model, which fuses some of them."""
+"""Locates a Hugging Face checkpoint's weights in the parameters of vLLM's model, which fuses some of them."""
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -8,24 +8,24 @@ import torch
 
 from nemo_offload_rl.refit.plan import TensorSpec
 
-# The weights that vLLM keeps one behind the other in one parameter, along their first dimension.
+# Weights that vLLM concatenates in one parameter, along their first dimension.
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 _PARTS = {part: (fused, parts) for fused, parts in _FUSED.items() for part in parts}
 _EXPERTS_MODULE = "routed_experts"
-"""In which vLLM 0.25 has the experts' parameters, below what a checkpoint calls `experts`; before, there was none."""
+"""Module below a checkpoint's `experts` that has the experts' parameters in vLLM 0.25, but not in earlier versions."""
 _EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<expert>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
 def read_back(parameters: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec]) -> dict[str, torch.Tensor]:
-    """Views of the parameters as the checkpoint's tensors.
+    """Returns views of the parameters that correspond to the checkpoint's tensors.
 
     Args:
-        parameters: Of vLLM's model on one GPU, by name.
+        parameters: Parameters of vLLM's model on one GPU, by name.
         specs: The tensors of the checkpoint.
 
     Raises:
-        ValueError: If a tensor is not where vLLM keeps unquantised weights, or has another shape there: it cannot be
-            compared with what was sent.
+        ValueError: If a tensor is not where vLLM keeps unquantized weights, or has another shape there, so that it
+            cannot be compared with what was sent.
     """
     rows = {spec.name: spec.shape[0] for spec in specs if spec.shape}
     return {spec.name: _find(parameters, spec, rows) for spec in specs}
@@ -34,7 +34,7 @@ def read_back(parameters: Mapping[str, torch.Tensor], specs: Sequence[TensorSpec
 def _find(parameters: Mapping[str, torch.Tensor], spec: TensorSpec, rows: Mapping[str, int]) -> torch.Tensor:
     found = _locate(parameters, spec.name, rows)
     if found is not None and spec.shape and found.dim() == len(spec.shape):
-        found = found[: spec.shape[0]]  # a vocabulary is padded
+        found = found[: spec.shape[0]]  # vLLM pads the vocabulary
     if found is None or tuple(found.shape) != spec.shape or found.dtype != spec.dtype:
         where = "no parameter of it" if found is None else f"it as {found.dtype} {list(found.shape)}"
         raise ValueError(
@@ -52,7 +52,7 @@ def _locate(parameters: Mapping[str, torch.Tensor], name: str, rows: Mapping[str
     module, _, kind = name.rpartition(".")
     parent, _, part = module.rpartition(".")
     if part not in _PARTS:
-        # Tied: the output layer is the embedding itself.
+        # With tied weights the output layer is the embedding itself.
         return parameters.get("model.embed_tokens.weight") if name == "lm_head.weight" else None
     fused, parts = _PARTS[part]
     whole = parameters.get(f"{parent}.{fused}.{kind}")
@@ -73,11 +73,11 @@ def _expert(parameters: Mapping[str, torch.Tensor], experts: str, expert: int, p
 
 
 def parameters_filled(loaded: Iterable[str], names: Collection[str]) -> set[str]:
-    """Returns the parameters that a load has filled, by the names that they have in the model.
+    """Returns the parameters that a load has filled, by their names in the model.
 
     Args:
-        loaded: What `load_weights` of vLLM's model has returned. vLLM 0.25 leaves the experts' own module out there.
-        names: Of the model's parameters.
+        loaded: Result of `load_weights` of vLLM's model. vLLM 0.25 omits the experts' own module from these names.
+        names: Names of the model's parameters.
     """
     filled = set()
     for name in loaded:
@@ -90,11 +90,11 @@ def parameters_filled(loaded: Iterable[str], names: Collection[str]) -> set[str]
 def outside_of_parameters(
     tensors: Sequence[torch.Tensor], restored: Sequence[torch.Tensor], blocks: Sequence[tuple[int, int]]
 ) -> list[torch.Tensor]:
-    """The tensors that lie in some blocks of memory and that nothing restores after these were discarded.
+    """Returns the tensors in these blocks of memory that nothing restores after the blocks were discarded.
 
     Args:
-        tensors: All that are alive, the fake ones of torch.compile among them, which have no memory of their own.
-        restored: Those whose contents come back: parameters by a refit, buffers by vLLM.
+        tensors: All live tensors, including torch.compile's fake tensors, which have no memory of their own.
+        restored: Tensors whose contents come back: parameters by a refit, buffers by vLLM.
         blocks: Address and bytes of each block.
     """
     safe = {tensor.untyped_storage().data_ptr() for tensor in restored}
@@ -108,30 +108,30 @@ def outside_of_parameters(
     return lost
 
 
-# Classes of vLLM whose process_weights_after_loading leaves weights on a CUDA GPU as they were loaded.
+# Classes of vLLM whose process_weights_after_loading does not change weights on a CUDA GPU.
 _PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod")
-_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # the kernels; others have experts' rows in another order
-_PLAIN_MODULE = "Attention"  # it sets scales alone
+_PLAIN_EXPERTS = ("TRITON", "BATCHED_TRITON")  # other kernels reorder the experts' rows
+_PLAIN_MODULE = "Attention"  # it only sets scales
 
 
 def transformed_after_loading(modules: Iterable[tuple[str, torch.nn.Module]]) -> list[str]:
-    """What vLLM makes of weights once it has loaded them, which a refit, that loads alone, would leave undone.
+    """Lists the changes that vLLM makes to weights after it has loaded them, which a refit would not repeat.
 
     Args:
-        modules: Of vLLM's model on a CUDA GPU, by name.
+        modules: Modules of vLLM's model on a CUDA GPU, by name.
 
     Returns:
-        A line for each module whose weights it does not leave as they were loaded, or of which that is not known.
+        One line for each module whose weights vLLM changes, or may change.
     """
     found = []
     named = list(modules)
-    # vLLM 0.25's methods for experts are modules themselves, which are judged where they are used.
+    # vLLM 0.25's methods for experts are modules themselves; they are checked with the module that uses them.
     methods = {id(getattr(module, "quant_method", None)) for _, module in named}
     for name, module in named:
         if id(module) in methods:
             continue
         method: Any = getattr(module, "quant_method", None)
-        method = getattr(method, "old_quant_method", method)  # another wraps it for expert parallelism
+        method = getattr(method, "old_quant_method", method)  # expert parallelism wraps the method
         kind = type(method).__name__
         if kind == "UnquantizedFusedMoEMethod":
             if (kernel := method.unquantized_backend.name) not in _PLAIN_EXPERTS:

@@ -1,4 +1,4 @@
-"""The part of vLLM's worker that takes a refit; vLLM adds the class to its own worker's bases."""
+"""The extension of vLLM's worker that loads the weights of a refit; vLLM adds the class to its worker's bases."""
 
 import functools
 import gc
@@ -28,26 +28,26 @@ logger = logging.getLogger(__name__)
 class RefitExtension:
     """Adds methods to `vllm.v1.worker.gpu_worker.Worker`, which `LLM.collective_rpc` calls by name.
 
-    vLLM refuses an extension that has an attribute of the worker's, so all names here begin with `refit`.
+    vLLM rejects an extension with an attribute that its worker has, too, so all names here begin with `refit`.
     """
 
     def refit_begin(self) -> None:
-        """Note that no parameter has been filled."""
+        """Marks all parameters as not filled."""
         self.refit_unfilled_names = set(self.refit_parameter_names)
 
     @functools.cached_property
     def refit_parameter_names(self) -> frozenset[str]:
-        """Names of the model's parameters."""
+        """Returns the names of the model's parameters."""
         return frozenset(name for name, _ in _worker(self).get_model().named_parameters())
 
     @functools.cached_property
     def refit_recorded(self) -> RecordedLoads:
-        """Loads that are replayed from CUDA graphs; the model's parameters stay the same objects."""
+        """Returns the loads that are replayed from CUDA graphs; the parameters must stay the same objects."""
         return RecordedLoads(list(_worker(self).get_model().parameters()), CudaRecorder)
 
     @torch.no_grad()
     def refit_load(self, named_tensors: Sequence[NamedTensor]) -> None:
-        """Load some weights of a Hugging Face checkpoint, each whole, from any device; they are loaded on return.
+        """Loads whole weights of a Hugging Face checkpoint from any device; on return, they are loaded.
 
         Raises:
             ValueError: If the model has no such weight, or has it with another shape.
@@ -57,31 +57,31 @@ class RefitExtension:
         else:
             loaded = _load(_worker(self), named_tensors)
         torch.cuda.synchronize(_worker(self).device)
-        if loaded is None:  # a model that does not tell
+        if loaded is None:  # the model does not report what it loaded
             self.refit_unfilled_names = set()
         else:
             self.refit_unfilled_names -= loaded
 
     def refit_memory_stats(self) -> dict[str, float]:
-        """What graphs of loads keep (see `RecordedLoads.memory_stats`)."""
+        """Returns the memory that recorded loads keep (see `RecordedLoads.memory_stats`)."""
         return self.refit_recorded.memory_stats
 
     def refit_transformed(self) -> list[str]:
-        """What vLLM makes of weights after it has loaded them, and does not after a refit; one line each."""
+        """Returns, one line each, the changes that vLLM makes to weights after loading, but not after a refit."""
         return transformed_after_loading(_worker(self).get_model().named_modules())
 
     def refit_unfilled(self) -> list[str]:
-        """Names of vLLM's parameters that no weight has been loaded into since `refit_begin`."""
+        """Returns the names of vLLM's parameters that no weight has been loaded into since `refit_begin`."""
         return sorted(self.refit_unfilled_names)
 
     def refit_checksums(self, specs: Sequence[TensorSpec]) -> dict[str, int]:
-        """`tensor_checksum` of each weight as vLLM's parameters have it."""
+        """Returns `tensor_checksum` of each weight, read from vLLM's parameters."""
         found = read_back(dict(_worker(self).get_model().named_parameters()), specs)
         return {name: tensor_checksum(tensor) for name, tensor in found.items()}
 
     @functools.cached_property
     def refit_saved(self) -> SavedMemory:
-        """What lies among vLLM's weights beside parameters and buffers, such as its sampler's state of requests."""
+        """Returns the tensors in vLLM's weight memory besides parameters and buffers, such as its sampler's state."""
         from vllm.device_allocator import get_mem_allocator_instance
 
         model = _worker(self).get_model()
@@ -90,8 +90,8 @@ class RefitExtension:
             for address, data in get_mem_allocator_instance().pointer_to_data.items()
             if data.tag == "weights"
         ]
-        gc.unfreeze()  # vLLM has frozen what is alive, and the collector does not list that
-        # isinstance asks some of torch.distributed's objects for their class, which warns.
+        gc.unfreeze()  # vLLM has frozen all live objects, and the collector does not list frozen ones
+        # isinstance reads `__class__`, which warns for some of torch.distributed's objects.
         alive = [item for item in gc.get_objects() if issubclass(type(item), torch.Tensor) and item.is_cuda]
         gc.freeze()
         saved = SavedMemory(outside_of_parameters(alive, [*model.parameters(), *model.buffers()], blocks))
@@ -103,24 +103,24 @@ class RefitExtension:
         return saved
 
     def refit_save(self) -> None:
-        """Copy to host memory what sleep at level 2 discards among the weights and no refit brings back."""
+        """Saves to host memory what sleep level 2 discards from the weight memory and no refit brings back."""
         self.refit_saved.save()
 
     def refit_restore(self) -> None:
-        """Copy back what `refit_save` has saved, to memory that is mapped again."""
+        """Restores what `refit_save` has saved, once the memory is allocated again."""
         self.refit_saved.restore()
 
 
 def _worker(extension: RefitExtension) -> Any:
-    """The extension as the worker that it is."""
+    """Returns the extension typed as the worker that it is part of."""
     return extension
 
 
 def _load(worker: Any, named_tensors: Sequence[NamedTensor]) -> Loaded:
-    """Has vLLM's model load some weights.
+    """Loads weights with vLLM's model.
 
     Raises:
-        CaptureError: If it is being recorded, and cannot be.
+        CaptureError: If the load is being recorded, and cannot be.
         ValueError: If the model has no such weight, or has it with another shape.
     """
     from vllm.config import set_current_vllm_config

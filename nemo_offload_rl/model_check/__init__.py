@@ -1,1 +1,1 @@
-"""Checks that Megatron computes a model as transformers does, by a small twin of it with random weights."""
+"""Checks that Megatron computes a model as transformers does, with a small randomly initialized twin of the model."""

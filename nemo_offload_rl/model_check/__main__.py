@@ -24,9 +24,9 @@ os.environ.update(ENVIRONMENT)  # before torch is imported
 
 
 def main() -> int:
-    """Compare, print, and return the exit status."""
+    """Compares the models, prints the result, and returns the exit status."""
     arguments = _arguments()
-    # Libraries print; standard output is for the answer alone.
+    # Libraries print to standard output, which must contain only the answer.
     answer = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     if arguments.request_on_stdin:
@@ -43,7 +43,7 @@ def main() -> int:
 
 
 def policy_of_config(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a policy section with a model alone: its Hugging Face config, and Megatron-Bridge's own choices for it."""
+    """Returns a policy section for a Hugging Face config alone, with Megatron-Bridge's own choices for the model."""
     policy = {"model_name": "the model", "hf_config": dict(config), "megatron_cfg": {}}
     resolve_absent_keys({"policy": policy})
     return policy
@@ -73,7 +73,7 @@ def _policy_of_recipe(path: Path, overrides: list[str]) -> Mapping[str, Any]:
 
 
 def _end_with_standard_input() -> None:
-    """End this process once the one that started it has gone, or has closed its end."""
+    """Ends this process when standard input closes: its parent closed the pipe, or has ended."""
     sys.stdin.read()
     os._exit(1)
 
@@ -91,4 +91,4 @@ def _arguments() -> argparse.Namespace:
 if __name__ == "__main__":
     status = main()
     sys.stderr.flush()
-    os._exit(status)  # libraries' threads and exit handlers take a second, and nothing is left to do
+    os._exit(status)  # skip the threads and exit handlers of libraries, which take a second

@@ -1,12 +1,12 @@
-"""The recipe's policy section as the twin is built with: on one rank, without what moves memory or trains."""
+"""Makes the policy section for the twin: one rank, without the settings that move memory or train."""
 
 from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.model_check.twin import ROW_LENGTH
 
-# Keys of megatron_cfg that say where and when something is computed, or what transformers has no counterpart of: what a
-# token's experts drop, losses of routers. They get these values, or are left out where that is None.
+# Keys of megatron_cfg that only set where and when something is computed, or that have no counterpart in transformers:
+# token dropping, router losses. Each gets this value, or is removed if the value is None.
 _ALONE: Mapping[str, Any] = {
     "tensor_model_parallel_size": 1,
     "pipeline_model_parallel_size": 1,
@@ -27,7 +27,7 @@ _ALONE: Mapping[str, Any] = {
     "fine_grained_activation_offloading": False,
     "offload_modules": None,
     "delay_offload_until_cuda_graph": None,
-    "gradient_accumulation_fusion": False,  # it writes gradients where nothing here reads them
+    "gradient_accumulation_fusion": False,  # it writes gradients to buffers that this check does not read
     "cuda_graph_impl": "none",
     "cuda_graph_modules": None,
     "moe_router_load_balancing_type": "none",
@@ -50,21 +50,21 @@ _ALONE: Mapping[str, Any] = {
 
 
 def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the twin's policy section: the run's layer specification, fusions and settings of experts, on one rank.
+    """Returns the twin's policy section: the run's layer spec, fusions and expert settings, on one rank.
 
     Args:
         policy: the recipe's policy section.
         twin: the twin's Hugging Face config.
 
     Returns:
-        A section that `mcore.model.model_config` makes a model of, in float32.
+        A section from which `mcore.model.model_config` builds a model, in float32.
     """
     run: Mapping[str, Any] = policy["megatron_cfg"]
     megatron = {key: value for key, value in run.items() if key not in _ALONE}
     megatron |= {key: value for key, value in _ALONE.items() if value is not None}
     frequency = megatron.get("moe_layer_freq")
     if "mlp_only_layers" in twin:
-        megatron.pop("moe_layer_freq", None)  # the run's must say of the model what these say of the twin
+        megatron.pop("moe_layer_freq", None)  # the run's value is for the model's layers, not the twin's
     elif isinstance(frequency, list):
         megatron["moe_layer_freq"] = frequency[: twin["num_hidden_layers"]]
     return {
@@ -72,6 +72,6 @@ def alone(policy: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, Any]:
         "hf_config": dict(twin),
         "precision": "float32",
         "max_total_sequence_length": ROW_LENGTH,
-        "logprob_chunk_size": None,  # where the model's logits cannot be in chunks, its own build says so
+        "logprob_chunk_size": None,  # the model's own build reports logits that cannot be chunked
         "megatron_cfg": megatron,
     }

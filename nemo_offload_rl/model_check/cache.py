@@ -1,4 +1,4 @@
-"""Keeps results of checks on disk, so that a model is checked once by each version of what computes it."""
+"""Caches the results of checks on disk, so that a model is checked once for each version of the code involved."""
 
 import hashlib
 import importlib.metadata
@@ -14,18 +14,18 @@ import nemo_offload_rl
 from nemo_offload_rl.model_check.result import CheckResult
 
 _LIBRARIES = ("torch", "transformers", "megatron-core", "megatron-bridge", "transformer-engine")
-# What of this package decides how a model and its twin are built and compared.
+# Parts of this package that decide how a model and its twin are built and compared.
 _SOURCES = ("hf_config.py", "mcore", "model_check")
 
 
 def folder() -> Path:
-    """Returns the folder of results: below XDG_CACHE_HOME, or ~/.cache where that is not set."""
+    """Returns the cache folder: below XDG_CACHE_HOME, or below ~/.cache if that is not set."""
     home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(home) / nemo_offload_rl.__name__ / "model_check"
 
 
 def key_of(section: Mapping[str, Any], *, device: str) -> str:
-    """Returns the name under which the result for a twin is kept.
+    """Returns the key under which the result for a twin is cached.
 
     Args:
         section: the twin's policy section, with its Hugging Face config.
@@ -36,15 +36,15 @@ def key_of(section: Mapping[str, Any], *, device: str) -> str:
 
 
 def read(key: str) -> CheckResult | None:
-    """Returns the result that is kept under a name; None where there is none that can be read."""
+    """Returns the result cached under a key; None if there is none that can be read."""
     try:
         return CheckResult.from_json(json.loads((folder() / f"{key}.json").read_text(encoding="utf-8")))
-    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the check is done again
+    except (OSError, ValueError, KeyError, TypeError):  # missing or damaged: the check runs again
         return None
 
 
 def write(key: str, result: CheckResult) -> None:
-    """Keep a result; where the folder cannot be written, it is not kept."""
+    """Caches a result; does nothing if the folder is not writable."""
     path = folder() / f"{key}.json"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,7 +57,7 @@ def write(key: str, result: CheckResult) -> None:
             except BaseException:
                 os.unlink(file.name)
                 raise
-    except OSError:  # a home that cannot be written is no reason against training
+    except OSError:  # training does not need a writable home
         return
 
 
@@ -75,7 +75,7 @@ def _version(name: str) -> str | None:
 
 @cache
 def _source_hash() -> str:
-    """Returns a hash of this package's files that decide the result; its version does not change with every commit."""
+    """Returns a hash of the source files that affect the result; the version does not change with every commit."""
     root = Path(nemo_offload_rl.__file__).parent
     digest = hashlib.sha256()
     for name in _SOURCES:

@@ -1,4 +1,4 @@
-"""The check of a run's model: from the kept result, or by a process beside whatever else is done meanwhile."""
+"""Checks a run's model: takes the result from the cache, or runs the check in a process in the background."""
 
 import logging
 from collections.abc import Mapping
@@ -16,13 +16,13 @@ logger = logging.getLogger(__name__)
 
 
 class ModelCheck:
-    """Checks one model, beside whatever is done in the `with` block of this context manager.
+    """Checks one model in the background while the `with` block of this context manager runs.
 
-    Where the block raises an error that is not for users, the check's result comes first: it may say what is wrong.
+    If the block raises an error that is not meant for users, the check's result comes first: it may explain the error.
     """
 
     def __init__(self, policy: Mapping[str, Any], hf_config: Any, *, device: str) -> None:
-        """Start the check, unless its result is known or the recipe skips it.
+        """Starts the check, unless its result is cached or the recipe skips it.
 
         Args:
             policy: a recipe's policy section, validated.
@@ -30,8 +30,8 @@ class ModelCheck:
             device: the name of the GPU that the model runs on, or cpu.
 
         Raises:
-            ModelCheckError: a kept result says that the model is computed wrongly.
-            ValueError: the model's Hugging Face config cannot be.
+            ModelCheckError: a cached result says that Megatron computes the model wrongly.
+            ValueError: the model's Hugging Face config is invalid.
         """
         self._config = hf_config
         self._skips = policy["skip_model_check"]
@@ -42,13 +42,13 @@ class ModelCheck:
             self._refuse_wrong(self._known)
 
     def finish(self) -> str:
-        """Wait for the result.
+        """Waits for the result.
 
         Returns:
-            What the user is told.
+            The message for the user.
 
         Raises:
-            ModelCheckError: the model is computed wrongly, or cannot be computed.
+            ModelCheckError: Megatron computes the model wrongly, or cannot compute it.
         """
         result = self._known
         if self._process is not None:
@@ -67,7 +67,7 @@ class ModelCheck:
         return f"Megatron computes the model as transformers does: {describe(result)}."
 
     def close(self) -> None:
-        """End the process if it still runs."""
+        """Ends the process if it is still running."""
         if self._process is not None:
             self._process.close()
 

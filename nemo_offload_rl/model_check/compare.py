@@ -26,9 +26,9 @@ from nemo_offload_rl.model_check.result import CheckResult, Difference
 from nemo_offload_rl.model_check.twin import twin_config
 
 _SMALL_GRADIENT = 1e-3
-"""A parameter's gradient counts as at least this share of what the whole gradient's mean square would make it.
+"""Smallest norm that a gradient's difference is divided by, relative to the norm by the mean square of all gradients.
 
-Some gradients are zero but for rounding: that of a bias of keys without rope, for instance.
+Some gradients are zero except for rounding, such as that of a bias of keys without rope.
 """
 
 
@@ -37,7 +37,7 @@ class UnbuildableError(ValueError):
 
 
 def check(policy: Mapping[str, Any]) -> CheckResult:
-    """`compare`, with what it was done on and how long its parts took."""
+    """Runs `compare`; the result also has the device, the layer spec and the seconds of each stage."""
     stages: dict[str, float] = {}
     differences = compare(policy, stages)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
@@ -47,7 +47,7 @@ def check(policy: Mapping[str, Any]) -> CheckResult:
 
 @contextlib.contextmanager
 def _timed(stages: dict[str, float] | None, name: str) -> Iterator[None]:
-    """Add the seconds that a stage takes to those of its name."""
+    """Adds the seconds that this context takes to the stage of this name."""
     start = time.perf_counter()
     yield
     if stages is not None:
@@ -55,20 +55,20 @@ def _timed(stages: dict[str, float] | None, name: str) -> Iterator[None]:
 
 
 def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -> list[Difference]:
-    """Compare a small twin of the policy's model as transformers and as Megatron compute it.
+    """Compares a small twin of the policy's model, computed by transformers and by Megatron.
 
-    The caller's process has no process group yet.
+    The caller's process must not have a process group yet.
 
     Args:
         policy: a recipe's policy section.
-        stages: where the seconds of each stage go; None for nowhere.
+        stages: receives the seconds of each stage; None to skip this.
 
     Returns:
         One entry for each kind of batches.
 
     Raises:
         UnbuildableError: one of the libraries refuses the twin.
-        ValueError: what the Hugging Face config says cannot be.
+        ValueError: the Hugging Face config is invalid.
     """
     with _timed(stages, "config"):
         twin = twin_config(hf_config(policy))
@@ -78,18 +78,18 @@ def compare(policy: Mapping[str, Any], stages: dict[str, float] | None = None) -
 def compare_configs(
     section: Mapping[str, Any], *, reference: Any, built: Any, stages: dict[str, float] | None = None
 ) -> list[Difference]:
-    """Compare what transformers makes of one config with what Megatron makes of another.
+    """Compares the transformers model of one config with the Megatron model of another.
 
     Args:
         section: a policy section from `alone`.
         reference: the `PretrainedConfig` of the transformers model, as small as a twin's.
-        built: that of the Megatron model.
+        built: the `PretrainedConfig` of the Megatron model.
         stages: as for `compare`.
     """
     found = _compare_once(section, reference, built, stages, seed=0)
     if all(difference.is_rounding for difference in found):
         return found
-    # Where two experts are chosen all but equally, rounding decides; hardly so with other weights, too.
+    # If two experts have nearly equal scores, rounding decides; this hardly happens again with other weights.
     again = _compare_once(section, reference, built, stages, seed=1)
     return min(found, again, key=lambda differences: max(difference.logprob for difference in differences))
 
@@ -123,12 +123,12 @@ def _compare_once(
 
 @contextlib.contextmanager
 def _refusals(sentence: str) -> Iterator[None]:
-    """Returns the exceptions that libraries raise at configs they do not know: nearly any."""
+    """Turns the exceptions that libraries raise for configs they do not support, nearly any, into UnbuildableError."""
     kinds = (
         ArithmeticError,
         AssertionError,
         AttributeError,
-        ImportError,  # of a kernel library that a family needs
+        ImportError,  # a kernel library that the family needs is missing
         LookupError,
         RuntimeError,
         TypeError,
@@ -145,7 +145,7 @@ def _refusals(sentence: str) -> Iterator[None]:
 def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, torch.nn.Module]:
     bridge = bridge_of_config(twin)
     provider = make_provider(section, bridge)
-    # Of Transformer Engine's ways of attention the one that computes in float32, padded and packed.
+    # The only attention backend of Transformer Engine that computes in float32, padded and packed.
     provider.attention_backend = AttnBackend.unfused
     with contextlib.redirect_stdout(io.StringIO()):  # Megatron-Bridge prints the parameter count
         chunks = provider.provide_distributed_model(
@@ -157,7 +157,7 @@ def _megatron_model(section: Mapping[str, Any], twin: Any) -> tuple[Any, Any, to
 def _backward(
     model: torch.nn.Module, batch: MicroBatch, vocab_size: int, device: torch.device
 ) -> tuple[Tensor, dict[str, Tensor | None]]:
-    """Log-probs [n, S] of a micro-batch on the CPU, and the gradients of their loss by the model's own names."""
+    """Returns log-probs [n, S] of a micro-batch on the CPU, and the gradients of their loss by the model's names."""
     for parameter in model.parameters():
         parameter.grad = None
     logprobs = model_logprobs(model, batch, vocab_size=vocab_size, device=device)
@@ -167,10 +167,10 @@ def _backward(
 
 @torch.no_grad()
 def _exported(bridge: Any, model: torch.nn.Module, gradients: Mapping[str, Tensor | None]) -> dict[str, Tensor]:
-    """Returns the model's gradients, named and shaped as weights in files; its weights are gone afterwards.
+    """Returns the model's gradients with the names and shapes of checkpoint weights; overwrites the model's weights.
 
-    The bridge exports weights by maps that are linear but for a constant, such as the 1 of norms that hold their weight
-    less 1: the gradients are put in the place of the weights, and what is exported of zeros is taken off.
+    The bridge exports weights by maps that are linear up to a constant, such as the 1 of norms that store their weight
+    minus 1. So the gradients replace the weights, and the export of zeros is subtracted.
     """
     for parameter in model.parameters():
         parameter.zero_()
@@ -199,16 +199,17 @@ def _largest(wanted: Mapping[str, Tensor], got: Mapping[str, Tensor]) -> tuple[f
         usual = (squares / count * gradient.numel()) ** 0.5
         other = got[name] if name in got else torch.zeros_like(gradient)
         off = float((gradient - other).double().norm() / max(float(gradient.norm()), _SMALL_GRADIENT * usual))
-        if not off <= worst:  # a NaN, too
+        if not off <= worst:  # also true for NaN
             worst, where = off, name
     return worst, where
 
 
 @contextlib.contextmanager
 def one_rank() -> Iterator[torch.device]:
-    """A process group of this process alone, without a port; the environment is left as it was.
+    """Creates a process group of only this process, without a port; restores the environment at the end.
 
-    megatron-core sets Transformer Engine's choice of attention there for the first model, and refuses another's.
+    megatron-core sets Transformer Engine's attention backend in the environment for the first model, and rejects the
+    backend of another one.
     """
     environment = dict(os.environ)
     for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):

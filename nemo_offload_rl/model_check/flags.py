@@ -1,4 +1,4 @@
-"""The keys of a Hugging Face config that are not its family's defaults: what a wrong model is looked for in."""
+"""Finds the keys of a Hugging Face config that differ from its family's defaults, which may explain a wrong result."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,7 +6,7 @@ from typing import Any
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.model_check.twin import SIZE_KEYS
 
-# Keys that change nothing of what a model computes.
+# Keys that do not change what a model computes.
 _BESIDE = frozenset(
     (
         "transformers_version", "architectures", "dtype", "torch_dtype", "_name_or_path", "name_or_path", "id2label",
@@ -21,8 +21,8 @@ def changed_flags(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
     """Returns the flags of a config that differ from the family's.
 
     Args:
-        config: the model's, complete (`to_dict()`).
-        defaults: that of a config of the same class made from nothing.
+        config: the model's config, complete (`to_dict()`).
+        defaults: a config of the same class without arguments, complete.
 
     Returns:
         Dotted keys with their values, in the config's order; sizes are left out.
@@ -37,7 +37,7 @@ def changed_flags(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dic
 
 
 def show_flags(flags: Mapping[str, Any]) -> list[str]:
-    """Each flag as `key value`."""
+    """Returns each flag as `key value`."""
     return [f"{key} {show(value)}" for key, value in flags.items()]
 
 
@@ -52,7 +52,7 @@ def _flat(config: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 def _same_kinds(value: Any, other: Any) -> bool:
-    """Returns whether two lists name the same kinds of layers; models of unequal depth have unequal numbers of them."""
+    """Returns whether two lists of unequal length, from models of unequal depth, name the same kinds of layers."""
     if not (isinstance(value, list) and isinstance(other, list) and value and other):
         return False
     return len(value) != len(other) and {repr(item) for item in value} == {repr(item) for item in other}

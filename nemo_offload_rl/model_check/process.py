@@ -1,4 +1,4 @@
-"""Runs the comparison in a process of its own, which ends with the one that started it."""
+"""Runs the comparison in a child process, which ends with its parent."""
 
 import json
 import os
@@ -16,33 +16,33 @@ from nemo_offload_rl.model_check.result import CheckResult
 REQUEST_ON_STDIN = "--request-on-stdin"
 TIMEOUT_S = 600.0
 ENVIRONMENT = {
-    "NVIDIA_TF32_OVERRIDE": "0",  # Transformer Engine multiplies float32 matrices in TF32 otherwise
+    "NVIDIA_TF32_OVERRIDE": "0",  # otherwise Transformer Engine multiplies float32 matrices in TF32
     "TORCHDYNAMO_DISABLE": "1",  # compiling megatron-core's small fusions takes longer than everything else
 }
 
 
 class ModelCheckError(ValueError):
-    """Says that Megatron computes a model wrongly, or that it or the check cannot compute it at all."""
+    """Says that Megatron computes a model wrongly, or that Megatron or the check cannot compute it at all."""
 
 
 class CheckTimeoutError(Exception):
-    """Says that a check was not done in time; its process has been killed."""
+    """Says that a check did not finish in time; its process has been killed."""
 
 
 class CheckProcess:
-    """Runs a comparison in a process of its own.
+    """Runs a comparison in a child process.
 
-    The process reads the policy from its standard input, which stays open: it ends where that is closed, so also where
+    The child reads the policy from its standard input, which stays open; the child ends when it is closed, so also if
     this process is killed.
     """
 
     def __init__(self, policy: Mapping[str, Any]) -> None:
-        """Start the process.
+        """Starts the process.
 
         Args:
-            policy: a recipe's policy section; what JSON has no word for must not be in it.
+            policy: a recipe's policy section; all values must be JSON-serializable.
         """
-        # A file, since a pipe that is not read meanwhile may fill up; `close` closes it.
+        # A file, since a pipe that nothing reads could fill up; `close` closes it.
         self._errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
         self._process = subprocess.Popen(
             [sys.executable, "-m", __package__, REQUEST_ON_STDIN],
@@ -57,15 +57,15 @@ class CheckProcess:
         try:
             self._process.stdin.write(json.dumps(policy) + "\n")
             self._process.stdin.flush()
-        except BrokenPipeError:  # it has ended already: `result` says why
+        except BrokenPipeError:  # the process has already ended; `result` says why
             return
 
     def result(self, timeout_s: float = TIMEOUT_S) -> CheckResult:
-        """Wait for the result.
+        """Waits for the result.
 
         Raises:
             ModelCheckError: one of the libraries refuses the model, or the process failed.
-            CheckTimeoutError: it took longer; the process has been killed.
+            CheckTimeoutError: the check took longer; its process has been killed.
         """
         try:
             self._process.wait(timeout_s)
@@ -86,20 +86,20 @@ class CheckProcess:
         return CheckResult.from_json(found)
 
     def close(self) -> None:
-        """End the process if it still runs; safe to call twice."""
+        """Ends the process if it is still running; safe to call twice."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout, self._errors):
             if stream is not None:
                 try:
                     stream.close()
-                except BrokenPipeError:  # what it never read
+                except BrokenPipeError:  # data that the process never read
                     continue
 
 
 def _environment() -> dict[str, str]:
     environment = os.environ | ENVIRONMENT
     root = str(Path(nemo_offload_rl.__file__).parents[1])
-    if root not in sysconfig.get_paths().values():  # run from a folder of sources
+    if root not in sysconfig.get_paths().values():  # the package runs from a source folder
         environment["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     return environment

@@ -13,19 +13,19 @@ from nemo_offload_rl.model_check.twin import ROW_LENGTH
 
 _NUM_ROWS = 3
 _GAIN = 1.5
-"""Of random matrices over 1/sqrt(inputs): with smaller ones attention is nearly uniform and hides its mistakes."""
+"""Scale of random matrices relative to 1/sqrt(inputs); with a smaller one, nearly uniform attention hides errors."""
 _SPREAD = 0.3
-"""Standard deviation of norms' weights, around what they start from, and of biases."""
+"""Standard deviation of norms' weights, around their initial value, and of biases."""
 
 
 @dataclass(frozen=True)
 class Reference:
-    """Holds the results that Megatron's model has to reach, as transformers computes them.
+    """Holds the results of the transformers model, which Megatron's model has to match.
 
     Attributes:
-        weights: by the names and in the shapes of files.
+        weights: the weights with the names and shapes of checkpoint files.
         logprobs: float32 [n, S], as `mcore.step.logprobs_of`.
-        gradients: of `loss_of(logprobs)` with respect to the parameters, named and shaped as `weights`.
+        gradients: gradients of `loss_of(logprobs)` with respect to the parameters, named and shaped as `weights`.
     """
 
     weights: Mapping[str, Tensor]
@@ -34,7 +34,7 @@ class Reference:
 
 
 def rows(vocab_size: int, seed: int) -> BatchedData:
-    """Random rows of unequal lengths, right padded; the longest has `ROW_LENGTH` tokens."""
+    """Returns random rows of unequal lengths, right-padded; the longest has `ROW_LENGTH` tokens."""
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(0, vocab_size, (_NUM_ROWS, ROW_LENGTH), generator=generator)
     lengths = torch.tensor([ROW_LENGTH - 11 * row for row in range(_NUM_ROWS)])
@@ -43,21 +43,21 @@ def rows(vocab_size: int, seed: int) -> BatchedData:
 
 
 def loss_of(logprobs: Tensor) -> Tensor:
-    """Return a mean of weighted log-probs: every token counts differently, so that no gradient cancels out."""
+    """Returns a mean of weighted log-probs: every token has a different weight, so that no gradient cancels out."""
     generator = torch.Generator().manual_seed(0)
     weights = torch.randn(logprobs.shape, generator=generator).to(logprobs.device)
     return (weights * logprobs).sum() / logprobs.shape[0]
 
 
 def reference_of(config: Any, data: BatchedData, *, seed: int) -> Reference:
-    """Build the transformers model of a config with random weights, and run it forward and backward in float32.
+    """Builds the transformers model of a config with random weights, and runs it forward and backward in float32.
 
-    It runs on the CPU, whose kernels need not be loaded first and know no TF32.
+    It runs on the CPU, whose kernels need no loading and do not use TF32.
 
     Args:
         config: the twin's `PretrainedConfig`.
         data: the rows.
-        seed: of the weights.
+        seed: the seed of the weights.
     """
     from transformers import AutoModelForCausalLM
 
@@ -72,14 +72,14 @@ def reference_of(config: Any, data: BatchedData, *, seed: int) -> Reference:
     loss_of(logprobs).backward()
     gradients = {
         name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-        for name, parameter in model.named_parameters()  # a tied output layer's is the embedding's
+        for name, parameter in model.named_parameters()  # a tied output layer has the embedding's gradient
     }
     return Reference(weights, logprobs.detach(), as_in_files(model, gradients))
 
 
 @torch.no_grad()
 def _randomize(model: torch.nn.Module) -> None:
-    """Give every weight a value by which it counts: transformers starts biases at 0 and norms at 1."""
+    """Gives every weight a random value that affects the result: transformers starts biases at 0 and norms at 1."""
     for parameter in model.parameters():
         noise = torch.randn_like(parameter)
         if parameter.dim() >= 2:
@@ -88,12 +88,12 @@ def _randomize(model: torch.nn.Module) -> None:
             parameter.add_(noise, alpha=_SPREAD)
     kept = model.state_dict()
     for name, buffer in model.named_buffers():
-        if name in kept and buffer.is_floating_point():  # such as the biases by which routers choose
+        if name in kept and buffer.is_floating_point():  # such as the expert biases of routers
             buffer.add_(torch.randn_like(buffer), alpha=_SPREAD)
 
 
 def _own_logprobs(logits: Tensor, data: BatchedData) -> Tensor:
-    """Return the log-probs [n, S] of rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
+    """Returns the log-probs [n, S] of the rows' own tokens from logits [n, S, V]; entry 0 and padding are 0."""
     values = logits[:, :-1].log_softmax(-1).gather(-1, data["input_ids"][:, 1:, None]).squeeze(-1)
     values = torch.nn.functional.pad(values, (1, 0))
     columns = torch.arange(values.shape[1])[None]

@@ -1,4 +1,4 @@
-"""Holds the result of a model's check, for files and users; imports no library."""
+"""The result of a model's check, as JSON and as messages; imports no other library."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -6,20 +6,20 @@ from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 LOGPROB_LIMIT = 1e-4
-"""Rounding in float32 makes 5e-6 of it; the smallest mistake known, of rope with scaled wavelengths, 4e-3."""
+"""Rounding in float32 causes 5e-6; the smallest known error, in rope with scaled wavelengths, causes 4e-3."""
 GRADIENT_LIMIT = 1e-3
-"""Relative. Rounding makes 3e-6 of it; a term that is forgotten or counted twice makes 1e-2 and more."""
+"""Relative. Rounding causes 3e-6; a term that is missing or counted twice causes 1e-2 and more."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """Measures how far the results of the two models are apart.
+    """Measures the differences between the results of the two models.
 
     Attributes:
         batches: padded or packed.
         logprob: the largest difference of a token's log-prob.
         gradient: the largest relative difference of a parameter's gradient.
-        parameter: its name, as in files.
+        parameter: the name of this parameter in checkpoint files.
     """
 
     batches: str
@@ -29,7 +29,7 @@ class Difference:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether rounding explains it."""
+        """Whether rounding explains the difference."""
         return self.logprob <= LOGPROB_LIMIT and self.gradient <= GRADIENT_LIMIT  # False for NaN
 
 
@@ -40,8 +40,8 @@ class CheckResult:
     Attributes:
         differences: one entry for each kind of batches.
         device: the name of the GPU, or cpu.
-        layers: whose layer specification it was: Transformer Engine or local.
-        seconds: that each stage of the check took, by name.
+        layers: the layer specification: Transformer Engine or local.
+        seconds: the seconds that each stage of the check took, by name.
     """
 
     differences: tuple[Difference, ...]
@@ -56,11 +56,11 @@ class CheckResult:
 
     @property
     def worst(self) -> Difference:
-        """The difference that is farthest from what rounding makes."""
+        """The difference that exceeds its rounding limit most."""
         return max(self.differences, key=_excess)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the text that `from_json` reads; a number that is not finite becomes null."""
+        """Returns the fields that `from_json` reads; a number that is not finite becomes null."""
         fields = asdict(self)
         for entry in fields["differences"]:
             entry |= {key: None for key in ("logprob", "gradient") if not math.isfinite(entry[key])}
@@ -68,7 +68,7 @@ class CheckResult:
 
     @classmethod
     def from_json(cls, fields: Mapping[str, Any]) -> Self:
-        """Returns the result that `to_json` wrote.
+        """Returns the result for the fields that `to_json` returned.
 
         Raises:
             KeyError: a field is missing.
@@ -92,7 +92,7 @@ def _excess(difference: Difference) -> float:
 
 
 def describe(result: CheckResult) -> str:
-    """Returns the result as half a sentence: what differs by how much, and where that was found."""
+    """Returns the result as half a sentence: what differs by how much, and on which device."""
     worst = result.worst
     batches = " and ".join(difference.batches for difference in result.differences)
     gradient = f"gradients by {worst.gradient:.2g}" + (f" ({worst.parameter})" if not worst.is_rounding else "")
@@ -105,12 +105,12 @@ def describe(result: CheckResult) -> str:
 
 
 def refusal(result: CheckResult, model_type: str, flags: Sequence[str]) -> str:
-    """Returns the sentence that refuses a model.
+    """Returns the message that refuses a model.
 
     Args:
-        result: of its check.
-        model_type: the family.
-        flags: the config's keys that are not the family's defaults, each with its value.
+        result: the result of its check.
+        model_type: the model's family.
+        flags: the config's keys that differ from the family's defaults, each with its value.
     """
     named = ", ".join(flags) if flags else "none that is not the family's default"
     return (

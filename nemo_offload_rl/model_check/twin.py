@@ -1,8 +1,8 @@
-"""Shrinks a Hugging Face config to a model of the same flags that is built and run in a fraction of a second.
+"""Shrinks a Hugging Face config to a model with the same flags that is built and run in a fraction of a second.
 
-What changes a model's maths stays: activations, biases, tied embeddings, caps, multipliers, the kind of rope and its
-base. What is a size becomes small, in the same relations (query heads for each head of keys, experts in groups). What
-is a threshold becomes so small that rows of `ROW_LENGTH` tokens cross it: windows that no row exceeds change nothing.
+Settings that change a model's math stay: activations, biases, tied embeddings, caps, multipliers, the kind of rope and
+its base. Sizes become small, in the same relations (query heads for each key and value head, experts in groups).
+Thresholds become so small that rows of `ROW_LENGTH` tokens cross them: a window that no row exceeds has no effect.
 """
 
 import copy
@@ -15,7 +15,7 @@ ROW_LENGTH = 48
 WINDOW = 8
 """Sliding windows and chunks of attention, in tokens."""
 ORIGINAL_LENGTH = 32
-"""What rope scaling takes for the length that the model was trained with: rows exceed it, so do some wavelengths."""
+"""Training length that rope scaling assumes: rows exceed it, and so do some wavelengths."""
 VOCAB_SIZE = 80
 
 _MOST_LAYERS = 8
@@ -27,7 +27,7 @@ _NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "mo
 _TOPK_KEYS = ("num_experts_per_tok", "moe_topk", "moe_k")
 _PERIOD_KEYS = ("decoder_sparse_step", "moe_layer_freq", "interleave_moe_layer_step")
 _LAYER_COUNT_KEYS = ("first_k_dense_replace", "max_window_layers", "moe_layer_start_index")
-"""Numbers of layers from the first on that are of another kind."""
+"""Keys whose value is the number of first layers that are of another kind."""
 _LAYER_INDEX_KEYS = ("mlp_only_layers",)
 
 _SIZES: Mapping[str, int] = {
@@ -40,7 +40,7 @@ _SIZES: Mapping[str, int] = {
     "linear_key_head_dim": 16,
     "linear_value_head_dim": 16,
 }
-# As Transformer Engine's and megatron-core's kernels for multi-latent attention take them.
+# Sizes that Transformer Engine's and megatron-core's kernels for multi-latent attention support.
 _LATENT_SIZES: Mapping[str, int] = {
     "hidden_size": 512,
     "q_lora_rank": 128,
@@ -58,11 +58,11 @@ SIZE_KEYS = frozenset(
     | {"max_position_embeddings", "shared_expert_intermediate_size", "n_group", "topk_group"}
     | {*_SIZES, *_LATENT_SIZES, *_NUM_EXPERTS_KEYS, *_TOPK_KEYS, *_TOKEN_KEYS}
 )
-"""Keys that say how large a model is, and nothing of how it computes."""
+"""Keys that determine the size of a model, but not how it computes."""
 
 
 def twin_config(whole: Any) -> Any:
-    """Returns the twin's `PretrainedConfig`: a copy of the model's, in which only what shrinks is set anew."""
+    """Returns the twin's `PretrainedConfig`: a copy of the model's in which only the shrunk fields are set."""
     config = copy.deepcopy(whole)
     before = config.to_dict()
     for key, value in twin_of(before).items():
@@ -72,18 +72,18 @@ def twin_config(whole: Any) -> Any:
 
 
 def twin_of(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a small model's config with the flags of a large one.
+    """Returns the config of a small model with the flags of a large one.
 
     Args:
         config: a Hugging Face config as a mapping, complete (`to_dict()`).
 
     Returns:
-        The same keys; only keys that the config has are changed.
+        A config with the same keys; only keys that it has are changed.
     """
     twin = dict(config)
     twin |= {key: size for key, size in _SIZES.items() if _is_count(config, key)}
     twin |= {key: WINDOW for key in _WINDOW_KEYS if _is_count(config, key)}
-    twin |= dict.fromkeys((key for key in _TOKEN_KEYS if key in config), None)  # padding_idx would have no gradient
+    twin |= dict.fromkeys((key for key in _TOKEN_KEYS if key in config), None)  # padding_idx gets no gradient
     twin |= _heads(config)
     twin |= _experts(config)
     twin |= _layers(config)
@@ -92,7 +92,7 @@ def twin_of(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _is_count(config: Mapping[str, Any], key: str) -> bool:
-    """Returns whether the config gives a number above 0 there; null and 0 are flags, which stay."""
+    """Returns whether the config has a number above 0 at this key; null and 0 are flags, which stay."""
     value = config.get(key)
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
@@ -108,7 +108,7 @@ def _heads(config: Mapping[str, Any]) -> dict[str, Any]:
     if _is_count(config, "head_dim"):
         out["head_dim"] = _HEAD_DIM
         width = config["head_dim"] * heads
-        if width != config["hidden_size"]:  # keeps what tells the two apart
+        if width != config["hidden_size"]:  # keep the two sizes different
             out["hidden_size"] = out["hidden_size"] // 2 if width > config["hidden_size"] else out["hidden_size"] * 2
     if _is_count(config, "query_pre_attn_scalar"):
         head_dim = config["head_dim"] if _is_count(config, "head_dim") else config["hidden_size"] // heads
@@ -138,7 +138,7 @@ def _experts(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Few layers, among them one of each kind, in the order in which the model has them."""
+    """Returns the settings of a few layers, one of each kind at least, in the model's order."""
     count = config["num_hidden_layers"]
     out: dict[str, Any] = {key: min(config[key], 4) for key in _PERIOD_KEYS if _is_count(config, key)}
     per_layer = [key for key, value in config.items() if isinstance(value, list | tuple) and len(value) == count > 2]
@@ -157,7 +157,7 @@ def _layers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _kind(config: Mapping[str, Any], per_layer: Sequence[str], index: int) -> tuple[Any, ...]:
-    """Returns the properties that tell a layer apart from others of the model, as far as the keys say."""
+    """Returns the properties that distinguish a layer from the model's others, as far as the config's keys show."""
     return (
         *(repr(config[key][index]) for key in per_layer),
         *(index < config[key] for key in _LAYER_COUNT_KEYS if _is_count(config, key)),
@@ -167,9 +167,9 @@ def _kind(config: Mapping[str, Any], per_layer: Sequence[str], index: int) -> tu
 
 
 def _chosen_layers(kinds: Sequence[tuple[Any, ...]]) -> list[int]:
-    """Indices of the layers that the twin keeps: the first ones if they have every kind, as periodic patterns do."""
+    """Returns the indices of the layers to keep: the first ones if they include every kind, as in periodic patterns."""
     first_of = {kind: kinds.index(kind) for kind in kinds}
-    prefix = max(first_of.values()) + 2  # and one more, so that a pattern that begins again is seen
+    prefix = max(first_of.values()) + 2  # one more, so that the repetition of a pattern is included
     if prefix <= _MOST_LAYERS:
         return list(range(min(max(prefix, 2), len(kinds))))
     starts = [next(group)[0] for _, group in itertools.groupby(enumerate(kinds), key=lambda item: item[1])]
@@ -198,7 +198,7 @@ def _positions(config: Mapping[str, Any], twin: Mapping[str, Any]) -> dict[str, 
 
 
 def _ropes(value: Any) -> list[Mapping[str, Any]]:
-    """Returns the parameters of each kind of rope; some families have one for each kind of layer."""
+    """Returns the parameters of each kind of rope; some families have one kind for each kind of layer."""
     if not isinstance(value, Mapping):
         return []
     nested = [inner for inner in value.values() if isinstance(inner, Mapping)]

@@ -1,11 +1,11 @@
-"""Refit: moving the policy's weights from the training worker to the generation engine."""
+"""Refit: sends the policy's weights from the training workers to the generation engines."""
 
 import pkgutil
 from collections.abc import Sequence
 
 from nemo_offload_rl.refit.interface import Receiver, RefitTransport
 
-# Name of a transport -> "module:name" of what makes it from receivers and `verify`, imported where an engine takes it.
+# Name of a transport -> "module:name" of its factory (receivers, `verify`); imported if an engine uses it.
 TRANSPORTS: dict[str, str] = {
     "broadcast": "nemo_offload_rl.refit.broadcast:BroadcastTransport",
     "cuda_ipc": "nemo_offload_rl.refit.cuda_ipc:CudaIpcTransport",
@@ -14,12 +14,12 @@ TRANSPORTS: dict[str, str] = {
 
 
 def make_transport(name: str, receivers: Sequence[Receiver], *, verify: bool) -> RefitTransport:
-    """Make a transport to an engine's receivers.
+    """Makes a transport to the receivers of the engines.
 
     Args:
         name: A key of `TRANSPORTS`.
-        receivers: Of all engines; each must get every weight.
-        verify: Whether senders return checksums of what they have sent.
+        receivers: The receivers of all engines; each must get every weight.
+        verify: Whether senders return checksums of the weights they have sent.
 
     Raises:
         ValueError: If there is no receiver.

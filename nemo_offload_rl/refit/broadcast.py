@@ -1,8 +1,8 @@
-"""Weights by broadcast from the policy's rank 0 to engines on GPUs of their own, on whichever nodes they are.
+"""Sends weights by broadcast from the policy's rank 0 to engines on GPUs of their own, on any nodes.
 
-Engines load a bucket while the ranks export the next; one buffer of the sender's is enough, as a bucket has left it
-before the export goes on. That also keeps the broadcast apart from the export's own collectives: NCCL may run two
-communicators of a GPU at once only where both find room on it.
+Engines load a bucket while the ranks export the next one. One buffer on the sender is enough, as a bucket has left it
+before the export continues. That also separates the broadcast from the export's own collectives: NCCL may run two
+communicators on a GPU at once only if both fit on it.
 """
 
 import contextlib
@@ -30,7 +30,7 @@ _SETTLE_TIMEOUT_S = 10.0
 
 
 class RefitTimeoutError(RuntimeError):
-    """Says that an engine has not answered, or not taken a bucket, in time."""
+    """Says that an engine did not answer, or did not take a bucket, in time."""
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class BroadcastBucket:
     """Describes a bucket that the sender is about to broadcast (see `WeightBucket`).
 
     Attributes:
-        layout: Where its tensors will be in a buffer.
-        at: Where the group meets.
+        layout: Positions of its tensors in a buffer.
+        at: Where the group's processes rendezvous.
         rank: The receiver's rank in the group.
     """
 
@@ -49,7 +49,7 @@ class BroadcastBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[NamedTensor]]:
-        """Receive the buffer into memory that lives as long as the context."""
+        """Receives the buffer into memory that lives as long as the context."""
         buffer = _buffer(self.layout.num_bytes)
         joined(self.at, self.rank).broadcast(buffer).wait()
         yield self.layout.views(buffer)
@@ -57,12 +57,12 @@ class BroadcastBucket:
 
 @dataclass(frozen=True)
 class BroadcastTransport:
-    """Has rank 0 broadcast each bucket to all receivers; see `RefitTransport`.
+    """Makes rank 0 broadcast each bucket to all receivers; see `RefitTransport`.
 
     Attributes:
         receivers: All of them get every bucket.
-        verify: Whether the sender returns the checksums of what it has sent.
-        timeout_s: How long the engines may take for a bucket.
+        verify: Whether the sender returns the checksums of the weights it has sent.
+        timeout_s: Seconds that the engines may take for a bucket.
     """
 
     receivers: Sequence[Receiver]
@@ -70,7 +70,7 @@ class BroadcastTransport:
     timeout_s: float = TIMEOUT_S
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender; only rank 0's has a buffer, of `bucket_bytes` or of the largest tensor.
+        """Makes a rank's sender; only rank 0 has a buffer, of `bucket_bytes` or of the largest tensor's size.
 
         Raises:
             EngineLostError: If an engine's process has ended.
@@ -92,21 +92,21 @@ class BroadcastSender(RefitSender):
         self._receivers = receivers
         self._verify = verify
         self._timeout_s = timeout_s
-        self._loads: dict[Any, EngineLoad] = {}  # under way, by their references, in the order of sending
+        self._loads: dict[Any, EngineLoad] = {}  # in flight, by their references, in the order of sending
         listener = socket.create_server((self._address(), 0), backlog=len(receivers))
         address, port = listener.getsockname()[:2]
         self._at = MeetingPoint(address, port, len(receivers) + 1, timeout_s)
         self._store = self._at.store(listener)
-        self._first: FirstBroadcast | None = None  # once the engines have come
-        self._group: BroadcastGroup | None = None  # once they have joined
+        self._first: FirstBroadcast | None = None  # set once the engines have announced themselves
+        self._group: BroadcastGroup | None = None  # set once the engines have joined
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+        """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`).
 
         Raises:
             EngineLostError: If an engine's process has ended.
             RefitTimeoutError: If an engine has not taken a bucket in time.
-            RuntimeError: If an engine has failed; ValueError where it has raised that.
+            RuntimeError: If an engine has failed; ValueError if the engine raised that.
         """
         weights = iter(weights)
         checksums: dict[str, int] = {}
@@ -118,7 +118,7 @@ class BroadcastSender(RefitSender):
                     if self._verify:
                         checksums[name] = tensor_checksum(tensor)
                 self._broadcast(bucket, buffer[: max(1, bucket.num_bytes)])
-            deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
+            deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
             self._watch(lambda: not self._loads)
         except BaseException:
             self._loads.clear()
@@ -128,7 +128,7 @@ class BroadcastSender(RefitSender):
         return checksums
 
     def _broadcast(self, bucket: BucketLayout, data: torch.Tensor) -> None:
-        """Send a bucket's buffer; on return it has left, and the engines may still load it."""
+        """Sends a bucket's buffer; on return the buffer is free, and the engines may still be loading the bucket."""
         for rank, receiver in enumerate(self._receivers, start=1):
             reference = receiver.load_weights(BroadcastBucket(bucket, self._at, rank))
             self._loads[reference] = EngineLoad(receiver.name, bucket.tensors)
@@ -138,7 +138,10 @@ class BroadcastSender(RefitSender):
             work.wait()
 
     def _broadcast_first(self, data: torch.Tensor) -> Any:
-        """Start the first broadcast once all engines are there; they may still end before they have joined."""
+        """Starts the first broadcast once all engines have announced themselves.
+
+        An engine may still end before it has joined the group.
+        """
         keys = [announcement(rank) for rank in range(1, self._at.size)]
         self._watch(lambda: self._store.check(keys))
         self._first = FirstBroadcast(self._store, self._at, data)
@@ -153,7 +156,10 @@ class BroadcastSender(RefitSender):
 
     @contextlib.contextmanager
     def _naming_the_engine(self) -> Iterator[None]:
-        """Look for the engine behind an error of the group, which notices first and cannot say which one it was."""
+        """Looks for the failed engine behind an error of the group.
+
+        The group fails first, and its error cannot say which engine it was.
+        """
         try:
             yield
         except RuntimeError:
@@ -161,7 +167,7 @@ class BroadcastSender(RefitSender):
             raise
 
     def _watch(self, is_done: Callable[[], bool], timeout_s: float | None = None) -> None:
-        """Wait for something, unless an engine fails or takes too long."""
+        """Waits for a condition, and raises an error if an engine fails or takes too long."""
         limit_s = self._timeout_s if timeout_s is None else timeout_s
         deadline = time.monotonic() + limit_s
         while not is_done():
@@ -182,7 +188,7 @@ class BroadcastSender(RefitSender):
                 )
 
     def _address(self) -> str:
-        """The address that all engines reach this process at: loopback where they are on this node."""
+        """Returns the address at which all engines reach this process: loopback if they are on this node."""
         processes = {receiver.actor.process.remote(): receiver.name for receiver in self._receivers}
         here = ray.util.get_node_ip_address()
         _, late = ray.wait(list(processes), num_returns=len(processes), timeout=self._timeout_s)
@@ -197,5 +203,5 @@ class BroadcastSender(RefitSender):
 
 
 def _buffer(num_bytes: int) -> torch.Tensor:
-    """Memory for a bucket: uint8 [num_bytes], at least one, on this process's GPU or in host memory."""
+    """Allocates a bucket's memory: uint8 [num_bytes], at least one byte, on this process's GPU or in host memory."""
     return torch.empty(max(1, num_bytes), dtype=torch.uint8, device="cuda" if torch.cuda.is_available() else "cpu")

@@ -1,4 +1,4 @@
-"""The process group of a refit: a policy rank and the engines' processes, beside all other groups that they are in."""
+"""The process group of a refit: a policy rank and the engines' processes, separate from all their other groups."""
 
 import contextlib
 import functools
@@ -20,13 +20,13 @@ _ABORT_TIMEOUT_S = 5.0
 
 @dataclass(frozen=True)
 class MeetingPoint:
-    """Names the place where the processes of a group meet.
+    """Describes where the processes of a group rendezvous.
 
     Attributes:
-        address: Of the sender's node; a loopback address where all processes are on it.
-        port: Of the sender's store.
-        size: Processes of the group.
-        timeout_s: How long one may wait for the others.
+        address: Address of the sender's node; a loopback address if all processes are on it.
+        port: Port of the sender's store.
+        size: Number of processes in the group.
+        timeout_s: Seconds that a process may wait for the others.
     """
 
     address: str
@@ -35,7 +35,7 @@ class MeetingPoint:
     timeout_s: float
 
     def store(self, listener: socket.socket | None = None) -> distributed.TCPStore:
-        """The group's store, served where there is a listener; it answers no other address than the listener's."""
+        """Returns the group's store; given a listener, this process serves it, only at the listener's address."""
         return distributed.TCPStore(
             self.address,
             self.port,
@@ -51,7 +51,7 @@ class BroadcastGroup:
     """Broadcasts the sender's buffers to all receivers: with NCCL between GPUs, with gloo between CPUs."""
 
     def __init__(self, store: distributed.TCPStore, at: MeetingPoint, rank: int) -> None:
-        """Meet the other processes; with gloo, returns once all are there."""
+        """Joins the other processes; with gloo, returns once all have joined."""
         timeout = timedelta(seconds=at.timeout_s)
         if torch.cuda.is_available():
             if ipaddress.ip_address(at.address).is_loopback:
@@ -62,25 +62,25 @@ class BroadcastGroup:
         else:
             options = distributed.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
             options._timeout = timeout
-            # Left to itself, gloo takes the address that the host's name stands for.
+            # By default, gloo uses the address that the host's name resolves to.
             options._devices = [distributed.ProcessGroupGloo.create_device(hostname=_address_towards(at.address))]
             self._group = distributed.ProcessGroupGloo(store, rank, at.size, options)
 
     @classmethod
     def announced(cls, at: MeetingPoint, rank: int) -> Self:
-        """Join as a receiver, and let the sender know before: it joins once it knows of all."""
+        """Joins as a receiver, after announcing it: the sender joins once all receivers have announced themselves."""
         store = at.store()
         store.set(announcement(rank), "")
         return cls(store, at, rank)
 
     def broadcast(self, buffer: torch.Tensor) -> Any:
-        """Start to send a buffer, or to receive into it; returns torch's `Work`."""
+        """Starts to send a buffer, or to receive into it; returns torch's `Work`."""
         options = distributed.BroadcastOptions()
         options.rootRank, options.rootTensor = SENDER, 0
         return self._group.broadcast([buffer], options)
 
     def abort(self) -> None:
-        """Give up what is under way on a GPU, where nothing else would; the group is of no use afterwards."""
+        """Aborts pending work on a GPU, which nothing else would end; the group cannot be used afterwards."""
         if torch.cuda.is_available():
             self._group.abort()
 
@@ -88,20 +88,20 @@ class BroadcastGroup:
 class FirstBroadcast:
     """Forms the sender's group and starts its first broadcast, in a thread of its own.
 
-    Either waits for all processes without end or message, gloo in the constructor of its group, and NCCL, which makes
-    its communicator only then, in the broadcast. The caller watches the processes meanwhile.
+    Both backends wait for all processes without a timeout or a message: gloo in the constructor of its group, NCCL in
+    the first broadcast, which creates its communicator. The caller watches the processes meanwhile.
 
     Args:
-        store: of the sender.
-        at: where the group meets.
-        buffer: what is sent.
+        store: the sender's store.
+        at: where the group's processes rendezvous.
+        buffer: the buffer to send.
     """
 
     def __init__(self, store: distributed.TCPStore, at: MeetingPoint, buffer: torch.Tensor) -> None:
         self._group: BroadcastGroup | None = None
         self._started: Future[tuple[BroadcastGroup, Any]] = Future()
         scopes: list[contextlib.AbstractContextManager[Any]] = []
-        if buffer.is_cuda:  # a thread has a device and a current stream of its own
+        if buffer.is_cuda:  # the current device and stream are per thread
             scopes = [torch.cuda.device(buffer.device), torch.cuda.stream(torch.cuda.current_stream(buffer.device))]
 
         def start() -> None:
@@ -121,11 +121,11 @@ class FirstBroadcast:
         return self._started.done()
 
     def result(self) -> tuple[BroadcastGroup, Any]:
-        """Returns the group and torch's `Work`, or raises what joining has failed with."""
+        """Returns the group and torch's `Work`, or raises the error with which joining failed."""
         return self._started.result()
 
     def abort(self) -> None:
-        """Gives up what is under way; a thread that is waiting for a process all the same ends with this one."""
+        """Aborts pending work; a thread that still waits for a process ends with this process."""
         if self._group is not None:
             aborting = threading.Thread(target=self._group.abort, name="abort-broadcast", daemon=True)
             aborting.start()
@@ -133,17 +133,17 @@ class FirstBroadcast:
 
 
 def announcement(rank: int) -> str:
-    """Key of the store that says that a receiver is there."""
+    """Returns the key of the store by which a receiver announces itself."""
     return f"receiver {rank}"
 
 
-# Of an engine's process: its group outlives the buckets that come through it.
+# In an engine's process, the group outlives the buckets that it receives.
 joined = functools.cache(BroadcastGroup.announced)
 
 
 def _address_towards(target: str) -> str:
-    """The address of this host that reaches another."""
+    """Returns the address from which this host reaches another one."""
     family, _, _, _, address = socket.getaddrinfo(target, 9, type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect(address)  # sends nothing: only chooses the way
+        probe.connect(address)  # sends nothing, only selects the route
         return str(probe.getsockname()[0])

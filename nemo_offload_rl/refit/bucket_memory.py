@@ -1,4 +1,4 @@
-"""Says which keys to lower where a refit's buckets find no GPU memory."""
+"""Names the keys to lower if a refit runs out of GPU memory for its buckets."""
 
 import contextlib
 from collections.abc import Iterator
@@ -9,13 +9,13 @@ from nemo_offload_rl.memory.units import GIB
 
 @contextlib.contextmanager
 def keys_named_where_memory_runs_out(nbytes: int) -> Iterator[None]:
-    """Take the memory of a refit's buckets inside.
+    """Adds the keys to lower to an out-of-memory error of the allocation inside this context.
 
     Args:
-        nbytes: Of all buckets' buffers.
+        nbytes: the size of all buckets' buffers in bytes.
 
     Raises:
-        OutOfGpuMemoryError: There is not that much.
+        OutOfGpuMemoryError: The GPU does not have that much memory.
     """
     try:
         yield

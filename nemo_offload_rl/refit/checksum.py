@@ -1,4 +1,4 @@
-"""Checksums of weights: equal on CPU and GPU, different for other bits or another order of the same elements."""
+"""Checksums of weights: the same on CPU and GPU, and different for other bits or another order of elements."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
@@ -22,7 +22,7 @@ _MULTIPLIER_2 = _as_int64(0x94D049BB133111EB)
 
 @torch.no_grad()
 def tensor_checksum(tensor: torch.Tensor) -> int:
-    """Hash a tensor's bit pattern, order included, on the device it is on.
+    """Hashes a tensor's bit pattern, including the order of its elements, on the device it is on.
 
     Each element's bits and its row-major index are mixed in int64 arithmetic that wraps around, then summed: addition
     commutes, so the result does not depend on how a device orders the sum. Temporary memory stays below 64 MiB (or one
@@ -49,7 +49,7 @@ def tensor_checksum(tensor: torch.Tensor) -> int:
 
 
 def merge_checksums(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """Put together what each rank of the policy has sent.
+    """Merges the checksums of what each rank of the policy has sent.
 
     Raises:
         RuntimeError: If two ranks have sent different tensors under one name.
@@ -63,10 +63,10 @@ def merge_checksums(of_ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def require_equal_checksums(sent: Mapping[str, int], received: Mapping[str, int]) -> None:
-    """Compare the two sides of a refit.
+    """Compares the checksums of the two sides of a refit.
 
     Raises:
-        RuntimeError: If a tensor is on one side only or differs; it names the first few.
+        RuntimeError: If a tensor is on one side only or differs; the message names the first few.
     """
     missing = sorted(set(sent) - set(received))
     unexpected = sorted(set(received) - set(sent))
@@ -83,7 +83,7 @@ def require_equal_checksums(sent: Mapping[str, int], received: Mapping[str, int]
 
 
 def _flat_chunks(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The tensor's elements in row-major order as contiguous 1-D pieces."""
+    """Yields the tensor's elements in row-major order as contiguous 1-D pieces."""
     if tensor.numel() == 0:
         return
     if tensor.is_contiguous():

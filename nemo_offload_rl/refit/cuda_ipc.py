@@ -1,7 +1,7 @@
-"""Weights through memory that a policy rank and the engine on its GPU share: no copy through the host.
+"""Sends weights through memory that a policy rank and the engine on its GPU share, without a copy through the host.
 
-On a CPU it is host memory that both processes map. Buckets take turns in two buffers: while the engine loads one, the
-rank exports the next.
+On a CPU, both processes map the same host memory. Buckets alternate between two buffers: while the engine loads one,
+the rank exports the next.
 """
 
 import contextlib
@@ -30,8 +30,8 @@ class SharedBucket:
     """Describes a bucket in a buffer that the sender shares (see `WeightBucket`).
 
     Attributes:
-        layout: Where its tensors are in the buffer.
-        handle: Names the buffer to the receiver's process.
+        layout: Positions of its tensors in the buffer.
+        handle: Handle by which the receiver's process opens the buffer.
     """
 
     layout: BucketLayout
@@ -39,19 +39,19 @@ class SharedBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[NamedTensor]]:
-        """Map the buffer; all that was started on the GPU has ended when the context ends."""
+        """Maps the buffer; waits at the end for all GPU work that was started in the context."""
         with self.handle.opened() as buffer:
             yield self.layout.views(buffer)
 
 
 @dataclass(frozen=True)
 class CudaIpcTransport:
-    """Has each rank send to the receivers whose first rank it is; see `RefitTransport`.
+    """Makes each rank send to the receivers whose first rank it is; see `RefitTransport`.
 
     Attributes:
         receivers: Each is on the GPU of its first rank.
-        verify: Whether senders return the checksums of what they have sent.
-        graphs: Whether the export is replayed from CUDA graphs where that is possible and faster.
+        verify: Whether senders return the checksums of the weights they have sent.
+        graphs: Whether to replay the export from CUDA graphs if that is possible and faster.
         min_gain_s: Seconds that graphs must save in a refit to be used.
     """
 
@@ -61,7 +61,10 @@ class CudaIpcTransport:
     min_gain_s: float = MIN_GAIN_S
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender; its buffers take `bucket_bytes` together, more where a tensor is above half of that."""
+        """Makes a rank's sender.
+
+        Its buffers take `bucket_bytes` together, or more if a tensor exceeds half of that.
+        """
         receivers = [receiver for receiver in self.receivers if receiver.ranks[0] == rank]
         if not receivers:
             return DrawingSender()
@@ -69,7 +72,7 @@ class CudaIpcTransport:
         streamed = CudaIpcSender(half, receivers, verify=self.verify)
         if not self.graphs:
             return streamed
-        fits = plan.num_bytes <= bucket_bytes  # one bucket of all weights, then
+        fits = plan.num_bytes <= bucket_bytes  # then a single bucket has all weights
         return GraphSender(
             plan.buckets(bucket_bytes) if fits else half,
             1 if fits else NUM_BUFFERS,
@@ -83,7 +86,7 @@ class CudaIpcTransport:
 
 
 class CudaIpcSender(RefitSender):
-    """Copies bucket after bucket into buffers that live as long as one refit."""
+    """Copies bucket after bucket into buffers that exist only during a refit."""
 
     def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
         self._buckets = buckets
@@ -94,17 +97,17 @@ class CudaIpcSender(RefitSender):
         self.metrics = {}
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+        """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`).
 
         Raises:
             EngineLostError: If an engine's process has ended.
-            RuntimeError: If an engine has failed, as where it cannot open a buffer.
+            RuntimeError: If an engine has failed, for example because it cannot open a buffer.
             ValueError: If an engine has refused a weight.
         """
         weights = iter(weights)
         checksums: dict[str, int] = {}
         export_s = self._verify_s = 0.0
-        # A receiver may still have a buffer open when an error ends the refit; it must not be freed under it.
+        # When an error ends the refit, a receiver may still have a buffer open, which must not be freed yet.
         with self._buffers() as buffers, (loads := Loads(self._receivers, len(buffers))).settled():
             began = time.perf_counter()
             for number, bucket in enumerate(self._buckets):
@@ -114,7 +117,7 @@ class CudaIpcSender(RefitSender):
                 self._fill(bucket, buffer, weights, checksums)
                 export_s += time.perf_counter() - start
                 loads.start(SharedBucket(bucket, buffer.handle), bucket.tensors)
-            deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
+            deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
             loads.wait()
             first_kernel_to_loaded_s = time.perf_counter() - began
         self.metrics = {
@@ -135,7 +138,7 @@ class CudaIpcSender(RefitSender):
                 checksums[name] = tensor_checksum(tensor)
                 self._verify_s += time.perf_counter() - start
         if self._device.type == "cuda":
-            torch.cuda.current_stream().synchronize()  # another process reads it now
+            torch.cuda.current_stream().synchronize()  # the receiver's process reads the buffer next
 
     @contextlib.contextmanager
     def _buffers(self) -> Iterator[list[SharedBuffer]]:
@@ -153,5 +156,5 @@ class CudaIpcSender(RefitSender):
 
 
 def current_device() -> torch.device:
-    """Returns this process's GPU, or the CPU."""
+    """Returns this process's GPU, or the CPU if there is none."""
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")

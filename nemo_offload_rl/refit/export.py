@@ -1,4 +1,4 @@
-"""The policy's side of a refit, the same on every rank and with every transport."""
+"""The policy's side of a refit, the same on every rank and for every transport."""
 
 import time
 from collections import deque
@@ -13,19 +13,19 @@ from nemo_offload_rl.refit.recorder import addresses_of, why_not_recorded
 
 
 class ExportReads(Protocol):
-    """Says which tensors an export reads, and over which kinds of parallelism its ranks exchange them."""
+    """Describes the tensors that an export reads, and the parallelism over which its ranks exchange them."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
-        """Return all tensors that an export reads, the same objects each time; none before the first export."""
+        """Returns all tensors that an export reads, the same objects each time; none before the first export."""
         ...
 
     def collectives(self) -> str:
-        """Return over which kinds of parallelism ranks exchange weights in an export; nothing where each has all."""
+        """Returns the kinds of parallelism over which ranks exchange weights in an export; empty if each has all."""
         ...
 
 
 class _Unknown:
-    """Says nothing of what an export reads, so that it is driven from Python."""
+    """Declares no tensors that an export reads, so that it is not recorded but driven from Python."""
 
     def tensors(self) -> Iterable[torch.Tensor]:
         return ()
@@ -38,13 +38,13 @@ UNKNOWN: ExportReads = _Unknown()
 
 
 class WeightExport:
-    """Sends one rank's export of the weights, which must bring the same tensors each time.
+    """Sends one rank's export of the weights, which must yield the same tensors each time.
 
     Args:
         weights: starts an export; collective.
-        rank: of this process.
-        bucket_bytes: the most bytes of tensors in one bucket.
-        reads: where an export's weights come from.
+        rank: the rank of this process.
+        bucket_bytes: largest number of bytes of tensors in one bucket.
+        reads: describes the tensors that an export reads.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class WeightExport:
         self._metrics: dict[str, float] = {}
 
     def connect(self, transport: RefitTransport) -> ExportPlan:
-        """Learn from one export what each will bring, and make this rank's sender for it."""
+        """Runs one export to learn which tensors each export yields, and makes this rank's sender for them."""
         if self._sender is not None:
             self._sender.close()
         self._plan = ExportPlan.of(self._weights())
@@ -74,7 +74,7 @@ class WeightExport:
         return self._plan
 
     def send(self) -> dict[str, int]:
-        """Export the weights and send them; returns the checksums of those that this rank has sent (see `RefitSender`).
+        """Exports and sends the weights; returns the checksums of those that this rank sent (see `RefitSender`).
 
         Raises:
             ValueError: The export has changed since `connect`.
@@ -87,7 +87,10 @@ class WeightExport:
         return checksums
 
     def take_metrics(self) -> dict[str, float]:
-        """Return the figures of the last `send` once, as refit/NAME: its sender's, and `send_s`, which is all of it."""
+        """Returns the metrics of the last `send` as refit/NAME, and clears them.
+
+        They are its sender's metrics, and `send_s`, the seconds of the whole call.
+        """
         metrics, self._metrics = self._metrics, {}
         return {f"refit/{name}": value for name, value in metrics.items()}
 
@@ -111,9 +114,9 @@ class WeightExport:
 
 
 class DrawingSender(RefitSender):
-    """Takes part in the export, which is collective, and sends nothing."""
+    """Takes part in the export, which is collective, but sends nothing."""
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Draw all weights."""
+        """Exhausts the export without sending its weights."""
         deque(weights, maxlen=0)
         return {}

@@ -1,4 +1,4 @@
-"""Buckets at addresses that stay from refit to refit, on both sides; their memory is there during a refit alone."""
+"""Buckets with the same addresses in every refit, on both sides; their memory is allocated only during a refit."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -15,9 +15,9 @@ from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
 
 @dataclass(frozen=True, eq=False)
 class FixedTensors(Sequence[NamedTensor]):
-    """Holds the tensors of a bucket: the same object brings them in every refit, at the same addresses.
+    """Holds the tensors of a bucket: the same object in every refit, with the same addresses.
 
-    An engine may record what it does with them, under the object itself, and do it again in the next refit.
+    An engine may record its work on them, keyed by this object, and replay it in the next refit.
 
     Attributes:
         tensors: (Hugging Face name, whole tensor) pairs.
@@ -30,25 +30,25 @@ class FixedTensors(Sequence[NamedTensor]):
     @overload
     def __getitem__(self, index: slice) -> Sequence[NamedTensor]: ...
     def __getitem__(self, index: int | slice) -> NamedTensor | Sequence[NamedTensor]:
-        """Return a pair, or some."""
+        """Returns one pair, or several for a slice."""
         return self.tensors[index]
 
     def __len__(self) -> int:
-        """Return the number of tensors."""
+        """Returns the number of tensors."""
         return len(self.tensors)
 
 
 class FixedBuckets:
-    """Lays out a sender's buckets in one buffer or two, in which they take turns.
+    """Lays out a sender's buckets in one buffer, or alternately in two.
 
     Args:
-        layouts: Of all buckets, in the order in which they are sent.
-        num_buffers: Bucket i is in buffer i modulo this.
+        layouts: Layouts of all buckets, in the order in which they are sent.
+        num_buffers: Number of buffers; bucket i is in buffer i modulo this.
         device: The current CUDA device, or the CPU.
 
     Raises:
-        OutOfGpuMemoryError: The GPU has not that much.
-        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared so.
+        OutOfGpuMemoryError: The GPU does not have enough memory.
+        VirtualMemoryUnsupportedError: The GPU's memory cannot be shared in this way.
     """
 
     def __init__(self, layouts: Sequence[BucketLayout], num_buffers: int, device: torch.device) -> None:
@@ -56,7 +56,7 @@ class FixedBuckets:
         self.layouts = layouts
         self._ranges: list[SharedRange] = []
         self.slots: list[list[torch.Tensor]] = []
-        """Of each bucket, its tensors as views of its buffer."""
+        """For each bucket, its tensors as views of its buffer."""
         sizes = [max(1, *(each.num_bytes for each in layouts[first::num_buffers])) for first in range(self.num_buffers)]
         self._nbytes = sum(sizes)
         with contextlib.ExitStack() as undo:
@@ -71,7 +71,7 @@ class FixedBuckets:
 
     @contextlib.contextmanager
     def mapped(self) -> Iterator[list[RangeHandle]]:
-        """Take the buffers' memory, whose contents are lost at the end; yields the handle of each."""
+        """Allocates the buffers' memory during this context, and yields the handle of each buffer."""
         with contextlib.ExitStack() as stack:
             handles = []
             for one in self._ranges:
@@ -81,13 +81,13 @@ class FixedBuckets:
             yield handles
 
     def bucket(self, sender: str, number: int, handles: Sequence[RangeHandle], *, is_known: bool) -> "FixedBucket":
-        """Make what a receiver gets for a bucket.
+        """Makes the object that a receiver gets for a bucket.
 
         Args:
-            sender: As the receiver knows it.
-            number: Of the bucket.
-            handles: Of the buffers, as they are mapped.
-            is_known: Whether the receiver has got this bucket before.
+            sender: The sender's name.
+            number: The bucket's number.
+            handles: Handles of the mapped buffers.
+            is_known: Whether the receiver has received this bucket before.
         """
         buffer = number % self.num_buffers
         is_last = number + self.num_buffers >= len(self.layouts)
@@ -96,7 +96,7 @@ class FixedBuckets:
         return FirstFixedBucket(sender, number, buffer, handles[buffer], is_last, self.layouts[number])
 
     def close(self) -> None:
-        """Give the addresses back."""
+        """Frees the addresses."""
         self.slots = []
         while self._ranges:
             self._ranges.pop().close()
@@ -104,17 +104,17 @@ class FixedBuckets:
 
 @dataclass
 class _Sender:
-    """What a receiver's process has of a sender."""
+    """Holds the state of one sender in a receiver's process."""
 
     layouts: dict[int, BucketLayout] = field(default_factory=dict)  # by bucket
-    tensors: dict[int, FixedTensors] = field(default_factory=dict)  # by bucket, once it has come
+    tensors: dict[int, FixedTensors] = field(default_factory=dict)  # by bucket, once it has been received
     ranges: dict[int, PeerRange] = field(default_factory=dict)  # by buffer
-    mapped: dict[int, RangeHandle] = field(default_factory=dict)  # by buffer, while it is
+    mapped: dict[int, RangeHandle] = field(default_factory=dict)  # by buffer, while it is mapped
 
     def map(self, buffer: int, handle: RangeHandle) -> None:
         if self.mapped.get(buffer) == handle:
             return
-        if buffer in self.mapped:  # the refit before was given up
+        if buffer in self.mapped:  # the previous refit was aborted
             self.unmap(buffer)
         if buffer not in self.ranges:
             self.ranges[buffer] = handle.make_peer()
@@ -133,20 +133,20 @@ class _Sender:
             self.ranges.popitem()[1].close()
 
 
-# Of a receiver's process: they outlive the buckets that come from them.
+# By name, in a receiver's process: this state outlives the buckets.
 _SENDERS: dict[str, _Sender] = {}
 
 
 @dataclass(frozen=True)
 class FixedBucket:
-    """Names a bucket that the receiver has got before (see `WeightBucket`).
+    """Identifies a bucket that the receiver has received before (see `WeightBucket`).
 
     Attributes:
-        sender: The sender's name, which no other has.
+        sender: The sender's unique name.
         number: The bucket's number.
-        buffer: The number of the buffer that it is in.
-        handle: Names the buffer's memory to the receiver's process.
-        is_last: Whether no later bucket of this refit is in that buffer.
+        buffer: The number of its buffer.
+        handle: Handle by which the receiver's process maps the buffer's memory.
+        is_last: Whether this is the last bucket of the refit in that buffer.
     """
 
     sender: str
@@ -157,7 +157,10 @@ class FixedBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[FixedTensors]:
-        """Map the buffer until its last bucket has been read; the GPU has done all that was started in the context."""
+        """Maps the buffer, and unmaps it after its last bucket.
+
+        It waits at the end for all GPU work that was started in the context.
+        """
         sender = _SENDERS.get(self.sender)
         if sender is None or self.number not in sender.layouts:
             raise SharedBufferError(
@@ -171,7 +174,7 @@ class FixedBucket:
                 sender.tensors[self.number] = FixedTensors(tuple(views))
             yield sender.tensors[self.number]
             if sender.ranges[self.buffer].tensor.is_cuda:
-                torch.cuda.synchronize()  # the sender's process writes there next
+                torch.cuda.synchronize()  # the sender's process writes to the buffer next
         except BaseException:
             for buffer in list(sender.mapped):
                 sender.unmap(buffer)
@@ -182,10 +185,10 @@ class FixedBucket:
 
 @dataclass(frozen=True)
 class FirstFixedBucket(FixedBucket):
-    """Describes a bucket that the receiver gets for the first time.
+    """Describes a bucket that the receiver has not received before.
 
     Attributes:
-        layout: Where its tensors are in the buffer.
+        layout: Positions of its tensors in the buffer.
     """
 
     layout: BucketLayout
@@ -200,7 +203,7 @@ class FirstFixedBucket(FixedBucket):
 
 @dataclass(frozen=True)
 class LastBucket:
-    """Ends what a receiver keeps of a sender; it brings no tensors (see `WeightBucket`).
+    """Makes a receiver forget a sender; it has no tensors (see `WeightBucket`).
 
     Attributes:
         sender: The sender's name.
@@ -210,7 +213,7 @@ class LastBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[NamedTensor]]:
-        """Forget the sender's buckets, and with them what was recorded."""
+        """Drops the sender's buckets, and with them the recorded loads."""
         if (sender := _SENDERS.pop(self.sender, None)) is not None:
             sender.close()
         yield []

@@ -1,6 +1,6 @@
-"""Refits from CUDA graphs: the export into buckets that stay where they are is recorded once, and then replayed.
+"""Replays refits from CUDA graphs: records the export into buckets with fixed addresses once, then replays it.
 
-The engine does the same with what it loads (`FixedTensors`). Driven from Python, an export of 339 tensors took 59 to
+The engine does the same with its loads (`FixedTensors`). Driven from Python, an export of 339 tensors took 59 to
 118 ms on an H200, a replay 2.8 ms.
 """
 
@@ -24,29 +24,29 @@ from nemo_offload_rl.refit.recorder import Recorder, Replay
 logger = logging.getLogger(__name__)
 
 MIN_GAIN_S = 0.005
-"""What graphs must save in a refit to be used."""
+"""Seconds that graphs must save in a refit to be used."""
 
 _FAILURES = (RuntimeError, OSError)
-"""Of what is done for graphs alone, here and in an engine: streaming goes on without, or shows the same error."""
+"""Errors of steps that only graphs need, here and in an engine: streaming works without them, or fails likewise."""
 
 
 class GraphSender(RefitSender):
-    """Sends by graphs where that is possible and faster, else as another sender does.
+    """Replays refits from CUDA graphs if that is possible and faster, and otherwise uses another sender.
 
-    The first refit tries both: it sends twice as the other does, the first time to warm up, records, and sends twice by
-    graphs, in the first of which the engine records. What is taken is said once.
+    The first refit tries both: it sends twice with the other sender, the first time to warm up, records, and sends
+    twice with graphs, the first time for the engine to record. It logs its choice once.
 
     Args:
         layouts: Layouts of the buckets that graphs fill.
-        num_buffers: Number of buffers that these buckets take turns in.
+        num_buffers: Number of buffers that these buckets alternate between.
         receivers: All of them get every bucket.
         streamed: The other sender, which is driven from Python.
-        verify: Whether to return checksums of the weights; they are those of an export of its own, which is driven from
-            Python, so that a graph that exported anything else would be found.
-        make_recorder: Makes what records the export.
+        verify: Whether to return checksums of the weights; they come from a separate export driven from Python, so that
+            they expose a graph that exports anything else.
+        make_recorder: Makes the recorder of the export.
         device: The current CUDA device, or the CPU.
         min_gain_s: Seconds that graphs must save in a refit to be used.
-        clock: Gives the time in seconds.
+        clock: Returns the time in seconds.
     """
 
     def __init__(
@@ -72,16 +72,16 @@ class GraphSender(RefitSender):
         self._min_gain_s = min_gain_s
         self._clock = clock
         self._is_decided = False
-        self._has_moved = False  # since the refit before the last
-        self._recorded: _RecordedExport | None = None  # while graphs are taken
+        self._has_moved = False  # whether the last refit found new addresses
+        self._recorded: _RecordedExport | None = None  # while graphs are used
         self.metrics = {}
 
     def send(self, weights: Export) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`).
+        """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`).
 
         Raises:
             EngineLostError: If an engine's process has ended.
-            RuntimeError: If an engine has failed, as where it cannot open a buffer.
+            RuntimeError: If an engine has failed, for example because it cannot open a buffer.
             ValueError: If an engine has refused a weight.
         """
         if not self._is_decided:
@@ -91,7 +91,7 @@ class GraphSender(RefitSender):
             return self._send_streamed(weights)
         if self._recorded.addresses == weights.addresses():
             self._has_moved = False
-        elif self._has_moved:  # recording costs more than it gains
+        elif self._has_moved:  # recording in each refit costs more than it gains
             self._give_up("the weights have other addresses in each refit")
             return self._send_streamed(weights)
         else:
@@ -137,7 +137,7 @@ class GraphSender(RefitSender):
         self.close()
 
     def close(self) -> None:
-        """Give back graphs and addresses, here and at the receivers."""
+        """Frees graphs and addresses, here and at the receivers."""
         if self._recorded is not None:
             recorded, self._recorded = self._recorded, None
             recorded.close(self._receivers)
@@ -164,19 +164,19 @@ class GraphSender(RefitSender):
 
 
 def _reason(error: Exception) -> str:
-    """The first line of an error; of one in an engine, that of its own."""
+    """Returns the first line of an error; for an error in an engine, of the engine's own error."""
     cause = getattr(error.__cause__, "cause", error)
     return f"{cause}".partition("\n")[0].rstrip(".") or type(cause).__name__
 
 
 class _RecordedExport:
-    """An export as graphs, one a bucket.
+    """Holds an export as graphs, one for each bucket.
 
     Args:
-        layouts: Of the buckets.
-        num_buffers: That they take turns in.
+        layouts: Layouts of the buckets.
+        num_buffers: Number of buffers that the buckets alternate between.
         device: The current CUDA device, or the CPU.
-        recorder: Its own.
+        recorder: A recorder that nothing else uses.
     """
 
     def __init__(
@@ -187,19 +187,19 @@ class _RecordedExport:
         self._recorder = recorder
         self._buckets = FixedBuckets(layouts, num_buffers, device)
         self._replays: list[Replay] = []
-        self._is_known = False  # to the receivers
+        self._is_known = False  # whether the receivers know the buckets
         self.addresses: tuple[int, ...] = ()
 
     @property
     def pool_bytes(self) -> int:
-        """Returns the bytes of temporaries, which stay."""
+        """Returns the bytes of the graphs' temporaries, which stay allocated."""
         return self._recorder.pool_bytes
 
     def record(self, weights: Export) -> None:
-        """Record an export anew; nothing is sent.
+        """Records an export anew, without sending anything.
 
         Raises:
-            CaptureError: It cannot be recorded.
+            CaptureError: The export cannot be recorded.
             OutOfGpuMemoryError: There is no memory for the buffers.
         """
         if self._replays:
@@ -210,10 +210,10 @@ class _RecordedExport:
         with self._buckets.mapped():
             for slots in self._buckets.slots:
                 self._replays.append(self._recorder.record(functools.partial(_fill, slots, drawn)))
-            deque(drawn, maxlen=0)  # to the end, where the export checks that there is no more
+            deque(drawn, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
 
     def send(self, receivers: Sequence[Receiver], clock: Callable[[], float]) -> dict[str, float]:
-        """Replay every bucket and have it loaded.
+        """Replays every bucket, and waits until the receivers have loaded it.
 
         Returns:
             `export_s`, `load_s` and `first_kernel_to_loaded_s` (see `RefitSender.metrics`).
@@ -227,7 +227,7 @@ class _RecordedExport:
                 start = clock()
                 replay()
                 if self._device.type == "cuda":
-                    torch.cuda.current_stream().synchronize()  # another process reads it now
+                    torch.cuda.current_stream().synchronize()  # the receiver's process reads the buffer next
                 times["export_s"] += clock() - start
                 bucket = self._buckets.bucket(self._name, number, handles, is_known=self._is_known)
                 loads.start(bucket, self._buckets.layouts[number].tensors)
@@ -237,12 +237,12 @@ class _RecordedExport:
         return times | {"load_s": loads.seconds}
 
     def close(self, receivers: Sequence[Receiver]) -> None:
-        """Give the graphs' memory and the addresses back, here and at the receivers."""
+        """Frees the graphs' memory and the addresses, here and at the receivers."""
         loads = Loads(receivers, 1)
         try:
             loads.start(LastBucket(self._name))
             loads.wait()
-        finally:  # an engine that has died keeps nothing
+        finally:  # a dead engine holds no memory
             self._replays.clear()
             self._recorder.forget()
             self._buckets.close()

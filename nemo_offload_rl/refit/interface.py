@@ -1,4 +1,4 @@
-"""Defines a weight transport: a sender in each policy rank, and buckets that engines load."""
+"""Defines the interface of a weight transport: a sender in each policy rank, and buckets that engines load."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -10,25 +10,28 @@ from nemo_offload_rl.refit.plan import ExportPlan, NamedTensor
 
 
 class WeightBucket(Protocol):
-    """Defines a bucket of weights, as an engine's process gets it."""
+    """Defines a bucket of weights, as an engine's process receives it."""
 
     def opened(self) -> AbstractContextManager[Sequence[NamedTensor]]:
-        """(Hugging Face name, whole tensor) pairs, to be read in the context; once, and not in the sender's process."""
+        """Yields (Hugging Face name, whole tensor) pairs, which may be read only inside the context.
+
+        It may be called once, and not in the sender's process.
+        """
         ...
 
 
 class WeightLoader(Protocol):
-    """Defines the part of an engine, a Ray actor's class, that takes weights from every transport."""
+    """Defines the part of an engine's Ray actor class that takes weights from any transport."""
 
     def process(self) -> tuple[str, int]:
-        """This node's address and the process id there."""
+        """Returns this node's address and the process id there."""
         ...
 
     def load_weights(self, bucket: WeightBucket) -> float:
-        """Load the tensors of a bucket; on return they have been read, and the sender may write over them.
+        """Loads the tensors of a bucket; on return they have been read, and the sender may overwrite them.
 
         Returns:
-            The seconds that it took, with all that makes the tensors readable here.
+            The seconds that it took, including the time to make the tensors readable here.
 
         Raises:
             ValueError: If a name is unknown, or a shape or dtype differs.
@@ -38,12 +41,12 @@ class WeightLoader(Protocol):
 
 @dataclass(frozen=True)
 class Receiver:
-    """Starts the loads of one process of an engine, on behalf of a transport.
+    """Starts loads in one process of an engine for a transport.
 
     Attributes:
         actor: Ray's handle of a `WeightLoader`.
-        ranks: The bundles (GPUs) that the process has: those of policy ranks, or of its own above them.
-        name: What messages call the engine.
+        ranks: The process's bundles (GPUs), by the policy ranks that it shares them with; higher numbers for its own.
+        name: The engine's name in messages.
     """
 
     actor: Any
@@ -51,7 +54,7 @@ class Receiver:
     name: str = "a generation engine"
 
     def load_weights(self, bucket: Any) -> Any:
-        """Start to load a `WeightBucket`, or a reference to one; returns the reference that `ray.get` waits for."""
+        """Starts to load a `WeightBucket`, or a reference to one; returns the reference for `ray.get`."""
         return self.actor.load_weights.remote(bucket)
 
 
@@ -59,59 +62,65 @@ class Export(Protocol):
     """Yields a rank's weights under their Hugging Face names."""
 
     def __iter__(self) -> Iterator[NamedTensor]:
-        """Start an export: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
+        """Starts an export: (Hugging Face name, tensor) in the plan's order. A tensor is valid until the next is drawn.
 
-        It is collective: either all ranks draw it to the end, those that send nothing too, or, where a transport has
+        It is collective: either all ranks draw it to the end, including those that send nothing, or, if a transport has
         recorded the export, none of them does.
         """
         ...
 
     def addresses(self) -> tuple[int, ...]:
-        """Return where all that an export reads is now; as long as that stays, a recorded one can be replayed."""
+        """Returns the addresses of all tensors that an export reads; a recording is valid while they are unchanged."""
         ...
 
     def why_not_recorded(self) -> str:
-        """Return why exports must be driven from Python; nothing where one may be recorded."""
+        """Returns why exports must be driven from Python; empty if they may be recorded."""
         ...
 
 
 class RefitSender(Protocol):
-    """Sends one policy rank's weights in each refit; lives as long as the rank: buffers and handles are made once."""
+    """Sends one policy rank's weights in each refit.
+
+    It lives as long as the rank, so that buffers and handles are made once.
+    """
 
     metrics: Mapping[str, float] = MappingProxyType({})
-    """Figures of the last `send`, each where it is known.
+    """Metrics of the last `send`, as far as they are known.
 
-    `export_s`, until the tensors were in buckets; `load_s`, of the receivers' loads, which other buckets' exports
-    overlap; `first_kernel_to_loaded_s`, from the first bucket's export until the last receiver has said that all is
-    loaded, so without the mapping and unmapping of buffers; `verify_s`, of checksums; `graphs`, 1 where the export was
-    replayed from CUDA graphs, and `graph_pool_gib`, the memory that their temporaries keep.
+    `export_s`, until the tensors were in buckets; `load_s`, of the receivers' loads, which overlap with the exports of
+    other buckets; `first_kernel_to_loaded_s`, from the first bucket's export until the last receiver has reported that
+    everything is loaded, without mapping and unmapping of buffers; `verify_s`, of checksums; `graphs`, 1 if the export
+    was replayed from CUDA graphs, and `graph_pool_gib`, the memory of their temporaries.
     """
 
     def send(self, weights: Export) -> dict[str, int]:
-        """Send the weights and return once the receivers have loaded them.
+        """Sends the weights and returns once the receivers have loaded them.
 
         Args:
-            weights: The same as in the plan.
+            weights: The export, with the tensors of the plan.
 
         Returns:
-            `tensor_checksum` of each tensor that this rank has sent, by name; none where the transport does not verify.
+            `tensor_checksum` of each tensor that this rank has sent, by name; empty if the transport does not verify.
         """
         ...
 
     def close(self) -> None:
-        """Give back what is kept between refits, here and at the receivers; nothing unless a sender says so."""
+        """Frees what the sender keeps between refits, here and at the receivers; does nothing by default."""
         return None
 
 
 class RefitTransport(Protocol):
-    """Makes each rank's sender to the receivers it was built for; it is pickled into every policy rank."""
+    """Makes each rank's sender to the receivers that it was built for.
+
+    It is pickled into every policy rank.
+    """
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender.
+        """Makes a rank's sender.
 
         Args:
-            plan: What each refit will send.
-            rank: Of this process.
-            bucket_bytes: Of memory for tensors on their way (`policy.refit_buffer_size_gb`).
+            plan: The tensors that each refit sends.
+            rank: The rank of this process.
+            bucket_bytes: Size of the memory for tensors in transit (`policy.refit_buffer_size_gb`).
         """
         ...

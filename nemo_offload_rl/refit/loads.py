@@ -1,4 +1,4 @@
-"""What engines are loading, so that the sender can go on meanwhile."""
+"""Tracks the buckets that engines are loading, so that the sender can continue meanwhile."""
 
 from collections import deque
 from collections.abc import Iterator, Sequence
@@ -16,16 +16,16 @@ _SETTLE_TIMEOUT_S = 60
 
 
 class EngineLostError(RayError):
-    """Says that an engine's process, or its node, has ended during a refit."""
+    """Says that an engine's process, or its node, ended during a refit."""
 
 
 @dataclass(frozen=True)
 class EngineLoad:
-    """Names a bucket that an engine has been asked to load, as messages do.
+    """Describes, for messages, a bucket that an engine was asked to load.
 
     Attributes:
         engine: The engine's name.
-        tensors: What the bucket brings.
+        tensors: The bucket's tensors.
     """
 
     engine: str
@@ -39,15 +39,15 @@ class EngineLoad:
 
 
 def answer_of(reference: Any, asked: object) -> Any:
-    """Wait for an engine's answer.
+    """Waits for an engine's answer and returns it.
 
     Args:
-        reference: Of the call.
-        asked: Names the engine, and what it was to do, in messages.
+        reference: Reference of the call.
+        asked: Describes the engine and its task in messages.
 
     Raises:
-        EngineLostError: If the engine's process has ended; OutOfMemoryError where Ray has ended it for host memory.
-        RuntimeError: If the engine has failed; ValueError where it has raised that.
+        EngineLostError: If the engine's process has ended; OutOfMemoryError if Ray killed it for its host memory.
+        RuntimeError: If the engine has failed; ValueError if the engine raised that.
     """
     try:
         return ray.get(reference)
@@ -65,19 +65,22 @@ class Loads:
 
     Args:
         receivers: All of them get every bucket.
-        limit: The most buckets that are under way.
+        limit: Largest number of buckets in flight.
     """
 
     def __init__(self, receivers: Sequence[Receiver], limit: int) -> None:
         self._receivers = receivers
         self._limit = limit
-        self._under_way: deque[dict[Any, EngineLoad]] = deque()  # of each bucket its loads, by their references
+        self._under_way: deque[dict[Any, EngineLoad]] = deque()  # for each bucket, its loads by their references
         self.seconds = 0.0
-        """Of all loads that have ended; of each bucket the slowest receiver's."""
+        """Sum over finished buckets of the slowest receiver's seconds."""
 
     @contextmanager
     def settled(self) -> Iterator[None]:
-        """At the end no receiver has a bucket open, whose memory may then go; an error inside does not change that."""
+        """Waits at the end until no receiver has a bucket open, so that the bucket's memory can be freed.
+
+        It also waits after an error in the context.
+        """
         try:
             yield
         finally:
@@ -86,26 +89,26 @@ class Loads:
                 ray.wait(left, num_returns=len(left), timeout=_SETTLE_TIMEOUT_S)
 
     def wait_for_room(self) -> None:
-        """Wait until one more bucket may be under way; raises what `wait` does."""
+        """Waits until one more bucket may be in flight; raises the errors of `wait`."""
         while len(self._under_way) >= self._limit:
             self._wait_for_first()
 
     def start(self, bucket: Any, tensors: Sequence[TensorSpec] = ()) -> None:
-        """Give a bucket to every receiver.
+        """Sends a bucket to every receiver.
 
         Args:
             bucket: A `WeightBucket`, or a reference to one.
-            tensors: What it brings, whose first and last name errors give.
+            tensors: Its tensors; errors give the names of the first and the last.
         """
         self._under_way.append(
             {receiver.load_weights(bucket): EngineLoad(receiver.name, tensors) for receiver in self._receivers}
         )
 
     def wait(self) -> None:
-        """Wait until all has been loaded.
+        """Waits until all buckets are loaded.
 
         Raises:
-            EngineLostError: If an engine's process has ended; see `answer_of` for all errors.
+            EngineLostError: If an engine's process has ended; see `answer_of` for other errors.
         """
         while self._under_way:
             self._wait_for_first()

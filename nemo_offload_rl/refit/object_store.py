@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: works on every machine, at the price of two copies through host memory."""
+"""Sends weights through Ray's object store: works on every machine, but copies twice through host memory."""
 
 import contextlib
 import time
@@ -22,10 +22,10 @@ MAX_BUCKETS_IN_FLIGHT = 2
 
 @dataclass(frozen=True)
 class PackedBucket:
-    """Holds tensors in one host buffer, which the object store hands to a process on the same node without a copy.
+    """Holds tensors in one host buffer, which a process on the same node gets from the object store without a copy.
 
     Attributes:
-        layout: Where the tensors are in the buffer.
+        layout: Positions of the tensors in the buffer.
         data: uint8 [num_bytes].
     """
 
@@ -34,7 +34,7 @@ class PackedBucket:
 
     @contextlib.contextmanager
     def opened(self) -> Iterator[list[NamedTensor]]:
-        """Views of the buffer as (name, CPU tensor); to be read, not written: the buffer may be shared."""
+        """Yields views of the buffer as (name, CPU tensor), to be read only: the buffer may be shared."""
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")
             data = torch.from_numpy(self.data)
@@ -43,25 +43,25 @@ class PackedBucket:
 
 @dataclass(frozen=True)
 class ObjectStoreTransport:
-    """Has rank 0 put each bucket into the object store once for all receivers; see `RefitTransport`.
+    """Makes rank 0 put each bucket into the object store once for all receivers; see `RefitTransport`.
 
     Attributes:
         receivers: All of them get every bucket.
-        verify: Whether the sender returns the checksums of what it has sent.
+        verify: Whether the sender returns the checksums of the weights it has sent.
     """
 
     receivers: Sequence[Receiver]
     verify: bool
 
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
-        """Make a rank's sender; only rank 0's has a buffer."""
+        """Makes a rank's sender; only rank 0 has a buffer."""
         if rank != 0:
             return DrawingSender()
         return ObjectStoreSender(plan.buckets(bucket_bytes), self.receivers, verify=self.verify)
 
 
 class ObjectStoreSender(RefitSender):
-    """Packs bucket after bucket into one host buffer; two copies of it at most are in flight."""
+    """Packs bucket after bucket into one host buffer; at most two copies of it are in flight."""
 
     def __init__(self, buckets: Sequence[BucketLayout], receivers: Sequence[Receiver], *, verify: bool) -> None:
         self._buckets = buckets
@@ -71,7 +71,7 @@ class ObjectStoreSender(RefitSender):
         self._buffer = torch.zeros(max((bucket.num_bytes for bucket in buckets), default=0), dtype=torch.uint8)
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:
-        """Send every bucket and return once all receivers have loaded all of them (see `RefitSender`)."""
+        """Sends every bucket and returns once all receivers have loaded all of them (see `RefitSender`)."""
         weights = iter(weights)
         checksums: dict[str, int] = {}
         export_s = verify_s = 0.0
@@ -79,7 +79,7 @@ class ObjectStoreSender(RefitSender):
         for bucket in self._buckets:
             start = time.perf_counter()
             for (_, slot), (name, tensor) in zip(bucket.views(self._buffer), weights, strict=False):
-                slot.copy_(tensor.detach())  # from whatever device it is on
+                slot.copy_(tensor.detach())  # from any device
                 if self._verify:
                     began = time.perf_counter()
                     checksums[name] = tensor_checksum(tensor)
@@ -87,7 +87,7 @@ class ObjectStoreSender(RefitSender):
             export_s += time.perf_counter() - start
             loads.wait_for_room()
             loads.start(ray.put(PackedBucket(bucket, self._buffer[: bucket.num_bytes].numpy())), bucket.tensors)
-        deque(weights, maxlen=0)  # to the end, where the export checks that there is no more
+        deque(weights, maxlen=0)  # exhaust the export, which checks at its end that there are no more tensors
         loads.wait()
         self.metrics = {"export_s": export_s - verify_s, "verify_s": verify_s, "load_s": loads.seconds}
         return checksums

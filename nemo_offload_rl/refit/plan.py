@@ -1,4 +1,4 @@
-"""The export plan: which tensors a refit sends, in which order and sizes, known before the first one."""
+"""The export plan: the tensors that a refit sends, their order and sizes, known before the first refit."""
 
 import itertools
 import math
@@ -26,12 +26,12 @@ class TensorSpec:
 
     @classmethod
     def of(cls, name: str, tensor: torch.Tensor) -> Self:
-        """Describe a tensor."""
+        """Makes the spec of a tensor."""
         return cls(name, tuple(tensor.shape), tensor.dtype)
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its elements."""
+        """Size of the tensor's elements in bytes."""
         return self.dtype.itemsize * math.prod(self.shape)
 
     def __str__(self) -> str:
@@ -40,11 +40,11 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class BucketLayout:
-    """Says where the tensors of a bucket are in its buffer.
+    """Gives the positions of a bucket's tensors in its buffer.
 
     Attributes:
         tensors: The bucket's tensors, in the order of the export.
-        offsets: Of each tensor in the buffer, in bytes.
+        offsets: Offset of each tensor in the buffer, in bytes.
         num_bytes: The size of the buffer.
     """
 
@@ -54,14 +54,14 @@ class BucketLayout:
 
     @classmethod
     def of(cls, tensors: Iterable[TensorSpec]) -> Self:
-        """Lay tensors out one after the other."""
+        """Lays out tensors one after the other."""
         tensors = tuple(tensors)
         sizes = (round_up(spec.num_bytes, _ALIGNMENT_BYTES) for spec in tensors)
         *offsets, num_bytes = itertools.accumulate(sizes, initial=0)
         return cls(tensors, tuple(offsets), num_bytes)
 
     def views(self, buffer: torch.Tensor) -> list[NamedTensor]:
-        """The tensors as views of a buffer (uint8, at least `num_bytes` long, on any device)."""
+        """Returns the tensors as views of a buffer (uint8, at least `num_bytes` long, on any device)."""
         return [
             (spec.name, buffer[start : start + spec.num_bytes].view(spec.dtype).view(spec.shape))
             for spec, start in zip(self.tensors, self.offsets, strict=True)
@@ -76,19 +76,19 @@ class ExportPlan:
 
     @classmethod
     def of(cls, weights: Iterable[NamedTensor]) -> Self:
-        """Describe an export, which is drawn to its end."""
+        """Makes the plan of an export, and exhausts the export."""
         return cls(tuple(TensorSpec.of(name, tensor) for name, tensor in weights))
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Size of all tensors in bytes."""
         return sum(spec.num_bytes for spec in self.tensors)
 
     def buckets(self, max_bytes: int) -> list[BucketLayout]:
-        """Group the tensors, in their order, into buckets; a tensor that is larger than one has one of its own.
+        """Groups the tensors, in order, into buckets; a tensor larger than a bucket gets one of its own.
 
         Args:
-            max_bytes: The most bytes of tensors in a bucket; positive.
+            max_bytes: Largest number of bytes of tensors in a bucket; positive.
 
         Raises:
             ValueError: If `max_bytes` is not positive.
@@ -106,10 +106,10 @@ class ExportPlan:
         return [BucketLayout.of(group) for group in groups]
 
     def checked(self, weights: Iterable[NamedTensor]) -> Iterator[NamedTensor]:
-        """Pass an export on as it is drawn.
+        """Yields the tensors of an export, and checks each against the plan.
 
         Raises:
-            ValueError: If a tensor is not the one that the plan has at its place.
+            ValueError: If a tensor differs from the plan's tensor at its position.
         """
         for spec, named in itertools.zip_longest(self.tensors, weights):
             found = None if named is None else TensorSpec.of(*named)

@@ -1,4 +1,4 @@
-"""Records what a function has a GPU do, as a CUDA graph, so that it can be done again without Python."""
+"""Records a function's GPU work as a CUDA graph, so that it can be repeated without Python."""
 
 import contextlib
 import gc
@@ -11,41 +11,44 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 Replay = Callable[[], object]
-"""Does what was recorded again, on the current stream."""
+"""Repeats the recorded work on the current stream."""
 
 
 class CaptureError(RuntimeError):
-    """Says that the work to be recorded does something that a graph cannot repeat."""
+    """Says that a graph cannot repeat the work that was to be recorded."""
 
 
 class Recorder(Protocol):
-    """Records work on one device. All that one recorder has recorded is replayed in turn, never at once."""
+    """Records work on one device.
+
+    Recordings of one recorder must be replayed one after the other, never concurrently.
+    """
 
     pool_bytes: int
-    """Memory of temporaries, which is kept from the first recording on."""
+    """Memory of temporaries, which stays allocated after the first recording."""
 
     def record(self, work: Callable[[], object]) -> Replay:
-        """Record some work, which has run before; whether it is done now, too, is open.
+        """Records work that has run before; it is unspecified whether recording also runs it.
 
         Args:
-            work: Reads and writes tensors that stay where they are, or that other recorded work has made.
+            work: Reads and writes tensors with fixed addresses, or tensors made by other recorded work.
 
         Raises:
-            CaptureError: It cannot be recorded; nothing is left of it.
+            CaptureError: The work cannot be recorded; nothing of the recording is left.
         """
         ...
 
     def forget(self) -> None:
-        """Give the temporaries' memory back, once every replay is gone; the next recording begins anew."""
+        """Frees the temporaries' memory, once every replay has been deleted; the next recording begins anew."""
         ...
 
 
 _ABANDONED: list[torch.cuda.CUDAGraph] = []
-"""Graphs whose capture the driver has ended with an error; torch's allocator of host memory still points to them."""
+"""Graphs whose capture the CUDA driver ended with an error; torch's host allocator still points to them."""
 
 
 class CudaRecorder:
-    """Records on the current GPU; recording does not do the work."""
+    """Records on the current GPU; recording does not run the work."""
 
     def __init__(self) -> None:
         self._stream = torch.cuda.Stream()
@@ -54,9 +57,9 @@ class CudaRecorder:
         self.pool_bytes = 0
 
     def record(self, work: Callable[[], object]) -> Replay:
-        """Capture a graph (see `Recorder`)."""
+        """Captures a graph (see `Recorder`)."""
         if not self._graphs:
-            self.forget()  # torch 2.11 refuses a pool again whose last graph is gone
+            self.forget()  # torch 2.11 does not accept a pool again after its last graph is deleted
         graph = torch.cuda.CUDAGraph()
         before = torch.cuda.memory_reserved()
         torch.cuda.current_stream().synchronize()
@@ -71,7 +74,7 @@ class CudaRecorder:
         return graph.replay
 
     def _capture(self, graph: torch.cuda.CUDAGraph, work: Callable[[], object]) -> None:
-        # Other threads of the process map memory and copy meanwhile, which another mode would forbid them.
+        # Other threads of the process map memory and copy during the capture, which other modes would forbid.
         graph.capture_begin(pool=self._pool, capture_error_mode="thread_local")
         try:
             with RepeatableOnly():
@@ -86,8 +89,8 @@ class CudaRecorder:
         try:
             graph.capture_end()
         except RuntimeError:
-            # The driver has ended the capture, but torch goes no further: without this, its allocators would ask the
-            # graph about every stream.
+            # The CUDA driver has ended the capture, but torch has not: without the call below, its allocators would
+            # ask the graph about every stream.
             _ABANDONED.append(graph)
             with contextlib.suppress(RuntimeError):
                 torch._C._cuda_endAllocateToPool(torch.cuda.current_device(), self._pool)
@@ -95,26 +98,26 @@ class CudaRecorder:
             raise
 
     def forget(self) -> None:
-        """Give the pool back to the driver."""
+        """Returns the pool's memory to the CUDA driver."""
         self._pool = torch.cuda.graph_pool_handle()
         self.pool_bytes = 0
         torch.cuda.empty_cache()
 
 
 class RepeatableOnly(TorchDispatchMode):
-    """Lets no operation pass that reads host memory, or that waits for an answer of the GPU.
+    """Refuses operations that read host memory, or that wait for a result of the GPU.
 
-    The driver refuses most of them in a capture. It would take a number from a CPU tensor of one element, though, and
-    replay it for ever.
+    In a capture, the CUDA driver refuses most of them. But it would accept a number from a CPU tensor of one element,
+    and every replay would use that number.
     """
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Run an operation.
+        """Runs an operation.
 
         Raises:
-            CaptureError: It cannot be repeated from a graph.
+            CaptureError: A graph cannot repeat the operation.
         """
         kwargs = kwargs or {}
         if torch.Tag.data_dependent_output in func.tags:
@@ -129,7 +132,10 @@ class RepeatableOnly(TorchDispatchMode):
 
 @contextlib.contextmanager
 def no_garbage_collection() -> Iterator[None]:
-    """Keep Python's garbage collector away; a capture would fail if it ended graphs or events of others meanwhile."""
+    """Disables Python's garbage collector during this context.
+
+    A capture fails if the collector destroys other graphs or events meanwhile.
+    """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -141,7 +147,7 @@ def no_garbage_collection() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _random_state_set_aside() -> Iterator[None]:
-    """Have a capture take a copy of the state of the GPU's random numbers, which a failed one leaves unusable."""
+    """Gives a capture a copy of the GPU's random state, since a failed capture leaves it unusable."""
     generator = torch.cuda.default_generators[torch.cuda.current_device()]
     own = generator.graphsafe_get_state()
     generator.graphsafe_set_state(own.clone_state())
@@ -153,7 +159,7 @@ def _random_state_set_aside() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _current_stream(stream: torch.cuda.Stream) -> Iterator[None]:
-    """Make a stream current, and the one before again, also where a capture has failed."""
+    """Makes a stream current, and restores the previous one, even if a capture fails."""
     before = torch.cuda.current_stream()
     torch.cuda.set_stream(stream)
     try:
@@ -163,16 +169,16 @@ def _current_stream(stream: torch.cuda.Stream) -> Iterator[None]:
 
 
 def addresses_of(tensors: Sequence[torch.Tensor]) -> tuple[int, ...]:
-    """Returns where tensors are: what recorded work depends on."""
+    """Returns the addresses of tensors, on which recorded work depends."""
     return tuple(tensor.data_ptr() for tensor in tensors)
 
 
 def why_not_recorded(tensors: Sequence[torch.Tensor]) -> str:
-    """Returns why work that reads some tensors cannot be recorded; nothing where it can."""
+    """Returns why work that reads these tensors cannot be recorded; empty if it can."""
     if not tensors or any(tensor.device.type != "cuda" for tensor in tensors):
         return "the weights are not on a GPU"
     wrapped = next((tensor for tensor in tensors if type(tensor).__torch_dispatch__ is not _PLAIN), None)
-    if wrapped is not None:  # its address is not that of its data
+    if wrapped is not None:  # its data_ptr is not the address of its data
         return f"a weight is a {type(wrapped).__name__}, whose address is not known"
     return ""
 

@@ -1,1 +1,1 @@
-"""Reads what the installed libraries declare, their versions, fields and models, without importing any of them."""
+"""Reads versions, fields and models of the installed libraries without importing any of them."""

@@ -1,4 +1,4 @@
-"""Types of another library's fields, as its source annotates them: which YAML values are of one, and it in words."""
+"""Type annotations in another library's source: checks YAML values against them, and describes them in words."""
 
 import ast
 import math
@@ -24,11 +24,11 @@ _PLURALS = {"an integer": "integers", "a number": "numbers", "text": "texts", "a
 
 @dataclass(frozen=True)
 class Annotations:
-    """Reads annotations of one library.
+    """Reads the type annotations of one library.
 
     Attributes:
-        members: the names that stand for the values of an enumeration, by its own name; None of what is none.
-        accepts_unknown: whether a type that is neither plain nor an enumeration takes any value, or none.
+        members: maps the name of an enumeration to the names of its members, and any other name to None.
+        accepts_unknown: whether a type that is neither plain nor an enumeration accepts any value, or none.
         finite: whether a number has to be finite.
     """
 
@@ -37,7 +37,7 @@ class Annotations:
     finite: bool = False
 
     def accepts(self, annotation: ast.expr, value: Any) -> bool:
-        """Returns whether a YAML value is of the type; an integer is a number, too, a list may stand for a tuple."""
+        """Returns whether a YAML value is of the type; integers also count as numbers, and lists as tuples."""
         name, arguments = _parts(annotation)
         is_int = isinstance(value, int) and not isinstance(value, bool)
         match name.lower():
@@ -72,13 +72,13 @@ class Annotations:
         items = [argument for argument in arguments if not _is_ellipsis(argument)]
         if not isinstance(value, list) or not items:
             return isinstance(value, list)
-        # Some annotate a list of two as list[float, float].
+        # Some libraries annotate a list of two as list[float, float].
         if len(items) > 1 or (kind == "tuple" and len(items) == len(arguments)):
             return len(value) == len(items) and all(map(self.accepts, items, value))
         return all(self.accepts(items[0], item) for item in value)
 
     def words(self, annotation: ast.expr) -> list[str]:
-        """Returns the type in words, one entry for each member of a union; none of what no YAML value has."""
+        """Returns the type in words, one entry for each member of a union; leaves out types that no YAML value has."""
         name, arguments = _parts(annotation)
         kind = name.lower()
         if kind in _PLAIN_WORDS:
@@ -99,7 +99,7 @@ class Annotations:
 
 
 def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
-    """Returns the values of a Literal, or of an Optional of one; None of what is neither."""
+    """Returns the values of a Literal, or of an Optional of one; None for any other annotation."""
     name, arguments = _parts(annotation)
     if name == "Literal":
         return tuple(_literals(arguments))
@@ -107,7 +107,7 @@ def declared_choices(annotation: ast.expr) -> tuple[Any, ...] | None:
 
 
 def _parts(annotation: ast.expr) -> tuple[str, list[ast.expr]]:
-    """Name and arguments of an annotation: Optional[int] is ("Optional", [int])."""
+    """Splits an annotation into name and arguments: Optional[int] becomes ("Optional", [int])."""
     if isinstance(annotation, ast.Constant) and isinstance(annotation.value, str):
         return _parts(ast.parse(annotation.value, mode="eval").body)
     if isinstance(annotation, ast.Constant):

@@ -1,4 +1,4 @@
-"""The architectures that the installed Megatron-Bridge builds, read from its source without importing it."""
+"""The model architectures that the installed Megatron-Bridge supports, read from its source without importing it."""
 
 import ast
 import re
@@ -13,7 +13,7 @@ _CALL = re.compile(r"register_bridge\(\s*source=([\w\"']+)")
 
 @cache
 def bridged_architectures() -> frozenset[str]:
-    """Returns the classes of transformers that a bridge is registered for."""
+    """Returns the transformers classes for which Megatron-Bridge registers a bridge."""
     return frozenset(
         name
         for path in sorted((megatron_root() / _BRIDGES).rglob("*_bridge.py"))

@@ -1,19 +1,20 @@
-"""Versions of what is installed here; what is not is not asked, since workers may have it."""
+"""Checks versions of the libraries installed here; skips libraries that are not, since workers may have them."""
 
 import importlib.metadata
 import re
 
 TORCH_2_9 = ("torch", "torch", (2, 9))
 TRANSFORMER_ENGINE_2_14 = ("Transformer Engine", "transformer-engine", (2, 14))
-# Of megatron-core: how its layers call the manager of activations, and what they expect of it, is no public interface.
+# Versions of megatron-core that activation offloading was tested with: the calls of its layers to the manager of
+# activations are not a public interface.
 TESTED_MEGATRON_CORE = ("0.19.2",)
 
 
 def too_old(*libraries: tuple[str, str, tuple[int, int]]) -> list[str]:
-    """Returns the libraries of which an older version is installed: the needed and the found version.
+    """Returns the libraries that are installed in too old a version, each with the needed and the found version.
 
     Args:
-        libraries: name, distribution, and the first release that will do.
+        libraries: name, distribution, and the oldest supported release of each.
     """
     return [
         f"{title} {'.'.join(map(str, least))} or newer, found {found}"
@@ -23,8 +24,8 @@ def too_old(*libraries: tuple[str, str, tuple[int, int]]) -> list[str]:
 
 
 def untested_megatron_core() -> str | None:
-    """Why activations cannot be offloaded with the megatron-core that is installed; None where they can."""
-    found = _installed("megatron-core")  # its own __version__ ends in a commit of whatever folder it is run in
+    """Returns why activations cannot be offloaded with the installed megatron-core; None if they can."""
+    found = _installed("megatron-core")  # its own __version__ ends in a commit of the folder that the process runs in
     if found is None or found in TESTED_MEGATRON_CORE:
         return None
     return (
@@ -42,5 +43,5 @@ def _installed(distribution: str) -> str | None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """Major and minor: (2, 9) of 2.9.0a0+git."""
+    """Returns major and minor version: (2, 9) for 2.9.0a0+git."""
     return tuple(int(number) for number in re.findall(r"\d+", version)[:2])

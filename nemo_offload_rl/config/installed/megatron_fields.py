@@ -17,13 +17,13 @@ from nemo_offload_rl.config.problems import is_number, nearest, show, show_choic
 
 @dataclass(frozen=True)
 class _Source:
-    """The place where a section's fields are declared: files below the `megatron` folder, and dataclasses in them."""
+    """Names the source of a section's fields: files below the `megatron` folder, and dataclasses in them."""
 
     title: str
     classes: tuple[tuple[str, str], ...]
 
 
-# Later classes win, as they do in Python's inheritance.
+# If a field is in several classes, the last one wins, as in Python's inheritance.
 SECTIONS: dict[str, _Source] = {
     "policy.megatron_cfg": _Source(
         "megatron-core's TransformerConfig",
@@ -44,7 +44,7 @@ SECTIONS: dict[str, _Source] = {
 }
 _ENUMS = "core/transformer/enums.py"
 
-# What megatron-core annotates as text and reads as one of a few words; any other word counts, in silence, as none.
+# Fields that megatron-core annotates as text but reads as one of a few words; it silently treats other words as none.
 CHOICES: dict[str, dict[str, tuple[str, ...]]] = {
     "policy.megatron_cfg": {
         "moe_router_load_balancing_type": (
@@ -65,11 +65,11 @@ class MegatronField:
     """Describes a field of a Megatron config, as its source declares it.
 
     Attributes:
-        name: its name.
-        annotation: its type.
-        nullable: whether its default is None, whatever the annotation says.
+        name: the field's name.
+        annotation: the field's type.
+        nullable: whether its default is None, even if the annotation does not allow it.
         may_be_infinite: whether its default is infinite, and so means "no bound".
-        choices: the words that a text, or each of a list of texts, may be; None for any.
+        choices: the words allowed for a text, or for each text of a list; None for any.
     """
 
     name: str
@@ -91,7 +91,7 @@ class MegatronField:
         return _ANNOTATIONS.accepts(self.annotation, value)
 
     def expected(self) -> str:
-        """Returns the field's type in words; empty where no YAML value has it."""
+        """Returns the field's type in words; empty if no YAML value has that type."""
         words = _ANNOTATIONS.words(self.annotation)
         if self.choices is not None:
             listed = "a list of them" if any(word.startswith("a list") for word in words) else None
@@ -103,7 +103,7 @@ class MegatronField:
 
 @cache
 def megatron_fields(section: str) -> dict[str, MegatronField]:
-    """Returns the fields of the Megatron config that a section of `policy`, a key of `SECTIONS`, stands for."""
+    """Returns the fields of the Megatron config behind a section of `policy`, a key of `SECTIONS`."""
     fields: dict[str, MegatronField] = {}
     for file, class_name in SECTIONS[section].classes:
         for statement in _class_body(file, class_name):
@@ -117,7 +117,7 @@ def megatron_fields(section: str) -> dict[str, MegatronField]:
 def _field(section: str, name: str, declared: ast.AnnAssign, inherited: MegatronField | None) -> MegatronField:
     choices = CHOICES[section][name] if name in CHOICES[section] else None
     if choices is None and inherited is not None and ast.unparse(declared.annotation) == "str":
-        # A subclass that has another default says text where its base lists the words.
+        # A subclass that changes the default may annotate text where its base lists the words.
         choices = declared_choices(inherited.annotation) or inherited.choices
     return MegatronField(
         name,
@@ -129,7 +129,7 @@ def _field(section: str, name: str, declared: ast.AnnAssign, inherited: Megatron
 
 
 def check_field(section: str, name: str, value: Any) -> str | None:
-    """Returns what is wrong with the value of a known field; None where nothing is."""
+    """Returns what is wrong with the value of a known field; None if it is valid."""
     field = megatron_fields(section)[name]
     if field.accepts(value):
         return None

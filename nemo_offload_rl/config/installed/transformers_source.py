@@ -1,4 +1,4 @@
-"""Reads what the installed transformers declares of its models' configs from its source, without importing it.
+"""Reads the fields and models that the installed transformers declares from its source, without importing it.
 
 Importing transformers takes seconds; the source of one family's config parses in a few milliseconds.
 """
@@ -16,8 +16,8 @@ MODEL_TYPE = "model_type"
 
 _BASE = "PreTrainedConfig"
 _COMMON = "configuration_utils.py"
-# What every config takes without declaring it: the base class reads these from keyword arguments, and the library reads
-# the rest of whatever config has them.
+# Fields that every config accepts without declaring them: the base class reads some from keyword arguments, and the
+# library reads the others from any config that has them.
 _FURTHER = {
     "model_type": "str",
     "torch_dtype": "str | None",
@@ -34,7 +34,7 @@ _FURTHER = {
     "tokenizer_class": "str | None",
 }
 _FLOATS = ("float", "float | None", "None | float")
-# What a config with rotary embeddings takes beside `rope_parameters`.
+# Fields that a config with rotary embeddings accepts in addition to `rope_parameters`.
 _ROPE_TYPES = {"rope_theta": "float", "rope_scaling": "dict | None", "partial_rotary_factor": "float | None"}
 
 
@@ -43,8 +43,8 @@ class HfField:
     """Describes a field of a transformers config, as its source declares it.
 
     Attributes:
-        annotation: its type; None where transformers declares none.
-        default: its value where a config leaves it out; None also where that value is computed.
+        annotation: the field's type; None if transformers declares none.
+        default: the value if a config leaves the field out; None also if transformers computes that value.
     """
 
     annotation: ast.expr | None
@@ -57,10 +57,10 @@ class HfFamily:
 
     Attributes:
         class_name: its name in transformers.
-        folder: of the family's sources.
-        fields: all fields that it takes, by name.
+        folder: the folder of the family's sources.
+        fields: all fields that the class accepts, by name.
         aliases: other names of fields, each with the name that the class declares.
-        rope_keys: keys of `rope_parameters` that are this family's own.
+        rope_keys: keys of `rope_parameters` that only this family has.
     """
 
     class_name: str
@@ -70,22 +70,22 @@ class HfFamily:
     rope_keys: frozenset[str] = frozenset()
 
     def canonical(self, name: str) -> str:
-        """Returns the name that its config has the field under."""
+        """Returns the name under which the config stores the field."""
         return self.aliases[name] if name in self.aliases else name
 
     def field(self, name: str) -> HfField | None:
-        """Returns the field of a name or of an alias; None where there is none."""
+        """Returns the field with this name or alias; None if there is none."""
         same = [name, self.canonical(name), *(alias for alias, target in self.aliases.items() if target == name)]
         known = next((self.fields[one] for one in same if one in self.fields), None)
         is_read = known is None and (len(same) > 2 or _is_read(self.folder, name))
         return HfField(None) if is_read else known
 
     def names(self) -> list[str]:
-        """Returns the names of fields, those of aliases included."""
+        """Returns the names of all fields, including aliases."""
         return [*self.fields, *self.aliases, *self.aliases.values()]
 
     def canonical_values(self, values: Mapping[str, Any]) -> dict[str, Any]:
-        """Values under the names that the config has them under, over its own defaults."""
+        """Returns the values under the config's own names, on top of the config's defaults."""
         defaults = {
             self.canonical(name): declared.default
             for name, declared in self.fields.items()
@@ -96,20 +96,20 @@ class HfFamily:
 
 @cache
 def model_types() -> Mapping[str, str]:
-    """Returns the model types that transformers knows, each with the class of its config."""
+    """Returns the model types that transformers knows, each with its config class."""
     names = dict(_pairs("models/auto/auto_mappings.py", "CONFIG_MAPPING_NAMES"))
     return names | _updates("CONFIG_MAPPING_NAMES") | {"gpt-sw3": "GPT2Config"}
 
 
 @cache
 def causal_models() -> Mapping[str, str]:
-    """Returns the model types of which transformers has a causal language model, each with its class."""
+    """Returns the model types that have a causal language model in transformers, each with its class."""
     return dict(_pairs("models/auto/modeling_auto.py", "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES"))
 
 
 @cache
 def family(model_type: str) -> HfFamily | None:
-    """Returns the fields that the config of a model type takes; None where its source does not tell.
+    """Returns the family of a model type, with the fields of its config; None if the source does not show them.
 
     Args:
         model_type: a key of `model_types`.
@@ -126,13 +126,13 @@ def family(model_type: str) -> HfFamily | None:
 
 
 def known_family(fields: Mapping[str, Any]) -> HfFamily | None:
-    """Returns the family that a config names; None where it names none that transformers knows."""
+    """Returns the family of a config; None if the config names none that transformers knows."""
     model_type = fields[MODEL_TYPE] if MODEL_TYPE in fields else None
     return family(model_type) if isinstance(model_type, str) and model_type in model_types() else None
 
 
 def with_floats(fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the fields with 1.0 for 1 where transformers declares a float, for which it takes no integer."""
+    """Returns the fields with 1.0 instead of 1 wherever transformers declares a float and rejects integers."""
     known = known_family(fields)
     return {name: _as_float(value) if _is_float(known, name) else value for name, value in fields.items()}
 
@@ -148,7 +148,7 @@ def _as_float(value: Any) -> Any:
 
 @cache
 def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
-    """Returns the types of rotary embeddings, each with the keys of `rope_parameters` that it needs, and may have."""
+    """Returns the types of rotary embeddings, each with the required and the allowed keys of `rope_parameters`."""
     mixin = _classes(transformers_root() / "modeling_rope_utils.py")["RotaryEmbeddingConfigMixin"]
     validators = {}
     for method in mixin.body:
@@ -165,19 +165,19 @@ def rope_validators() -> Mapping[str, tuple[frozenset[str], frozenset[str]]]:
 
 @cache
 def rope_fields() -> Mapping[str, ast.expr]:
-    """Returns the keys of `rope_parameters` whose types transformers declares."""
+    """Returns the keys of `rope_parameters` for which transformers declares types, with these."""
     return _annotations(_classes(transformers_root() / "modeling_rope_utils.py")["RopeParameters"])
 
 
 @cache
 def layer_types() -> tuple[str, ...]:
-    """Returns the words that `layer_types` may hold."""
+    """Returns the values that `layer_types` may contain."""
     return tuple(ast.literal_eval(_assigned(_COMMON, "ALLOWED_LAYER_TYPES")))
 
 
 @cache
 def activations() -> tuple[str, ...]:
-    """Returns the names of activation functions."""
+    """Returns the names of the activation functions that transformers knows."""
     table = _assigned("activations.py", "ACT2CLS")
     assert isinstance(table, ast.Dict)
     return tuple(ast.literal_eval(key) for key in table.keys if key is not None)
@@ -204,7 +204,7 @@ def _text(file: str) -> str:
 
 
 def _assigned(file: str, name: str) -> ast.expr:
-    """Returns what a module assigns to a name; only these lines are parsed, since some modules are long."""
+    """Returns the value that a module assigns to a name; parses only these lines, since some modules are long."""
     found = re.search(rf"^{name} = .*?^[)}}\]]+$", _text(file), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{file} of the installed transformers assigns no {name}"
     [statement] = ast.parse(found[0]).body
@@ -213,21 +213,21 @@ def _assigned(file: str, name: str) -> ast.expr:
 
 
 def _pairs(file: str, name: str) -> list[tuple[str, str]]:
-    """Returns the entries of an OrderedDict that is assigned to a name."""
+    """Returns the entries of an OrderedDict that a module assigns to a name."""
     call = _assigned(file, name)
     assert isinstance(call, ast.Call)
     return [(key, value) for key, value in ast.literal_eval(call.args[0]) if isinstance(value, str)]
 
 
 def _updates(name: str) -> dict[str, str]:
-    """Returns what transformers adds to a mapping by hand."""
+    """Returns the entries that transformers adds to a mapping by hand."""
     found = re.search(rf"^{name}\.update\(\n(.*?)\n\)", _text("models/auto/configuration_auto.py"), re.M | re.S)
     return {} if found is None else dict(ast.literal_eval(found[1].strip()))
 
 
 @cache
 def _modules() -> Mapping[str, str]:
-    """Returns the model types whose module is not called like them."""
+    """Returns the model types whose module has another name."""
     name = "SPECIAL_MODEL_TYPE_TO_MODULE_NAME"
     return dict(_pairs("models/auto/auto_mappings.py", name)) | _updates(name)
 
@@ -239,7 +239,7 @@ def _classes(path: Path) -> Mapping[str, ast.ClassDef]:
 
 
 def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[ast.ClassDef]:
-    """Returns a class behind those of the same module that it inherits from."""
+    """Returns the classes of the same module that a class inherits from, followed by the class."""
     definition = classes[class_name]
     bases = [ast.unparse(base) for base in definition.bases]
     return [*(one for base in bases if base in classes for one in _bases_first(base, classes)), definition]
@@ -247,7 +247,7 @@ def _bases_first(class_name: str, classes: Mapping[str, ast.ClassDef]) -> list[a
 
 @cache
 def _is_read(folder: Path, name: str) -> bool:
-    """Returns whether a family's model reads a field that its config does not declare, as qwen3_moe's head_dim."""
+    """Returns whether a family's model reads a field that its config does not declare, such as qwen3_moe's head_dim."""
     pattern = re.compile(rf"config(\.|,\s*[\"']){re.escape(name)}\b")
     return any(pattern.search(path.read_text(encoding="utf-8")) for path in folder.glob("modeling_*.py"))
 
@@ -278,8 +278,8 @@ def _family(class_name: str, folder: Path, definitions: list[ast.ClassDef]) -> H
 
 @cache
 def _common_fields() -> Mapping[str, HfField]:
-    """Returns the fields that every config takes."""
-    # The class is long, and its fields are declared ahead of its methods.
+    """Returns the fields that every config accepts."""
+    # The class is long, but declares its fields before its methods.
     found = re.search(rf"^class {_BASE}\(.*?(?=^    def )", _text(_COMMON), re.MULTILINE | re.DOTALL)
     assert found is not None, f"{_COMMON} of the installed transformers has no class {_BASE}"
     [definition] = ast.parse(found[0]).body
@@ -289,7 +289,7 @@ def _common_fields() -> Mapping[str, HfField]:
 
 
 def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
-    """Returns the fields that a class declares, by name; neither private ones nor those of the class itself."""
+    """Returns the fields that a class declares, by name, without private ones and class variables."""
     return {
         statement.target.id: statement.annotation
         for statement in definition.body
@@ -301,7 +301,7 @@ def _annotations(definition: ast.ClassDef) -> dict[str, ast.expr]:
 
 
 def _default(definition: ast.ClassDef, name: str) -> Any:
-    """Returns the plain value that a field has by default; None where it is computed or there is none."""
+    """Returns a field's default if it is a literal; None if it is computed or there is none."""
     for statement in definition.body:
         if isinstance(statement, ast.AnnAssign) and ast.unparse(statement.target) == name:
             value = statement.value
@@ -315,7 +315,7 @@ def _default(definition: ast.ClassDef, name: str) -> Any:
 
 
 def _names_in_methods(definition: ast.ClassDef) -> set[str]:
-    """Names that a class takes without declaring them: from keyword arguments, by a setter, or as an attribute."""
+    """Returns the names that a class accepts without declaring them: keyword arguments, setters, attributes."""
     names: set[str] = set()
     for method in definition.body:
         if not isinstance(method, ast.FunctionDef):

@@ -1,4 +1,4 @@
-"""Holds what absent keys stand for, and fills them in: the one place where a recipe's defaults are resolved."""
+"""Holds the values of absent keys, and fills them in: the only place where a recipe's defaults are resolved."""
 
 import copy
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.named_datasets import NAMED_DATASETS
 
-# Full path of a key that may be absent: the value that it then has. A section comes before its keys.
+# Full path of an optional key: its value if it is absent. A section comes before its keys.
 IF_ABSENT: Mapping[str, Any] = {
     "policy.generation.colocated": {"enabled": True, "resources": {"gpus_per_node": None, "num_nodes": None}},
     "policy.generation.colocated.resources": {"gpus_per_node": None, "num_nodes": None},
@@ -67,7 +67,7 @@ IF_ABSENT: Mapping[str, Any] = {
     "grpo.reward_shaping.stop_properly_penalty_coef": None,
 }
 
-# The same for keys that a recipe of another algorithm must have or cannot have, by the algorithm's section.
+# The same for keys that are optional only in recipes of one algorithm, by the algorithm's section.
 IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
     "dpo": {"data.add_bos": True, "data.add_eos": True, "data.add_generation_prompt": False},
 }
@@ -75,23 +75,23 @@ IF_ABSENT_IN: Mapping[str, Mapping[str, Any]] = {
 # The same for keys of `env.NAME` with a `math_verify_impl`.
 IF_ABSENT_WITH_MATH_VERIFY: Mapping[str, Any] = {"num_workers": 8, "time_limit_s": 10.0}
 
-# `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine has under way at once, as many as
-# vLLM captures CUDA graphs for. Its own default, 256 or 1024, depends on the GPU, which the plan would have to know.
+# `policy.generation.vllm_kwargs.max_num_seqs` with vLLM: sequences that an engine runs at once, as many as vLLM
+# captures CUDA graphs for. vLLM's own default, 256 or 1024, depends on the GPU, which the plan would have to know.
 MAX_NUM_SEQS = 512
 
-# Full path of a section that a recipe may write as `auto`: which of its keys then say so, too; the others are as where
-# they are absent.
+# Full path of a section that a recipe may write as `auto`: the keys that this sets to auto; the others get their values
+# as absent keys.
 AUTO_SECTIONS: Mapping[str, Mapping[str, Any]] = {
     "policy.residency": {"table": {"generate": {"params": "auto", "optimizer_state": "auto"}}}
 }
 
 
 def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
-    """Returns the section that `auto` stands for; None where the value is another, or stands for no section.
+    """Returns the section that `auto` stands for; None for any other value, or if `auto` stands for no section here.
 
     Args:
-        path: of the section.
-        value: what a recipe has there.
+        path: the section's full path.
+        value: the recipe's value at this path.
     """
     if value != "auto" or path not in AUTO_SECTIONS:
         return None
@@ -100,10 +100,10 @@ def section_of_auto(path: str, value: Any) -> dict[str, Any] | None:
 
 
 def resolve_absent_keys(config: dict[str, Any]) -> None:
-    """Fill in the absent keys of the sections that a recipe has, and the sections that it writes as `auto`.
+    """Fills in the absent keys of the sections that a recipe has, and the sections that it writes as `auto`.
 
     Args:
-        config: a recipe's, which is changed.
+        config: a recipe's config, modified in place.
     """
     data = config["data"] if "data" in config and isinstance(config["data"], dict) else {}
     for role in ("train", "validation"):
@@ -128,11 +128,11 @@ def resolve_absent_keys(config: dict[str, Any]) -> None:
 
 
 def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]:
-    """Returns the section of the training data, or those of the validation datasets, by their paths.
+    """Returns the section of the training data, or the sections of the validation datasets, by their paths.
 
     Args:
         data: the section ``data`` of a recipe.
-        role: ``train`` or ``validation``, the key.
+        role: the key in this section, ``train`` or ``validation``.
     """
     found, path = data[role] if role in data else None, f"data.{role}"
     sections = (
@@ -142,7 +142,7 @@ def datasets_of(data: Mapping[str, Any], role: str) -> dict[str, dict[str, Any]]
 
 
 def splits_validation_data(train: Mapping[str, Any]) -> bool:
-    """Returns whether validation data is split off the training data, absent keys considered.
+    """Returns whether validation data is split off the training data, including by default.
 
     Args:
         train: the section ``data.train``.

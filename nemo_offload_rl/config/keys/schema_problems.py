@@ -1,4 +1,4 @@
-"""Holds a recipe against the schema and Megatron's fields: each wrong key with what is wrong and what to do."""
+"""Checks a recipe against the schema and Megatron's fields, and says what is wrong with each key and what to do."""
 
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -18,7 +18,7 @@ from nemo_offload_rl.config.upstream.features import OTHER_ALGORITHMS, OTHER_DAT
 WrittenAt = Callable[[str], Origin]
 
 ABSENT: Any = object()
-"""What `value_at` finds where there is no such key."""
+"""Returned by `value_at` for a key that the recipe does not have."""
 
 
 @cache
@@ -27,7 +27,7 @@ def _adapter(schema: type) -> TypeAdapter[Any]:
 
 
 def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
-    """Returns what is wrong with a recipe by its schema: paths of keys, each with a message."""
+    """Yields what is wrong with a recipe according to its schema: paths of keys, each with a message."""
     try:
         _adapter(schema).validate_python(config)
     except ValidationError as errors:
@@ -46,7 +46,7 @@ def schema_problems(config: dict[str, Any], schema: type, written_at: WrittenAt)
 
 
 def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
-    """Returns the place of pydantic's finding as a path of the recipe, and the value there (None if it is missing)."""
+    """Converts the location of a pydantic error to a path of the recipe and the value there (None if it is missing)."""
     node: Any = config
     parts = []
     for index, item in enumerate(loc):
@@ -64,7 +64,7 @@ def _locate(config: dict[str, Any], loc: tuple[Any, ...]) -> tuple[str, Any]:
 def _unknown_keys(
     schema: type, config: dict[str, Any], path: str, value: Any, written_at: WrittenAt
 ) -> Iterator[tuple[str, str]]:
-    """An unknown key; or, of a section that only upstream has, its unknown keys."""
+    """Yields the problem of an unknown key; for a section that only upstream has, the problems of its unknown keys."""
     upstream = upstream_paths()
     if isinstance(value, dict) and any(name.startswith(f"{path}.") for name in upstream):
         for name, item in value.items():
@@ -79,7 +79,7 @@ def _unknown_keys(
 
 
 def _unknown_key(schema: type, path: str, origin: Origin) -> str:
-    """Returns the message; of a short section, with all of its keys, unless one of them is spelt nearly so."""
+    """Returns the message; for a short section it lists all of the keys, unless one of them has a similar spelling."""
     section = path.rpartition(".")[0]
     suggestion = nearest_key(schema, path, upstream_paths())
     message = "unknown key" + (f"; nearest valid key: {suggestion}" if suggestion else "")
@@ -141,7 +141,7 @@ def _describe(schema: type, config: dict[str, Any], path: str, value: Any, error
 
 
 def _is_quoted(kind: str, value: Any) -> bool:
-    """Returns whether text is what was asked for, in quotes."""
+    """Returns whether text has the expected value, but in quotes."""
     if not isinstance(value, str):
         return False
     return (
@@ -161,7 +161,7 @@ def _wrong_choice(path: str, value: Any, choices: str) -> str:
 
 
 def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenAt) -> Iterator[tuple[str, str]]:
-    """Fields of Megatron's configs: unknown names, wrong types, and those that a recipe may not set."""
+    """Yields problems of Megatron's fields: unknown names, wrong types, and fields that a recipe may not set."""
     for section in SECTIONS:
         values = value_at(config, section)
         if not isinstance(values, dict):
@@ -182,7 +182,7 @@ def megatron_problems(config: dict[str, Any], schema: type, written_at: WrittenA
 
 
 def value_at(config: Mapping[str, Any], path: str) -> Any:
-    """Returns the value of a key by its full path; `ABSENT` where there is none."""
+    """Returns the value at a key's full path; `ABSENT` if there is none."""
     node: Any = config
     for name in path.split("."):
         if isinstance(node, list) and name.isdecimal() and int(name) < len(node):

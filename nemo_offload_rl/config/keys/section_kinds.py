@@ -1,4 +1,4 @@
-"""Sections of several kinds, told apart by one of their keys: `data.train` is what its `dataset_name` says."""
+"""Sections of several kinds, distinguished by one of their keys: `dataset_name` determines the kind of `data.train`."""
 
 from collections.abc import Mapping
 from typing import Any, get_args, get_type_hints, is_typeddict
@@ -10,26 +10,26 @@ MARK = "dataset_name"
 
 
 def kind_of(root: type, section: str, value: Any) -> type | None:
-    """Returns the TypedDict that a section's mark chooses.
+    """Returns the TypedDict that a section's discriminating key selects.
 
     Args:
         root: the algorithm's schema.
-        section: its path.
-        value: what the recipe has there.
+        section: the section's path.
+        value: the recipe's value at this path.
 
     Returns:
-        None for a section of one kind, and where the mark is missing or wrong.
+        The TypedDict; None for a section of one kind, or if the discriminating key is missing or wrong.
     """
     mark = value[MARK] if isinstance(value, Mapping) and MARK in value else None
     return kinds_of(root, section).get(mark) if isinstance(mark, str) else None
 
 
 def kinds_of(root: type, section: str) -> dict[str, type]:
-    """Returns the TypedDicts of a section by the mark that chooses each; empty for a section of one kind.
+    """Returns the TypedDicts of a section by the value that selects each; empty for a section of one kind.
 
     Args:
         root: the algorithm's schema.
-        section: its path, or that of one in a list of such sections.
+        section: the section's path, or the path of one item in a list of such sections.
     """
     before, _, last = section.rpartition(".")
     key = find_key(root, before if last.isdecimal() else section)
@@ -40,7 +40,7 @@ def kinds_of(root: type, section: str) -> dict[str, type]:
 
 
 def meaning_in_kind(root: type, section: str, value: Any, name: str) -> str | None:
-    """Returns a key's comment in the schema of the section's kind; None where the section has none, or no such key."""
+    """Returns a key's comment in the schema of the section's kind; None if there is no kind or no such key."""
     kind = kind_of(root, section, value)
     return None if kind is None else key_comments(kind).get(name)
 
@@ -50,9 +50,9 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
 
     Args:
         root: the algorithm's schema.
-        section: its path.
-        value: what the recipe has there.
-        name: of the unknown key.
+        section: the section's path.
+        value: the recipe's value at this path.
+        name: the unknown key.
     """
     kind = kind_of(root, section, value)
     if kind is None:
@@ -71,5 +71,5 @@ def unknown_in_kind(root: type, section: str, value: Any, name: str) -> str | No
 
 
 def _names(kind: type) -> list[str]:
-    """Returns the keys of a kind, its own before those that every kind has."""
+    """Returns the keys of a kind: first its own, then those that every kind has."""
     return list(dict.fromkeys([*key_comments(kind), *get_type_hints(kind)]))

@@ -1,4 +1,4 @@
-"""Which keys a recipe may have: the schema's TypedDicts as a tree of paths, with their comments."""
+"""The keys that a recipe may have: the schema's TypedDicts as a tree of paths, with their comments."""
 
 import ast
 import inspect
@@ -12,7 +12,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.installed.megatron_fields import SECTIONS, megatron_fields
 from nemo_offload_rl.config.problems import nearest
 
-ANY_NAME = "*"  # stands for the names that a user chooses, as in `env.*.reward`
+ANY_NAME = "*"  # placeholder for a name that the user chooses, as in `env.*.reward`
 
 
 @dataclass(frozen=True)
@@ -20,10 +20,10 @@ class Key:
     """Describes a key of the recipe schema.
 
     Attributes:
-        path: its full path, with `*` for a name that the user chooses.
+        path: the key's full path, with `*` for a name that the user chooses.
         owner: the TypedDict that declares it, or None below `*`.
         annotation: its type, without Required and NotRequired.
-        required: whether a recipe must have it wherever it has the section.
+        required: whether a recipe that has the section must have the key.
     """
 
     path: str
@@ -69,7 +69,7 @@ def _without_markers(annotation: Any) -> Any:
 
 
 def alternatives(annotation: Any) -> Iterator[Any]:
-    """The types that a value may have: the members of a union, without Annotated."""
+    """Yields the types that a value may have: the members of a union, without Annotated."""
     annotation = _without_markers(annotation)
     if get_origin(annotation) is Annotated:
         yield from alternatives(get_args(annotation)[0])
@@ -89,7 +89,7 @@ def _declaring_class(typed_dict: type, name: str) -> type:
 
 @cache
 def key_comments(typed_dict: type) -> dict[str, str]:
-    """Returns the comment above each key that a TypedDict declares, as one line; empty where there is none."""
+    """Returns the comment above each key that a TypedDict declares, as one line; empty if there is none."""
     lines = inspect.getsource(typed_dict).splitlines()
     [definition] = ast.parse("\n".join(lines)).body
     assert isinstance(definition, ast.ClassDef)
@@ -106,7 +106,7 @@ def key_comments(typed_dict: type) -> dict[str, str]:
 
 
 def find_key(root: type, path: str) -> Key | None:
-    """Returns the schema's key for a path of a recipe; names that the user chooses match `*`."""
+    """Returns the schema's key for a path in a recipe; names that the user chooses match `*`."""
     return schema_keys(root).get(_with_any_name(root, path))
 
 
@@ -120,7 +120,7 @@ def _with_any_name(root: type, path: str) -> str:
 
 
 def is_valid_key(path: str) -> bool:
-    """Returns whether a path names a key of some algorithm's schema or a field of Megatron's."""
+    """Returns whether a path is a key of any algorithm's schema or a Megatron field."""
     section, _, name = path.rpartition(".")
     if section in SECTIONS and name in megatron_fields(section):
         return True
@@ -128,12 +128,16 @@ def is_valid_key(path: str) -> bool:
 
 
 def short_section(root: type, path: str, longest: int = 4) -> list[str]:
-    """Returns the keys of a section that has no others; empty for one with many keys, and where the user chooses names.
+    """Returns the keys of a short section.
 
     Args:
         root: the algorithm's schema.
-        path: the section.
-        longest: most keys that it may have.
+        path: the section's path.
+        longest: the largest number of keys of a short section.
+
+    Returns:
+        The names of the keys; empty if there are more than `longest`, if the user chooses the names, or if the section
+        also takes Megatron's fields.
     """
     pattern = _with_any_name(root, path)
     names = [key.name for key in schema_keys(root).values() if key.path.rpartition(".")[0] == pattern]
@@ -141,7 +145,7 @@ def short_section(root: type, path: str, longest: int = 4) -> list[str]:
 
 
 def nearest_key(root: type, path: str, also: tuple[str, ...] = ()) -> str | None:
-    """Returns the valid key that an unknown one most likely means, as a full path.
+    """Returns the full path of the valid key that an unknown one most likely means.
 
     Args:
         root: the algorithm's schema.

@@ -1,1 +1,1 @@
-"""Says which of Megatron's options a recipe may use: parts of layers, fields that this package owns, parallel sizes."""
+"""Defines which Megatron options a recipe may use: parts of layers, fields that this package owns, parallel sizes."""

@@ -1,4 +1,4 @@
-"""The parts of a transformer layer whose saved activations can move to the host between forward and backward."""
+"""The parts of a transformer layer whose saved activations can be offloaded between forward and backward."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -13,8 +13,8 @@ class ActivationModule:
     """Describes a module that `policy.megatron_cfg.offload_modules` may name.
 
     Attributes:
-        moves: which saved activations go to the host.
-        of_experts: whether only the layers of a mixture-of-experts model have it.
+        moves: the saved activations that are offloaded, in words.
+        of_experts: whether only layers with experts have the module.
     """
 
     moves: str
@@ -41,13 +41,13 @@ ACTIVATION_MODULES: Mapping[str, ActivationModule] = {
 
 
 def modules_without_layer(modules: Iterable[str], *, has_experts: bool) -> list[str]:
-    """Returns the modules that no layer of the model has."""
+    """Returns the modules that no layer of the model contains."""
     known = [name for name in modules if name in ACTIVATION_MODULES]
     return [name for name in known if ACTIVATION_MODULES[name].of_experts and not has_experts]
 
 
 def dense_refusal(absent: Iterable[str], model: str) -> str:
-    """Returns the message about modules that a dense model lacks."""
+    """Returns the message about modules that a dense model does not have."""
     dense = ", ".join(name for name, module in ACTIVATION_MODULES.items() if not module.of_experts)
     return (
         f"names {_listed(absent)}, which only a mixture-of-experts model has, but {model} is a dense model; "
@@ -56,14 +56,14 @@ def dense_refusal(absent: Iterable[str], model: str) -> str:
 
 
 def check_modules_fit_model(modules: Iterable[str], *, is_moe: bool) -> None:
-    """Check modules against a model whose layers are known; the rules do so only where the recipe tells its kind.
+    """Checks modules against the built model; the rules can do so only if the recipe tells the model's kind.
 
     Args:
         modules: `policy.megatron_cfg.offload_modules`.
         is_moe: whether some layer of the model is a mixture of experts.
 
     Raises:
-        ValueError: a module that only experts have, and a model without.
+        ValueError: a module exists only with experts, and the model has none.
     """
     absent = modules_without_layer(modules, has_experts=is_moe)
     if absent:

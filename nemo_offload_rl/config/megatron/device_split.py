@@ -10,10 +10,10 @@ class DeviceSplit:
     """Counts the devices (GPUs, or processes where there are none) of the policy and of generation.
 
     Attributes:
-        num_nodes: Nodes of the cluster.
-        per_node: Devices of each node.
-        num_engine_devices: Those that generation has for itself, of a single node the last ones, of several nodes all
-            of the last ones; 0 where generation shares the policy's.
+        num_nodes: Number of nodes of the cluster.
+        per_node: Number of devices of each node.
+        num_engine_devices: Number of devices reserved for generation: the last ones of a single node, or all devices of
+            the last ones of several nodes; 0 if generation shares the policy's.
     """
 
     num_nodes: int
@@ -22,34 +22,34 @@ class DeviceSplit:
 
     @property
     def policy_nodes(self) -> int:
-        """Nodes that train."""
+        """Number of nodes that train."""
         return self.policy_ranks // self.policy_per_node
 
     @property
     def policy_per_node(self) -> int:
-        """Devices of each of these nodes that train."""
+        """Number of devices that train on each of these nodes."""
         return self.per_node - self.num_engine_devices if self.num_nodes == 1 else self.per_node
 
     @property
     def policy_ranks(self) -> int:
-        """Devices that train: the ranks of the policy."""
+        """Number of devices that train, which are the policy's ranks."""
         return self.num_nodes * self.per_node - self.num_engine_devices
 
     @property
     def engine_devices_per_node(self) -> int:
-        """Devices of each node with generation, which its engines share out."""
+        """Number of devices that the engines divide among themselves on each node with generation."""
         return self.num_engine_devices or self.per_node if self.num_nodes == 1 else self.per_node
 
 
 def is_colocated(policy: Mapping[str, Any]) -> bool:
-    """Returns whether generation shares the policy's devices; true of a policy without generation, too."""
+    """Returns whether generation shares the policy's devices; also true for a policy without generation."""
     generation = policy["generation"] if "generation" in policy else {}
     colocated = generation["colocated"] if "colocated" in generation else None
     return colocated is None or bool(colocated["enabled"])
 
 
 def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> DeviceSplit:
-    """Returns the split of a validated recipe, of its sections `cluster` and `policy`."""
+    """Returns the split for the sections `cluster` and `policy` of a validated recipe."""
     colocated = None if is_colocated(policy) else policy["generation"]["colocated"]
     split = checked_split(cluster["gpus_per_node"], cluster["num_nodes"], colocated)
     assert isinstance(split, DeviceSplit), "a rule checks it"
@@ -57,15 +57,15 @@ def split_devices(cluster: Mapping[str, Any], policy: Mapping[str, Any]) -> Devi
 
 
 def checked_split(per_node: int, num_nodes: int, colocated: Mapping[str, Any] | None) -> DeviceSplit | tuple[str, str]:
-    """Divide the devices as NeMo-RL does, or say what is wrong.
+    """Divides the devices as NeMo-RL does, or says what is wrong with the section.
 
     Args:
         per_node: `cluster.gpus_per_node`.
         num_nodes: `cluster.num_nodes`.
-        colocated: The section `policy.generation.colocated`; None where it is absent.
+        colocated: The section `policy.generation.colocated`; None if it is absent.
 
     Returns:
-        The split; or a key of `colocated.resources`, and what is wrong with it.
+        The split; or a key of `colocated.resources` and what is wrong with it.
     """
     if colocated is None or colocated["enabled"]:
         return DeviceSplit(num_nodes, per_node)

@@ -7,7 +7,7 @@ from nemo_offload_rl.config.problems import show
 GRAPH_MODULES_KEY = "policy.megatron_cfg.cuda_graph_modules"
 GRAPH_IMPL_KEY = "policy.megatron_cfg.cuda_graph_impl"
 
-# Name in policy.megatron_cfg.cuda_graph_modules: what is captured.
+# Name in policy.megatron_cfg.cuda_graph_modules: the part that it captures.
 GRAPH_MODULES: Mapping[str, str] = {
     "attn": "the norm before attention, and attention",
     "mlp": "the norm before the MLP, and the MLP, of dense layers",
@@ -15,7 +15,7 @@ GRAPH_MODULES: Mapping[str, str] = {
     "moe_preprocess": "the preparation of the tokens' exchange; needs moe_router",
 }
 
-# Names that megatron-core has, too, and why they are refused.
+# Other names that megatron-core accepts, and why they are refused.
 REFUSED_GRAPH_MODULES: Mapping[str, str] = {
     "moe": "it captures only experts that drop tokens, which changes log-probs; use moe_router",
     "mamba": "no model here has Mamba layers",
@@ -28,9 +28,12 @@ _ALLOCATOR_SETTINGS = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
-    """Return the variable with expandable segments in which NCCL would register a graph's buffers; None if all is well.
+    """Returns the environment variable that enables expandable segments while NCCL registers the buffers of graphs.
 
-    Segments that expand are mapped anew, and a replay then reads what NCCL registered: illegal memory accesses.
+    Expandable segments map memory anew, and a replay then reads what NCCL registered: illegal memory accesses.
+
+    Returns:
+        The variable's name; None if the settings are safe.
     """
     if environ.get("NCCL_GRAPH_REGISTER") == "0":
         return None
@@ -38,7 +41,7 @@ def allocator_that_unmaps(environ: Mapping[str, str]) -> str | None:
 
 
 def check_graph_environment(environ: Mapping[str, str]) -> None:
-    """Refuse settings under which a replay reads memory that NCCL registered and torch has unmapped since.
+    """Refuses settings with which a graph replay reads memory that NCCL registered and torch has since unmapped.
 
     Args:
         environ: the process's environment.
@@ -61,7 +64,7 @@ def _expands(settings: str) -> bool:
 
 
 def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense_mlps: bool | None) -> str | None:
-    """Why these modules cannot be captured in a model's layers; None where they can, or its kind is unknown (None)."""
+    """Returns why a model's layers lack these modules; None if they have them, or if its kind is unknown (None)."""
     names = list(modules)
     of_experts = [name for name in names if name.startswith("moe_")]
     if of_experts and has_experts is False:
@@ -76,7 +79,7 @@ def graph_refusal(modules: Iterable[str], *, has_experts: bool | None, has_dense
 
 
 def check_graphs_fit_model(modules: Iterable[str], *, has_experts: bool, has_dense_mlps: bool) -> None:
-    """Check modules against a model whose layers are known; the rules do so only where the recipe tells its kind.
+    """Checks modules against the built model; the rules can do so only if the recipe tells the model's kind.
 
     Args:
         modules: `policy.megatron_cfg.cuda_graph_modules`.

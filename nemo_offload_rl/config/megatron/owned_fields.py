@@ -1,6 +1,6 @@
-"""Megatron's fields that this package sets itself or does not support yet, each with the values a recipe may give.
+"""Megatron's fields that this package sets itself or does not support yet, each with the values that a recipe may give.
 
-To add support for a field, take its row out.
+To add support for a field, delete its entry.
 """
 
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Owned:
-    """Names the only values that a recipe may give a field, and says why."""
+    """Holds the only values that a recipe may give a field, and the reason."""
 
     values: tuple[Any, ...]
     why: str
@@ -81,7 +81,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
         # Precision.
         **dict.fromkeys(("params_dtype", "bf16", "fp16", "autocast_dtype"), Owned((), _PRECISION)),
         "enable_autocast": Owned(OFF, _PRECISION),
-        # What the worker derives.
+        # Fields that the worker derives.
         **dict.fromkeys(
             (
                 "perform_initialization",
@@ -135,8 +135,8 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
                 "overlap_moe_expert_parallel_comm",
                 "ep_overlap_early_attn_memory_release",
                 "delay_wgrad_compute",
-                # megatron-core reads it with its FSDP alone, Transformer Engine without, too: weights of experts then
-                # get gradients before they are written.
+                # megatron-core reads it only with its FSDP, but Transformer Engine always does: expert weights then
+                # get gradients before these are written.
                 "overlap_dispatch_backward_with_experts_wgrad",
                 "defer_embedding_wgrad_compute",
             ),
@@ -198,7 +198,7 @@ OWNED_FIELDS: dict[str, dict[str, Owned]] = {
 
 
 def refuse(section: str, name: str, value: Any) -> str | None:
-    """Why a recipe may not give this field this value; None where it may."""
+    """Returns why a recipe may not give a field this value; None if it may."""
     owned = OWNED_FIELDS[section].get(name)
     if owned is None or any(same(value, allowed) for allowed in owned.values):
         return None
@@ -206,5 +206,5 @@ def refuse(section: str, name: str, value: Any) -> str | None:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Equal, where false is not 0 and true is not 1."""
+    """Returns whether two values are equal, where false is not 0 and true is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and value == other

@@ -1,1 +1,1 @@
-"""Checks the recipe's model by its Hugging Face config and folder, before anything is built."""
+"""Checks the recipe's model by its Hugging Face config and folder, before the run builds anything."""

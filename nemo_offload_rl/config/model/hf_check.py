@@ -1,6 +1,6 @@
-"""The recipe's words about its model, `policy.hf_config` and `policy.hf_config_overrides`, held against transformers.
+"""Checks `policy.hf_config` and `policy.hf_config_overrides` against the fields that transformers declares.
 
-transformers keeps whatever field it does not know and computes with the default of the one that was meant.
+transformers silently keeps unknown fields, and uses the default of the field that the user meant.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -24,12 +24,12 @@ from nemo_offload_rl.config.model.model_kind import model_fields
 from nemo_offload_rl.config.problems import is_number, nearest, show, show_choices
 
 HF_CONFIG, OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
-# Layers that predict further tokens: transformers has none, and here they are off.
+# Multi-token-prediction layers: transformers has none, and they are switched off here.
 _MTP_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 _ACTIVATION_KEYS = ("hidden_act", "hidden_activation", "activation_function")
 _DTYPE_KEYS = ("dtype", "torch_dtype")
 _LAYER_TYPE_KEYS = ("layer_types", "mlp_layer_types")
-# Looked at first where a model's family is not known.
+# Families to check first if a model's family is unknown.
 _WIDESPREAD = ("llama", "qwen3", "qwen3_moe", "mistral", "gemma2", "gemma3_text", "deepseek_v3", "gpt_oss")
 
 _ANNOTATIONS = Annotations(lambda name: None, accepts_unknown=True, finite=True)
@@ -38,10 +38,10 @@ Found = tuple[str, str]
 
 
 def hf_config_problems(policy: Mapping[str, Any]) -> Iterator[Found]:
-    """Returns what is wrong with the fields of the model's config in a recipe.
+    """Yields what is wrong with the fields of the model's config in a recipe.
 
     Args:
-        policy: the recipe's section, not checked yet.
+        policy: the recipe's section `policy`, not checked yet.
 
     Yields:
         The full path of a key, and what is wrong with it.
@@ -65,7 +65,7 @@ def hf_config_problems(policy: Mapping[str, Any]) -> Iterator[Found]:
 
 
 def size_problems(fields: Mapping[str, Any]) -> Iterator[Found]:
-    """Returns what is wrong with the sizes of a folder's config.json, which may have undeclared fields.
+    """Yields what is wrong with the sizes in a folder's config.json, which may have undeclared fields.
 
     Yields:
         The name of a field, and the rule that its value breaks.
@@ -123,7 +123,7 @@ def _section_problems(
 
 
 def _field_problem(path: str, name: str, value: Any, known: HfFamily) -> str | None:
-    """Returns what is wrong with a field of a family; None where nothing is."""
+    """Returns what is wrong with a field of a family; None if it is valid."""
     declared = known.field(name)
     if declared is not None:
         return _value_problem(name, value, declared, known.class_name)
@@ -156,7 +156,7 @@ def _has_non_finite(value: Any) -> bool:
 
 
 def _word_problem(name: str, value: Any) -> str | None:
-    """Returns what is wrong with a text that stands for one of a few things."""
+    """Returns what is wrong with a text that must be one of a few words."""
     if name in _LAYER_TYPE_KEYS and isinstance(value, list):
         return next((message for item in value if (message := _not_among(item, layer_types())) is not None), None)
     if not isinstance(value, str):
@@ -174,7 +174,7 @@ def _not_among(value: Any, choices: tuple[str, ...]) -> str | None:
 
 
 def _of_unknown_family(path: str, name: str, value: Any) -> str | None:
-    """Returns what every family with the field finds wrong with it; or that none has it."""
+    """Returns the problem that every family with the field has with its value; or that no family has the field."""
     first: str | None = None
     is_known = False
     names: dict[str, None] = {}
@@ -197,7 +197,7 @@ def _of_unknown_family(path: str, name: str, value: Any) -> str | None:
 
 
 def _contradictions(path: str, values: Mapping[str, Any], known: HfFamily | None) -> Iterator[Found]:
-    """Yields contradictions: settings that are given twice."""
+    """Yields contradictions: settings that the config gives twice."""
     given = [name for name in ROPE_KEYS if values.get(name)]
     if len(given) > 1:
         yield f"{path}.rope_scaling", "is the old name of rope_parameters, which is there, too; give one of them"

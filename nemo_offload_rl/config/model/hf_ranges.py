@@ -1,4 +1,4 @@
-"""Checks the ranges of a Hugging Face config's values by their meaning, which transformers does not."""
+"""Checks the ranges of values in a Hugging Face config, which transformers does not."""
 
 import math
 import re
@@ -11,14 +11,14 @@ from nemo_offload_rl.config.problems import show
 
 @dataclass(frozen=True)
 class _Range:
-    """The values that fields of some names may have.
+    """Defines the range of the fields whose names match a pattern.
 
     Attributes:
-        names: a pattern of whole names.
-        rule: what holds, in words.
+        names: a pattern that matches whole names.
+        rule: the rule in words.
         least: the smallest value.
         most: the largest value.
-        excludes_least: whether values are above the smallest one.
+        excludes_least: whether values must be above `least`.
     """
 
     names: re.Pattern[str]
@@ -32,8 +32,8 @@ class _Range:
         return above and value <= self.most
 
 
-# The first that fits a name counts; the first two are of sizes.
-# Layers are looked at one by one, by transformers, too; the deepest models have some hundred.
+# The first range that matches a name counts; the first two are for sizes. Layers have an upper limit because the checks
+# and transformers visit each of them; the deepest models have some hundred.
 _RANGES = (
     _Range(re.compile(r"num_hidden_layers"), "at least 1 and at most 10000", 1, 10_000),
     _Range(
@@ -55,7 +55,7 @@ _RANGES = (
     _Range(re.compile(r".*_token_ids?"), "at least 0, or null for none", 0),
     _Range(
         re.compile(
-            # Those of other models than causal ones count pictures, or layers from the end.
+            # In models that are not causal, these fields count images, or layers from the end.
             r"(?!vision_|max_image_|num_images|chunk_size)"
             r"((num|n)_.*|.*_(size|dim|layers|heads|window|rank|length|embeddings|experts|step))"
         ),
@@ -66,12 +66,12 @@ _RANGES = (
 
 
 def is_size(name: str) -> bool:
-    """Returns whether a field of this name is a size that a model cannot be built without."""
+    """Returns whether a field of this name is a size without which no model can be built."""
     return any(one.names.fullmatch(name) for one in _RANGES[:2])
 
 
 def out_of_range(name: str, value: Any) -> str | None:
-    """Returns what is wrong with a number of a Hugging Face config, or with one of a list; None where nothing is."""
+    """Returns what is wrong with a number, or a number in a list, of a Hugging Face config; None if it is valid."""
     numbers = list(_numbers(value))
     if any(isinstance(number, float) and not math.isfinite(number) for number in numbers):
         return f"must be a finite number; found {show(value)}"

@@ -1,4 +1,4 @@
-"""Rotary embeddings in a Hugging Face config: `rope_parameters`, in old words `rope_scaling`."""
+"""Checks rotary embeddings in a Hugging Face config: `rope_parameters`, formerly `rope_scaling`."""
 
 import ast
 import math
@@ -10,11 +10,11 @@ from nemo_offload_rl.config.installed.transformers_source import HfFamily, layer
 from nemo_offload_rl.config.model.hf_ranges import out_of_range
 from nemo_offload_rl.config.problems import nearest, show, show_choices
 
-# Old names of what is now one mapping.
+# The present name of the mapping, and the former one.
 ROPE_KEYS = ("rope_parameters", "rope_scaling")
-# What every type may have; the old name of rope_type among it.
+# Keys that every type may have, including `type`, the former name of rope_type.
 _EVERY_TYPE = ("rope_type", "type", "rope_theta", "partial_rotary_factor")
-# transformers takes these from elsewhere where they are absent: theta from the config or the family, the original
+# If these keys are absent, transformers takes them from elsewhere: theta from the config or the family, the original
 # length from max_position_embeddings.
 _TAKEN_FROM_ELSEWHERE = ("rope_type", "rope_theta", "original_max_position_embeddings")
 _TYPES = {"mscale": "float | None", "mscale_all_dim": "float | None", "truncate": "bool | None", "type": "str"}
@@ -28,13 +28,13 @@ Found = tuple[str, str]
 
 
 def rope_problems(path: str, value: Any, fields: Mapping[str, Any], family: HfFamily | None) -> Iterator[Found]:
-    """Returns what is wrong with `rope_parameters`, or with `rope_scaling`.
+    """Yields what is wrong with `rope_parameters` or `rope_scaling`.
 
     Args:
-        path: of the key.
-        value: of it.
-        fields: the whole config, with the names and the defaults of its family.
-        family: of the config; None where it is not known.
+        path: the key's path.
+        value: the key's value.
+        fields: the whole config, with its family's names and defaults.
+        family: the config's family; None if it is unknown.
     """
     if value is None or value == {}:
         return
@@ -86,7 +86,7 @@ def _unknown(name: str, rope_type: str, is_default: bool, known: set[str]) -> st
 
 
 def _wrong(name: str, value: Any, *, is_required: bool) -> str | None:
-    """Returns what is wrong with one value, type and range."""
+    """Returns what is wrong with the type or the range of one value."""
     annotation = ast.parse(_TYPES[name], mode="eval").body if name in _TYPES else rope_fields().get(name)
     if annotation is not None and ((value is None and is_required) or not _ANNOTATIONS.accepts(annotation, value)):
         words = [word for word in _ANNOTATIONS.words(annotation) if not (is_required and word == "null")]
@@ -103,7 +103,7 @@ def _wrong(name: str, value: Any, *, is_required: bool) -> str | None:
 
 
 def _contradictions(path: str, rope_type: str, value: Mapping[str, Any], fields: Mapping[str, Any]) -> Iterator[Found]:
-    """Values that do not go together, each of them well-typed."""
+    """Yields values that are well-typed but contradict each other."""
     pairs = {"yarn": ("beta_slow", 1, "beta_fast", 32), "llama3": ("low_freq_factor", None, "high_freq_factor", None)}
     if rope_type in pairs:
         low, low_default, high, high_default = pairs[rope_type]
@@ -128,7 +128,7 @@ def _number(value: Mapping[str, Any], name: str, default: float | None) -> float
 
 
 def _pairs_of_dims(value: Mapping[str, Any], fields: Mapping[str, Any]) -> int | None:
-    """Half of the dimensions of a head that turn; None where they are not known."""
+    """Returns half of the number of dimensions of a head that are rotated; None if it is unknown."""
     head_dim = fields["head_dim"] if "head_dim" in fields else None
     if head_dim is None and all(isinstance(fields.get(name), int) for name in ("hidden_size", "num_attention_heads")):
         head_dim = fields["hidden_size"] // max(1, fields["num_attention_heads"])

@@ -1,4 +1,4 @@
-"""The folder that a recipe's model is in: looked at by a run and by `validate --deep`, before anything is built."""
+"""Checks the folder of a recipe's model, for a run and for `validate --deep`, before anything is built."""
 
 import json
 from collections.abc import Mapping
@@ -12,18 +12,18 @@ _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 
 
 class ModelFolderError(ValueError):
-    """Says that the model is not where the recipe says, or is incomplete there."""
+    """Says that the model is not at the place that the recipe names, or is incomplete there."""
 
 
 def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True) -> None:
-    """Refuse a model that is not where the recipe says; names of a hub are left to those that can reach it.
+    """Refuses a model that is not where the recipe says; names on a hub are left to transformers.
 
     Args:
         config: a validated recipe.
-        needs_weights: whether its config alone will not do.
+        needs_weights: whether the model's weights are needed in addition to its config.
 
     Raises:
-        ModelFolderError: the folder is not there, or it has no config.json, or no weights.
+        ModelFolderError: the folder does not exist, or has no config.json or no weights.
     """
     policy = config["policy"]
     name = policy["model_name"]
@@ -45,7 +45,7 @@ def check_model_folder(config: Mapping[str, Any], *, needs_weights: bool = True)
 
 
 def _looks_like_a_path(name: str) -> bool:
-    """Return whether a name cannot be one of a hub, which is MODEL or ORGANISATION/MODEL."""
+    """Returns whether a name cannot be a hub's, which is MODEL or ORGANISATION/MODEL."""
     return name.startswith((".", "/", "~")) or name.endswith("/") or name.count("/") > 1 or "\\" in name
 
 
@@ -83,7 +83,7 @@ def _check_contents(folder: Path, *, needs_weights: bool) -> None:
 
 
 def _listed(index: Path) -> list[str]:
-    """Return the files that an index of weights lists; none where there is no index."""
+    """Returns the files that a weight index lists; an empty list if there is no index."""
     if not index.is_file():
         return []
     try:

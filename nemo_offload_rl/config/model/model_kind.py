@@ -1,4 +1,4 @@
-"""Reads the kinds of layers of a recipe's model before anything is built: dense MLPs, experts, or both."""
+"""Determines the kinds of layers of a recipe's model before anything is built: dense MLPs, experts, or both."""
 
 import json
 from collections.abc import Mapping, Sequence
@@ -14,18 +14,18 @@ NUM_EXPERTS_KEYS = ("num_experts", "num_local_experts", "n_routed_experts")
 NUM_LAYERS_KEYS = ("num_hidden_layers",)
 NUM_HEADS_KEYS = ("num_attention_heads",)
 
-# Families that have no experts where their config does not say how many.
+# Families that have no experts unless their config gives a number of them.
 _DENSE_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-# Families whose experts are in every layer; others may begin with dense layers.
-_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")  # Qwen3-MoE but for what `expert_layers` tells
+# Families with experts in every layer; others may begin with dense layers.
+_EXPERTS_IN_EVERY_LAYER = ("qwen3_moe", "mixtral")  # exceptions of Qwen3-MoE: see `expert_layers`
 
 
 @dataclass(frozen=True)
 class ModelKind:
-    """Says which kinds of layers a model has; None where only the built model can tell.
+    """Says which kinds of layers a model has; None if only the built model can tell.
 
     Attributes:
-        name: how a message calls the model.
+        name: the model's name in messages.
         has_experts: whether some layer is a mixture of experts.
         has_dense_mlps: whether some layer has a dense MLP.
     """
@@ -38,7 +38,7 @@ class ModelKind:
 def model_fields(
     model_name: str, hf_config: Mapping[str, Any] | None, overrides: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Returns the fields of the model's Hugging Face config that can be read here.
+    """Returns the fields of the model's Hugging Face config that can be read without transformers.
 
     Args:
         model_name: `policy.model_name`.
@@ -46,13 +46,13 @@ def model_fields(
         overrides: `policy.hf_config_overrides`.
 
     Returns:
-        Those of `hf_config` or, without it, of the config.json of a folder, under the overrides.
+        The fields of `hf_config` or, without it, of a folder's config.json, with the overrides applied.
     """
     return {**(hf_config or _config_of(Path(model_name)) or {}), **(overrides or {})}
 
 
 def count_of(fields: Mapping[str, Any], keys: Sequence[str]) -> int | None:
-    """Returns the count that one of these fields gives; None where none does, which the worker can then tell."""
+    """Returns the count that one of these fields gives; None if none does, which leaves the check to the worker."""
     found = next((fields[key] for key in keys if key in fields and fields[key] is not None), None)
     return found if isinstance(found, int) else None
 
@@ -63,13 +63,13 @@ def model_kind(
     overrides: Mapping[str, Any] | None,
     moe_layer_freq: int | list[int] | None,
 ) -> ModelKind:
-    """Returns the kinds of the layers.
+    """Returns the kinds of the model's layers.
 
     Args:
         model_name: as for `model_fields`.
         hf_config: likewise.
         overrides: likewise.
-        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+        moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
     """
     name = "policy.hf_config" if hf_config else f"the model {show(model_name)}"
     fields = model_fields(model_name, hf_config, overrides)
@@ -90,10 +90,10 @@ def model_kind(
 
 
 def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
-    """Returns for each layer of a Qwen3-MoE whether it has experts; None where their number is unknown.
+    """Returns for each layer of a Qwen3-MoE whether it has experts; None if the number of layers is unknown.
 
     Args:
-        fields: of its Hugging Face config, read as transformers reads them.
+        fields: the fields of its Hugging Face config, interpreted as transformers does.
     """
     num_layers = count_of(fields, NUM_LAYERS_KEYS)
     if num_layers is None:
@@ -104,25 +104,25 @@ def expert_layers(fields: Mapping[str, Any]) -> list[bool] | None:
 
 
 def has_expert_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Returns whether a model that has experts has a layer with them.
+    """Returns whether a model that has experts has a layer with experts.
 
     Args:
-        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+        moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
     """
     return 1 in moe_layer_freq if isinstance(moe_layer_freq, list) else True
 
 
 def has_dense_layers(moe_layer_freq: int | list[int]) -> bool:
-    """Returns whether a mixture of experts has dense layers, too.
+    """Returns whether a mixture of experts also has dense layers.
 
     Args:
-        moe_layer_freq: Megatron's field: every how many layers, or for each layer whether, there are experts.
+        moe_layer_freq: Megatron's field: the interval of layers with experts, or for each layer whether it has experts.
     """
     return 0 in moe_layer_freq if isinstance(moe_layer_freq, list) else moe_layer_freq > 1
 
 
 def _config_of(folder: Path) -> dict[str, Any] | None:
-    """Returns the folder's config.json; None where there is none that can be read, which the worker then says."""
+    """Returns the folder's config.json; None if there is none that can be read, which the worker then reports."""
     path = folder / "config.json"
     if not path.is_file():
         return None

@@ -1,4 +1,4 @@
-"""Models that Megatron would compute otherwise than transformers does, told by their Hugging Face config alone."""
+"""Finds models that Megatron would compute differently from transformers, by their Hugging Face config alone."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -6,23 +6,23 @@ from typing import Any
 from nemo_offload_rl.config.model.model_kind import NUM_EXPERTS_KEYS, count_of
 from nemo_offload_rl.config.problems import show, show_choices
 
-# Families whose flags are followed one by one (mcore/architectures). Of others the check by a small twin tells.
+# Families for which mcore/architectures handles each flag. The check with a small twin covers the other families.
 FOLLOWED_FAMILIES = ("llama", "mistral", "qwen2", "qwen3", "qwen3_moe")
 FUSED_ACTIVATIONS = ("silu", "swish")
-# Megatron-Bridge has these compute GELU's approximation by tanh, whatever their config says.
+# Megatron-Bridge always uses the tanh approximation of GELU for these families, whatever their config says.
 _TANH_GELU_FAMILIES = ("gemma", "gemma3_text", "gemma4_text")
 ROPE_TYPES = ("default", "linear", "llama3", "yarn")
 
 
 def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
-    """Refuse a model, or a setting for it, with which something else would be computed than by transformers.
+    """Refuses a model, or a setting for it, with which Megatron would compute something else than transformers.
 
     Args:
-        fields: of the model's Hugging Face config.
-        policy: the recipe's section.
+        fields: the fields of the model's Hugging Face config.
+        policy: the recipe's section `policy`.
 
     Raises:
-        ValueError: what, why and the remedy.
+        ValueError: the model or the setting is not supported; the message gives the reason and the remedy.
     """
     if (found := why_unsupported(fields)) is not None:
         raise ValueError(f"The model {found}.")
@@ -33,10 +33,10 @@ def check_model(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> None:
 
 
 def why_unsupported(fields: Mapping[str, Any]) -> str | None:
-    """Returns why a model cannot be computed right, the rule and the remedy; None where nothing is known.
+    """Returns why Megatron cannot compute a model correctly, with rule and remedy; None if no reason is known.
 
     Args:
-        fields: of its Hugging Face config, as far as they are known.
+        fields: the known fields of its Hugging Face config.
     """
     family = fields["model_type"] if "model_type" in fields else None
     if family == "gemma2":
@@ -50,14 +50,14 @@ def why_unsupported(fields: Mapping[str, Any]) -> str | None:
 
 
 def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> str | None:
-    """Returns what is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None where nothing is.
+    """Returns what is wrong with `policy.megatron_cfg.bias_activation_fusion` for a model; None if nothing is.
 
-    megatron-core's fused kernels know SiLU, and of GELU an approximation (log-probs off by 1e-4), which it takes for
-    exact GELU alone: it refuses an activation function that is the approximation itself.
+    megatron-core has fused kernels for SiLU and for an approximation of GELU (log-probs off by 1e-4). It uses the
+    latter only for exact GELU, and refuses an activation function that is the approximation itself.
 
     Args:
-        fields: of the model's Hugging Face config.
-        megatron_cfg: the recipe's section.
+        fields: the fields of the model's Hugging Face config.
+        megatron_cfg: the recipe's section `policy.megatron_cfg`.
     """
     fused = "bias_activation_fusion" in megatron_cfg and megatron_cfg["bias_activation_fusion"]
     family = fields["model_type"] if "model_type" in fields else None
@@ -78,11 +78,11 @@ def why_unfused(fields: Mapping[str, Any], megatron_cfg: Mapping[str, Any]) -> s
 
 
 def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str | None:
-    """Returns why a model's logits cannot be computed in chunks of tokens; None where they can, or are not.
+    """Returns why a model's logits cannot be computed in chunks of tokens; None if they can, or if they are not.
 
     Args:
-        fields: of the model's Hugging Face config.
-        policy: the recipe's section.
+        fields: the fields of the model's Hugging Face config.
+        policy: the recipe's section `policy`.
     """
     capped = fields["final_logit_softcapping"] if "final_logit_softcapping" in fields else None
     on = [
@@ -103,7 +103,7 @@ def why_unchunked(fields: Mapping[str, Any], policy: Mapping[str, Any]) -> str |
 
 
 def _ropes(fields: Mapping[str, Any]) -> Iterator[Mapping[str, Any]]:
-    """The settings of rotary embeddings, by transformers' present name and its former one."""
+    """Yields the settings of rotary embeddings, under transformers' present and former name."""
     for key in ("rope_parameters", "rope_scaling"):
         if key in fields and isinstance(fields[key], Mapping):
             yield fields[key]

@@ -1,9 +1,9 @@
-"""Checks what must hold between the keys of a recipe: one named function a rule.
+"""Checks what must hold between the keys of a recipe: each rule is one named function.
 
-A rule gets the values of the keys that it reads. It is asked only where all of these are in the recipe and well-typed.
+A rule receives the values of the keys that it reads. It runs only if all of these are in the recipe and well-typed.
 """
 
-from nemo_offload_rl.config.rules import (  # noqa: F401  (each of them registers its rules)
+from nemo_offload_rl.config.rules import (  # noqa: F401  (importing a module registers its rules)
     activations,
     adaptations,
     architectures,

@@ -1,4 +1,4 @@
-"""Activation offloading: modules that exist, whose activations leave, and leave once."""
+"""Rules for activation offloading: the modules exist, their activations are offloaded, and only once."""
 
 from collections import Counter
 from collections.abc import Sequence
@@ -30,35 +30,38 @@ RESIDENCY_LIMIT = "policy.residency.host_memory_limit_gib"
 
 
 def offloaded(enabled: bool, modules: list[str] | None) -> list[str]:
-    """The modules whose activations move; none where the feature is off."""
+    """Returns the modules whose activations are offloaded; an empty list while the feature is off."""
     return list(modules or []) if enabled else []
 
 
 def fuses_experts(fused: bool | None, modules: list[str] | None, enabled: bool, *model: Any) -> bool:
-    """Whether Transformer Engine fuses experts; fused_group_mlp tells where the model's kind is not known."""
+    """Returns whether Transformer Engine fuses the experts.
+
+    If the model's kind is unknown, offload_modules decides: fused_group_mlp implies fused experts.
+    """
     has_experts = model_kind(*model).has_experts
     return bool(fused) and (has_experts or (has_experts is None and "fused_group_mlp" in offloaded(enabled, modules)))
 
 
 def quoted(names: Sequence[str]) -> str:
-    """The names as a list in prose."""
+    """Returns the names as a list in prose."""
     return " and ".join(show(name) for name in names)
 
 
 def repeated_names(names: Sequence[str]) -> list[str]:
-    """The names that stand more than once."""
+    """Returns the names that occur more than once."""
     return [name for name, count in Counter(names).items() if count > 1]
 
 
 @rule(OFFLOADING)
 def offloading_knows_megatron_core(enabled: bool) -> Verdict:
-    """Its layers might call something else, or expect something else of it."""
+    """Refuses untested versions of megatron-core, whose layers may call the manager of activations differently."""
     return untested_megatron_core() if enabled else None
 
 
 @rule(MODULES, OFFLOADING)
 def offloading_names_modules(modules: list[str] | None, enabled: bool) -> Verdict:
-    """Switched on, the feature has something to move."""
+    """Refuses offloading that is on but names no modules."""
     if not enabled or modules:
         return None
     return (
@@ -69,7 +72,7 @@ def offloading_names_modules(modules: list[str] | None, enabled: bool) -> Verdic
 
 @rule(MODULES, OFFLOADING)
 def offload_modules_are_known(modules: list[str] | None, enabled: bool) -> Verdict:
-    """A misspelt module would be an assertion in every worker."""
+    """Refuses unknown modules, which would fail an assertion in every worker."""
     unknown = [name for name in offloaded(enabled, modules) if name not in ACTIVATION_MODULES]
     if not unknown:
         return None
@@ -78,14 +81,17 @@ def offload_modules_are_known(modules: list[str] | None, enabled: bool) -> Verdi
 
 @rule(MODULES, OFFLOADING)
 def offload_modules_are_named_once(modules: list[str] | None, enabled: bool) -> Verdict:
-    """A second mention means nothing, or something else was meant."""
+    """Refuses a module that is named twice, since the user probably meant another one."""
     repeated = repeated_names(offloaded(enabled, modules))
     return f"names {quoted(repeated)} more than once; name each module once" if repeated else None
 
 
 @rule(MODULES, OFFLOADING)
 def attn_proj_needs_core_attn(modules: list[str] | None, enabled: bool) -> Verdict:
-    """The input of the projection is the output of attention, which attention's backward pass keeps on the GPU."""
+    """Refuses attn_proj without core_attn.
+
+    The input of the projection is the output of attention, which attention's backward pass keeps on the GPU.
+    """
     moved = offloaded(enabled, modules)
     if "attn_proj" not in moved or "core_attn" in moved:
         return None
@@ -97,7 +103,7 @@ def attn_proj_needs_core_attn(modules: list[str] | None, enabled: bool) -> Verdi
 
 @rule(MODULES, OFFLOADING, *MODEL)
 def expert_modules_need_experts(modules: list[str] | None, enabled: bool, *model: Any) -> Verdict:
-    """Only experts have them; where the recipe does not tell the model's kind, the worker checks."""
+    """Refuses expert modules for a dense model; if the recipe does not tell the model's kind, the worker checks."""
     kind = model_kind(*model)
     if kind.has_experts is not False:
         return None
@@ -107,7 +113,7 @@ def expert_modules_need_experts(modules: list[str] | None, enabled: bool, *model
 
 @rule(MODULES, OFFLOADING, f"{MEGATRON}.moe_grouped_gemm?")
 def expert_modules_need_grouped_gemm(modules: list[str] | None, enabled: bool, grouped: bool | None) -> Verdict:
-    """megatron-core moves activations of grouped experts only, and is silent about the others."""
+    """Refuses expert modules without grouped GEMM: megatron-core silently offloads only grouped experts."""
     moved = [name for name in offloaded(enabled, modules) if name in _of_experts()]
     if not moved or grouped is not False:
         return None
@@ -119,7 +125,7 @@ def expert_modules_need_grouped_gemm(modules: list[str] | None, enabled: bool, g
 
 @rule(MODULES, OFFLOADING)
 def fused_group_mlp_moves_as_a_whole(modules: list[str] | None, enabled: bool) -> Verdict:
-    """Its activations are those of expert_fc1 and moe_act, and more."""
+    """Refuses fused_group_mlp together with expert_fc1 or moe_act, whose activations it contains."""
     moved = offloaded(enabled, modules)
     parts = [name for name in moved if name in ("expert_fc1", "moe_act")]
     if "fused_group_mlp" not in moved or not parts:
@@ -134,7 +140,7 @@ def fused_group_mlp_moves_as_a_whole(modules: list[str] | None, enabled: bool) -
 def fused_group_mlp_needs_op_fuser(
     modules: list[str] | None, enabled: bool, fused: bool | None, *model: Any
 ) -> Verdict:
-    """Without the fuser there is no fused MLP; that a dense model has none at all, another rule says."""
+    """Refuses fused_group_mlp without the op fuser; another rule covers dense models."""
     if "fused_group_mlp" not in offloaded(enabled, modules) or fused or model_kind(*model).has_experts is False:
         return None
     return (
@@ -145,7 +151,7 @@ def fused_group_mlp_needs_op_fuser(
 
 @rule(MODULES, OFFLOADING, f"{OP_FUSER}?")
 def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused: bool | None) -> Verdict:
-    """megatron-core builds no fused experts where a part of them is to move."""
+    """Refuses expert_fc1 and moe_act with fused experts: megatron-core builds no fused experts to offload parts of."""
     moved = offloaded(enabled, modules)
     parts = [name for name in moved if name in ("expert_fc1", "moe_act")]
     if not parts or not fused or "fused_group_mlp" in moved:
@@ -155,7 +161,7 @@ def fused_experts_have_no_parts(modules: list[str] | None, enabled: bool, fused:
 
 @rule(f"{OP_FUSER}?", MODULES, OFFLOADING, *MODEL)
 def fused_experts_have_their_library(*fusion: Any) -> Verdict:
-    """megatron-core fuses experts with a recent Transformer Engine only, and asserts that it can."""
+    """Refuses fused experts with an old Transformer Engine, which megatron-core rejects with an assertion."""
     old = too_old(TRANSFORMER_ENGINE_2_14)
     if not old or not fuses_experts(*fusion):
         return None
@@ -164,7 +170,10 @@ def fused_experts_have_their_library(*fusion: Any) -> Verdict:
 
 @rule(f"{MEGATRON}.env_vars?", *EXPERT_FUSION)
 def fused_experts_are_switched_on_in_workers(env_vars: dict[str, str] | None, *fusion: Any) -> Verdict:
-    """megatron-core builds no fused experts without the variable; workers have it at 1, and env_vars win."""
+    """Refuses env_vars that switch fused experts off.
+
+    megatron-core fuses experts only if the variable is set; workers set it to 1, and env_vars override that.
+    """
     name = "NVTE_CUTEDSL_FUSED_GROUPED_MLP"
     if not fuses_experts(*fusion) or not env_vars or name not in env_vars or env_vars[name] == "1":
         return None
@@ -177,7 +186,7 @@ def fused_experts_are_switched_on_in_workers(env_vars: dict[str, str] | None, *f
 
 @rule(ETP, *EXPERT_FUSION)
 def fused_experts_are_whole(etp: int, *fusion: Any) -> Verdict:
-    """Fused experts have no tensor parallelism."""
+    """Refuses fused experts with expert tensor parallelism, which they do not support."""
     if etp == 1 or not fuses_experts(*fusion):
         return None
     return f"must be 1 while {OP_FUSER} is true, which fuses whole experts only; found {etp}: change either"
@@ -185,7 +194,10 @@ def fused_experts_are_whole(etp: int, *fusion: Any) -> Verdict:
 
 @rule(f"{MEGATRON}.moe_grouped_gemm?", *EXPERT_FUSION)
 def fused_experts_are_grouped(grouped: bool | None, *fusion: Any) -> Verdict:
-    """Experts that are computed one by one are not fused; one that is to move has a rule of its own."""
+    """Refuses the op fuser without grouped GEMM, since experts that are computed one by one are not fused.
+
+    Another rule covers such experts if fused_group_mlp is to be offloaded.
+    """
     _, modules, enabled, *_ = fusion
     if grouped is not False or "fused_group_mlp" in offloaded(enabled, modules) or not fuses_experts(*fusion):
         return None
@@ -194,7 +206,7 @@ def fused_experts_are_grouped(grouped: bool | None, *fusion: Any) -> Verdict:
 
 @rule(f"{MEGATRON}.moe_apply_probs_on_input?", *EXPERT_FUSION)
 def fused_experts_scale_their_output(on_input: bool | None, *fusion: Any) -> Verdict:
-    """The router's probabilities are part of the fused activation."""
+    """Refuses scaling on the input: fused experts apply the router's probabilities after the activation."""
     if not on_input or not fuses_experts(*fusion):
         return None
     return f"must be false while {OP_FUSER} is true, which applies them after the activation; found true: change either"
@@ -204,7 +216,7 @@ def fused_experts_scale_their_output(on_input: bool | None, *fusion: Any) -> Ver
 def recomputed_layers_keep_nothing_to_offload(
     enabled: bool, recompute: bool, granularity: str | None, modules: list[str] | None
 ) -> Verdict:
-    """With full recomputation only a layer's input is kept."""
+    """Refuses offloading with full recomputation, which saves only the input of each layer."""
     if not enabled or not recomputes_layers(recompute, granularity):
         return None
     return (
@@ -217,19 +229,19 @@ def recomputed_layers_keep_nothing_to_offload(
 def recomputed_activations_are_not_offloaded(
     modules: list[str] | None, enabled: bool, recompute: bool, granularity: str | None, recomputed: list[str] | None
 ) -> Verdict:
-    """Recomputed activations are not saved, so there is nothing to move.
+    """Refuses to offload activations that are recomputed: they are not saved, so there is nothing to offload.
 
-    Refused are:
+    It refuses:
 
-    - core_attn recomputed and offloaded: megatron-core's recomputed attention does not offload, and says nothing;
+    - core_attn recomputed and offloaded: megatron-core silently skips offloading of recomputed attention;
     - mla_up_proj recomputed with core_attn offloaded: the queries, keys and values that core_attn moves are what
-      mla_up_proj discards and computes again;
-    - moe recomputed with expert_fc1, moe_act or fused_group_mlp offloaded: all of the experts are inside what is
-      computed again, and megatron-core asserts that they are not.
+      mla_up_proj discards and recomputes;
+    - moe recomputed with expert_fc1, moe_act or fused_group_mlp offloaded: recomputation includes the experts,
+      and megatron-core asserts that it does not.
 
-    The others go together. A recomputed norm (layernorm) or activation (moe_act) discards its output and keeps its
-    input, which is what attn_norm, mlp_norm and moe_act move; of what qkv_linear saves the output of a norm of its own
-    stays (`ExcludedStorages`). mlp and shared_experts hold no module that is offloaded.
+    Other combinations work. A recomputed norm (layernorm) or activation (moe_act) discards its output and keeps its
+    input, which is what attn_norm, mlp_norm and moe_act move; of the tensors that qkv_linear saves, the output of its
+    own norm stays on the GPU (`ExcludedStorages`). mlp and shared_experts contain no module that is offloaded.
     """
     moved = offloaded(enabled, modules)
     again = recomputed_modules(recompute, granularity, recomputed)
@@ -253,7 +265,7 @@ def recomputed_activations_are_not_offloaded(
 
 @rule(f"{DELAY}?", OFFLOADING, GRAPHS)
 def delayed_offload_needs_graphs(delay: bool | None, enabled: bool, graphs: str) -> Verdict:
-    """Copies wait for the replay of a graph."""
+    """Refuses delayed copies without offloading and CUDA graphs, since the copies wait for the replay of a graph."""
     if not delay or (enabled and graphs == "transformer_engine"):
         return None
     key, found = (OFFLOADING, show(enabled)) if not enabled else (GRAPHS, graphs)
@@ -263,7 +275,7 @@ def delayed_offload_needs_graphs(delay: bool | None, enabled: bool, graphs: str)
 
 @rule(f"{MEGATRON}.env_vars?", OFFLOADING)
 def transformer_engine_leaves_offloading_to_megatron(env_vars: dict[str, str] | None, enabled: bool) -> Verdict:
-    """Transformer Engine reads it on import; workers have it at 1, and env_vars win."""
+    """Refuses env_vars that override the variable Transformer Engine reads on import, which workers set to 1."""
     name = "NVTE_CPU_OFFLOAD_V1"
     if not enabled or not env_vars or name not in env_vars or env_vars[name] == "1":
         return None
@@ -276,7 +288,7 @@ def transformer_engine_leaves_offloading_to_megatron(env_vars: dict[str, str] | 
 
 @rule("policy.activation_offload.strict?", OFFLOADING, f"{FRACTION}?")
 def strictness_lets_something_leave(strict: bool | None, enabled: bool, fraction: float | None) -> Verdict:
-    """With a fraction of 0 every module is without effect, and the first step would end in an error."""
+    """Refuses strict with a fraction of 0, with which the first step would always fail."""
     if not strict or not enabled or fraction != 0:
         return None
     return f"is true, but {FRACTION} is 0, with which nothing leaves the GPU; raise that, or set this to false"
@@ -284,7 +296,7 @@ def strictness_lets_something_leave(strict: bool | None, enabled: bool, fraction
 
 @rule(f"{LIMIT}?", f"{RESIDENCY_LIMIT}?", OFFLOADING)
 def activations_fit_into_host_memory_limit(limit: float | None, all_of_it: float | None, enabled: bool) -> Verdict:
-    """A rank's host memory holds its activations beside its training state."""
+    """Refuses a limit above the rank's own: its host memory holds activations as well as training state."""
     if not enabled or limit is None or all_of_it is None or limit <= all_of_it:
         return None
     return f"is {limit:g}, above {RESIDENCY_LIMIT} ({all_of_it:g}), of which it is a part; lower it, or raise that"

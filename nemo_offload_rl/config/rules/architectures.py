@@ -1,4 +1,4 @@
-"""Models: what Megatron computes as transformers does."""
+"""The rule for models that Megatron does not compute as transformers does."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,6 +12,6 @@ from nemo_offload_rl.config.rules.base import MODEL_FIELDS, Verdict, rule
 def models_are_computed_as_transformers_does(
     model_name: str, hf_config: Mapping[str, Any] | None, overrides: Mapping[str, Any] | None
 ) -> Verdict:
-    """Others would train as another model than the one that is exported."""
+    """Refuses a model that would train as a different model than the exported one."""
     found = why_unsupported(model_fields(model_name, hf_config, overrides))
     return None if found is None else ("policy.hf_config" if hf_config else "policy.model_name", found)

@@ -1,4 +1,4 @@
-"""Defines how a rule is written."""
+"""Defines rules, adaptations and notes, and the decorators that register them."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ REFIT_TRANSPORT = "policy.generation.refit_transport"
 # The arguments of `config.model.model_kind.model_fields`, and of `model_kind` there.
 MODEL_FIELDS = ("policy.model_name", "policy.hf_config?", "policy.hf_config_overrides?")
 MODEL = (*MODEL_FIELDS, f"{MEGATRON}.moe_layer_freq?")
-# Reads of a rule for every algorithm: in a path, the section that marks the recipe; alone, its AlgorithmSpec.
+# Placeholders in `reads`: SECTION in a path stands for the algorithm's section, SPEC alone for its AlgorithmSpec.
 SECTION, SPEC = "{algorithm}", "{spec}"
 
 
@@ -40,18 +40,19 @@ class Conflict:
     also: str
 
 
-# What is wrong and what to do, said of the rule's first key, or of the one named before it; None where all is well.
+# A rule's result: a message (what is wrong, what to do) about its first key, or a key and the message; None if all is
+# well.
 Verdict = str | tuple[str, str] | Conflict | None
 Check = Callable[..., Verdict]
 
 
 @dataclass(frozen=True)
 class Rule:
-    """Pairs a check with the keys whose values it gets.
+    """Pairs a check with the keys whose values it receives.
 
     Attributes:
-        reads: full paths of the keys whose values `check` gets; one with `?` may be absent and is then None. SPEC
-            gets the recipe's AlgorithmSpec.
+        reads: full paths of the keys whose values `check` receives; one with `?` may be absent and is then None. SPEC
+            stands for the recipe's AlgorithmSpec.
         check: the rule.
     """
 
@@ -61,12 +62,12 @@ class Rule:
 
 @dataclass(frozen=True)
 class Adapted:
-    """Names a value that is used in place of a recipe's own, and that leaves a run's numbers as they would be.
+    """Holds a value that replaces a recipe's own and leaves a run's numbers the same.
 
     Attributes:
         path: the key's full path.
-        value: the value that is used.
-        line: what the user is told, behind the key; None for another spelling of the same thing.
+        value: the replacement.
+        line: what the message to the user says after the key; None if the value is only another spelling.
     """
 
     path: str
@@ -76,19 +77,19 @@ class Adapted:
 
 @dataclass(frozen=True)
 class Adaptation:
-    """Pairs a function that makes an `Adapted` of NeMo-RL's keys with the keys whose values it gets (see `Rule`)."""
+    """Pairs a function that adapts NeMo-RL's keys with the keys whose values it receives (see `Rule`)."""
 
     reads: tuple[str, ...]
     adapt: Callable[..., Adapted | None]
 
 
-ADAPTATIONS: list[Adaptation] = []  # what is read otherwise than it is written, before any rule
-RULES: list[Rule] = []  # what must hold
-NOTES: list[Rule] = []  # what is worth saying of a valid recipe
+ADAPTATIONS: list[Adaptation] = []  # values to replace, before any rule runs
+RULES: list[Rule] = []  # checks that must pass
+NOTES: list[Rule] = []  # what the user should know about a valid recipe
 
 
 def rule(*reads: str) -> Callable[[Check], Check]:
-    """Decorates what must hold between keys."""
+    """Registers a check of what must hold between the given keys."""
 
     def register(check: Check) -> Check:
         RULES.append(Rule(reads, check))
@@ -98,7 +99,7 @@ def rule(*reads: str) -> Callable[[Check], Check]:
 
 
 def adaptation(*reads: str) -> Callable[[Callable[..., Adapted | None]], Callable[..., Adapted | None]]:
-    """Decorates what is read otherwise than it is written."""
+    """Registers a function that replaces a recipe's value, given the values of the keys."""
 
     def register(adapt: Callable[..., Adapted | None]) -> Callable[..., Adapted | None]:
         ADAPTATIONS.append(Adaptation(reads, adapt))
@@ -108,7 +109,7 @@ def adaptation(*reads: str) -> Callable[[Callable[..., Adapted | None]], Callabl
 
 
 def note(*reads: str) -> Callable[[Check], Check]:
-    """Decorates what is worth saying of a valid recipe."""
+    """Registers a check whose message is a note on a valid recipe."""
 
     def register(check: Check) -> Check:
         NOTES.append(Rule(reads, check))

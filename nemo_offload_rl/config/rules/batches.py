@@ -1,4 +1,4 @@
-"""Batches and lengths fit each other."""
+"""Rules for batch sizes and sequence lengths."""
 
 import math
 from typing import Any
@@ -28,10 +28,10 @@ from nemo_offload_rl.config.rules.base import (
 def micro_batches_fill_global_batch(
     gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int, apart: dict[str, Any] | None
 ) -> Verdict:
-    """Every data-parallel rank gets the same number of whole micro-batches."""
+    """Refuses a global batch that is not the same number of whole micro-batches on every data-parallel rank."""
     split = checked_split(gpus, nodes, apart)
     if not isinstance(split, DeviceSplit):
-        return None  # reported there
+        return None  # another rule reports this
     return _fills(gbs, mbs, "policy.train_micro_batch_size", tp * pp * cp, split.policy_ranks)
 
 
@@ -39,7 +39,7 @@ def micro_batches_fill_global_batch(
 def micro_batches_fill_validation_batch(
     gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int
 ) -> Verdict:
-    """Every data-parallel rank gets the same number of whole micro-batches."""
+    """Refuses a validation batch that is not the same number of whole micro-batches on every data-parallel rank."""
     return _fills(gbs, mbs, "sft.val_micro_batch_size", tp * pp * cp, gpus * nodes)
 
 
@@ -47,12 +47,12 @@ def micro_batches_fill_validation_batch(
 def micro_batches_of_pairs_fill_validation_batch(
     gbs: int, mbs: int, tp: int, pp: int, cp: int, gpus: int, nodes: int
 ) -> Verdict:
-    """Every data-parallel rank gets the same number of whole micro-batches."""
+    """Refuses a validation batch that is not the same number of whole micro-batches on every data-parallel rank."""
     return _fills(gbs, mbs, "dpo.val_micro_batch_size", tp * pp * cp, gpus * nodes)
 
 
 def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) -> Verdict:
-    dp = data_parallel_size(world, model_parallel)  # None is reported at the parallel sizes
+    dp = data_parallel_size(world, model_parallel)  # another rule reports None
     if dp is None or gbs % (dp * mbs) == 0:
         return None
     return f"is {gbs}, which is no multiple of data-parallel size {dp} x {mbs_key} {mbs} = {dp * mbs}; change either"
@@ -60,18 +60,18 @@ def _fills(gbs: int, mbs: int, mbs_key: str, model_parallel: int, world: int) ->
 
 @rule("data.max_input_seq_length", LENGTH)
 def prompts_fit_into_sequences(prompt: int, total: int) -> Verdict:
-    """A prompt is part of a sequence."""
+    """Refuses a prompt limit above the limit of the whole sequence."""
     return None if prompt <= total else f"is {prompt}, above policy.max_total_sequence_length ({total})"
 
 
 @rule("policy.generation.max_new_tokens", LENGTH)
 def answers_fit_into_sequences(new: int, total: int) -> Verdict:
-    """An answer is part of a sequence."""
+    """Refuses an answer limit above the limit of the whole sequence."""
     return None if new <= total else f"is {new}, above policy.max_total_sequence_length ({total})"
 
 
 def padded_row(longest: int, divisible_by: int) -> tuple[int, str]:
-    """The tokens of a padded row of the longest sequence, and how a message tells them."""
+    """Returns the number of tokens of the longest sequence after padding, and the words for it in a message."""
     padded = math.ceil(longest / divisible_by) * divisible_by
     return padded, f"{longest}" if padded == longest else f"{longest}, which {DIVISOR} {divisible_by} makes {padded}"
 
@@ -98,9 +98,10 @@ def packing_has_its_sizes(
     impl: str,
     spec: AlgorithmSpec,
 ) -> Verdict:
-    """A packed row has a stated size that the longest sequence, or group of them that belong together, fits into.
+    """Requires packed rows to have sizes that the longest sequence, or group of sequences kept together, fits into.
 
-    One that only its padding makes longer has a row of its own, which CUDA graphs of rows of one size do not take.
+    A sequence that exceeds the size only with its padding gets a longer row of its own, which CUDA graphs, captured for
+    rows of one size, cannot run.
     """
     if not enabled:
         return None
@@ -124,7 +125,10 @@ def packing_has_its_sizes(
 def packed_rows_beside_graphs_have_a_stated_size(
     enabled: bool, train: int | str | None, logprob: int | str | None, impl: str
 ) -> Verdict:
-    """The plan does not count what captured graphs keep, so it cannot say how many tokens there is room for."""
+    """Refuses auto with CUDA graphs.
+
+    The plan does not count the memory that captured graphs keep, so it cannot say how many tokens fit.
+    """
     if not enabled or impl == "none":
         return None
     for name, size in (("train_mb_tokens", train), ("logprob_mb_tokens", logprob)):
@@ -139,7 +143,7 @@ def packed_rows_beside_graphs_have_a_stated_size(
 
 @rule("policy.sequence_packing.algorithm?", PACKING)
 def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
-    """NeMo-RL's recipes without packing have a name that its own packer does not know."""
+    """Refuses modified_ffd with packing: NeMo-RL's recipes without packing have it, but NeMo-RL's packer does not."""
     if not enabled or algorithm != "modified_ffd":
         return None
     return "is modified_ffd, which NeMo-RL's packer does not know, either; set it to modified_first_fit_decreasing"
@@ -156,7 +160,10 @@ def packing_has_an_algorithm(algorithm: str | None, enabled: bool) -> Verdict:
 def packed_rows_are_split_evenly(
     enabled: bool, train: int | str | None, rounding: int | None, impl: str, sequence_parallel: bool, tp: int
 ) -> Verdict:
-    """Each tensor-parallel rank has an equal part of a row; with graphs, of one that is filled up to all its tokens."""
+    """Requires packed rows that split evenly over the tensor-parallel ranks.
+
+    With CUDA graphs, this holds for the row that is padded to its full number of tokens.
+    """
     if not enabled or not sequence_parallel:
         return None
     for name, size in (("sequence_length_round", rounding), ("train_mb_tokens", train if impl != "none" else None)):
@@ -170,7 +177,7 @@ def packed_rows_are_split_evenly(
 
 @rule("policy.logprob_chunk_size?", SPEC)
 def chunks_are_of_log_prob_passes(chunk: int | None, spec: AlgorithmSpec) -> Verdict:
-    """An algorithm that computes log-probs in training alone would not read it."""
+    """Refuses a chunk size for an algorithm that computes log-probs only in training and would not read it."""
     if chunk is None or spec.computes_logprobs:
         return None
     return (

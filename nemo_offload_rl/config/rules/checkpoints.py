@@ -1,4 +1,4 @@
-"""When and how checkpoints are written."""
+"""Rules for when and how checkpoints are written."""
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import MEGATRON, Verdict, note, rule
@@ -9,7 +9,7 @@ MUST_SAVE_BY = "checkpointing.checkpoint_must_save_by"
 
 @rule(f"{MUST_SAVE_BY}?")
 def time_limits_are_durations(text: str | None) -> Verdict:
-    """NeMo-RL's form, with all four parts."""
+    """Requires a time limit in NeMo-RL's format with all four parts."""
     if text is None or duration_s(text) is not None:
         return None
     return f"is days:hours:minutes:seconds above 0, such as '00:03:45:00'; found {show(text)}"
@@ -17,7 +17,7 @@ def time_limits_are_durations(text: str | None) -> Verdict:
 
 @note(f"{MUST_SAVE_BY}?", "checkpointing.enabled")
 def time_limits_save_with_checkpoints(text: str | None, enabled: bool) -> Verdict:
-    """The run ends by then all the same, as NeMo-RL's does."""
+    """Notes that a time limit without checkpoints ends the run, as in NeMo-RL, but saves nothing."""
     if text is None or enabled:
         return None
     return f"{text} ends the run without saving anything, since checkpointing.enabled is false"
@@ -25,7 +25,7 @@ def time_limits_save_with_checkpoints(text: str | None, enabled: bool) -> Verdic
 
 @rule(f"{MEGATRON}.checkpoint.dist_ckpt_optim_fully_reshardable?")
 def fully_reshardable_checkpoints_are_refused(enabled: bool | None) -> Verdict:
-    """megatron-core 0.19.2 restores wrong optimizer state from them, silently."""
+    """Refuses a format from which megatron-core 0.19.2 silently restores wrong optimizer state."""
     if not enabled:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Generation on devices of its own: what the cluster has is enough for both sides."""
+"""Rules for generation on its own devices."""
 
 from typing import Any
 
@@ -8,7 +8,7 @@ from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, NODES, REFIT_TRAN
 
 @rule(COLOCATED, GPUS, NODES)
 def policy_and_generation_share_out_the_cluster(colocated: dict[str, Any], gpus: int, nodes: int) -> Verdict:
-    """Each of the two has devices, as many as the recipe says."""
+    """Refuses a split of the cluster that leaves the policy or generation without the devices that the recipe says."""
     split = checked_split(gpus, nodes, colocated)
     if isinstance(split, DeviceSplit):
         return None
@@ -18,7 +18,7 @@ def policy_and_generation_share_out_the_cluster(colocated: dict[str, Any], gpus:
 
 @rule(REFIT_TRANSPORT)
 def a_transport_needs_gpus_of_its_own(transport: str | None) -> Verdict:
-    """NeMo-RL refuses it, too; with GPUs of their own it was adapted before."""
+    """Refuses a transport on shared GPUs, as NeMo-RL does; an adaptation has already handled separate GPUs."""
     if transport is None:
         return None
     key = f"{COLOCATED.removesuffix('?')}.enabled"
@@ -27,7 +27,7 @@ def a_transport_needs_gpus_of_its_own(transport: str | None) -> Verdict:
 
 @note("policy.offload_optimizer_for_refit?", COLOCATED)
 def nothing_moves_for_a_refit_to_other_gpus(enabled: bool | None, colocated: dict[str, Any] | None) -> Verdict:
-    """NeMo-RL's recipes have the flag in common."""
+    """Notes that the flag has no effect on separate GPUs, since NeMo-RL's recipes have it in common."""
     if not enabled or colocated is None or colocated["enabled"]:
         return None
     return "true has no effect, since generation has GPUs of its own and the policy stays on those that train"

@@ -1,4 +1,4 @@
-"""The CPU optimizer."""
+"""Rules for the CPU optimizer."""
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import OPTIMIZER, Verdict, note, rule
@@ -12,7 +12,7 @@ PRECISION_AWARE = f"{OPTIMIZER}.use_precision_aware_optimizer"
 
 @rule(f"{FRACTION}?", f"{SWITCH}?")
 def cpu_optimizer_has_a_share(fraction: float | None, enabled: bool | None) -> Verdict:
-    """megatron-core's default of 0 leaves everything on the GPU."""
+    """Refuses a share of 0, megatron-core's default, which leaves everything on the GPU."""
     if not enabled or fraction:
         return None
     found = "is absent, which means 0" if fraction is None else f"is {show(fraction)}"
@@ -23,7 +23,7 @@ def cpu_optimizer_has_a_share(fraction: float | None, enabled: bool | None) -> V
 
 @rule(f"{SWITCH}?", f"{OPTIMIZER}.use_distributed_optimizer")
 def cpu_optimizer_is_distributed(enabled: bool | None, distributed: bool) -> Verdict:
-    """The other optimizers of megatron-core do not look for it."""
+    """Requires the distributed optimizer, since megatron-core's other optimizers ignore the CPU optimizer's switch."""
     if not enabled or distributed:
         return None
     return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer; set that to true, or this to false"
@@ -31,7 +31,7 @@ def cpu_optimizer_is_distributed(enabled: bool | None, distributed: bool) -> Ver
 
 @rule(f"{SWITCH}?", f"{OPTIMIZER}.decoupled_weight_decay?")
 def cpu_optimizer_decouples_weight_decay(enabled: bool | None, decoupled: bool | None) -> Verdict:
-    """The kernel on the CPU is AdamW's."""
+    """Requires decoupled weight decay, since the CPU kernel is AdamW's."""
     if not enabled or decoupled is not False:
         return None
     return (
@@ -42,7 +42,7 @@ def cpu_optimizer_decouples_weight_decay(enabled: bool | None, decoupled: bool |
 
 @rule(f"{OVERLAP}?", f"{SWITCH}?")
 def overlap_is_of_the_cpu_optimizer(overlap: bool | None, enabled: bool | None) -> Verdict:
-    """Without it there are no such copies."""
+    """Refuses overlapped copies without the CPU optimizer, which is what makes these copies."""
     if not overlap or enabled:
         return None
     return f"is true, which needs {SWITCH}; set that to true, or this to false"
@@ -50,7 +50,7 @@ def overlap_is_of_the_cpu_optimizer(overlap: bool | None, enabled: bool | None) 
 
 @rule(f"{SWITCH}?", *(f"{OPTIMIZER}.{name}?" for name in STATE_TYPES))
 def cpu_optimizer_keeps_float32(enabled: bool | None, *types: str | None) -> Verdict:
-    """On the CPU and on the GPU beside it."""
+    """Requires float32 optimizer state, on the CPU and for the share that stays on the GPU."""
     other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
     if not enabled or other is None:
         return None
@@ -62,7 +62,7 @@ def cpu_optimizer_keeps_float32(enabled: bool | None, *types: str | None) -> Ver
 
 @note(f"{PRECISION_AWARE}", f"{SWITCH}?", f"{OPTIMIZER}.optimizer", "policy.precision")
 def masters_stay_on_the_gpu(aware: bool, enabled: bool | None, optimizer: str, precision: str) -> Verdict:
-    """megatron-core's own trainer refuses the CPU optimizer so."""
+    """Notes that float32 masters stay on the GPU, a setting that megatron-core's own trainer refuses."""
     if not enabled or aware or precision != "bfloat16":
         return None
     remedy = "; true leaves them to the CPU optimizer" if optimizer == "adam" else ", as with any sgd"
@@ -71,11 +71,11 @@ def masters_stay_on_the_gpu(aware: bool, enabled: bool | None, optimizer: str, p
 
 @note(f"{FRACTION}?", f"{SWITCH}?")
 def fractions_count_with_the_cpu_optimizer(fraction: float | None, enabled: bool | None) -> Verdict:
-    """The share alone moves nothing."""
+    """Notes that the share has no effect while the CPU optimizer is off."""
     return f"has no effect, since {SWITCH} is not true" if fraction and not enabled else None
 
 
 @note(f"{OPTIMIZER}.store_param_remainders?", f"{SWITCH}?")
 def the_cpu_optimizer_stores_no_remainders(store: bool | None, enabled: bool | None) -> Verdict:
-    """Its masters are whole."""
+    """Notes that stored remainders have no effect, since the CPU optimizer keeps whole masters."""
     return f"has no effect with {SWITCH}, which keeps whole float32 masters" if store and enabled else None

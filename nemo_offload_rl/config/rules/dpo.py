@@ -1,11 +1,11 @@
-"""DPO's settings fit each other."""
+"""The rule for DPO's loss."""
 
 from nemo_offload_rl.config.rules.base import Verdict, rule
 
 
 @rule("dpo.preference_loss_weight", "dpo.sft_loss_weight")
 def a_part_of_the_loss_counts(preference: float, sft: float) -> Verdict:
-    """Without either part nothing is trained."""
+    """Refuses two loss weights of 0, with which nothing is trained."""
     if preference > 0 or sft > 0:
         return None
     return "is 0, and so is dpo.sft_loss_weight, which leaves no loss; set one above 0"

@@ -1,4 +1,4 @@
-"""Mixtures of experts: which layers have them, and how many tokens they take."""
+"""Rules for mixtures of experts: which layers have experts, and how many tokens an expert takes."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ PADS = f"{MEGATRON}.moe_pad_expert_input_to_capacity"
 
 @rule(f"{LAYER_FREQ}?", *MODEL_FIELDS)
 def layers_with_experts_are_counted(freq: int | list[int] | None, *model: Any) -> Verdict:
-    """Every how many layers there are experts, or for each layer whether."""
+    """Checks moe_layer_freq: an interval between layers with experts, or for each layer whether it has experts."""
     rule_says = "must be a whole number of layers from 1, or 0 or 1 for each layer"
     if isinstance(freq, int):
         return None if freq >= 1 else f"{rule_says}; found {freq}"
@@ -30,7 +30,7 @@ def layers_with_experts_are_counted(freq: int | list[int] | None, *model: Any) -
 
 @rule(f"{MEGATRON}.sequence_parallel", TP, *MODEL)
 def experts_behind_split_attention_have_split_sequences(sequence_parallel: bool, tp: int, *model: Any) -> Verdict:
-    """megatron-core's layers of experts raise in the first training step otherwise."""
+    """Refuses tensor-parallel experts without sequence parallelism, which megatron-core rejects in the first step."""
     if sequence_parallel or tp == 1 or not model_kind(*model).has_experts:
         return None
     return (
@@ -41,7 +41,7 @@ def experts_behind_split_attention_have_split_sequences(sequence_parallel: bool,
 
 @rule(f"{CAPACITY}?")
 def capacities_are_positive(capacity: float | None) -> Verdict:
-    """megatron-core reads a negative one as none."""
+    """Refuses a negative capacity factor, which megatron-core reads as no limit."""
     if capacity is None or capacity > 0:
         return None
     return f"must be above 0, or null for none; found {show(capacity)}"
@@ -49,7 +49,7 @@ def capacities_are_positive(capacity: float | None) -> Verdict:
 
 @rule(f"{PADS}?", f"{CAPACITY}?")
 def padded_experts_have_a_capacity(pads: bool | None, capacity: float | None) -> Verdict:
-    """Requires a capacity where experts are padded to one."""
+    """Requires a capacity factor for experts that are padded to it."""
     if not pads or capacity is not None:
         return None
     return f"is true, which needs {CAPACITY}, such as 1.0; found null: set that, or this to false"
@@ -59,7 +59,7 @@ def padded_experts_have_a_capacity(pads: bool | None, capacity: float | None) ->
 def experts_that_drop_tokens_are_not_offloaded_beside_graphs(
     capacity: float | None, enabled: bool, graphs: str
 ) -> Verdict:
-    """No combination of the three was ever compared with plain steps, neither here nor upstream."""
+    """Refuses dropped tokens with both offloading and CUDA graphs, which was never compared with plain steps."""
     if capacity is None or capacity <= 0 or not enabled or graphs == "none":
         return None
     return (

@@ -1,4 +1,4 @@
-"""CUDA graphs: parts of a layer that can be captured, in shapes that stay."""
+"""Rules for CUDA graphs: the parts can be captured, and their shapes do not change."""
 
 import math
 from typing import Any
@@ -33,13 +33,13 @@ CAPTURED_ATTENTION_MULTIPLE = 128
 
 
 def captured(impl: str, modules: list[str]) -> list[str]:
-    """The modules that are captured; none where graphs are off."""
+    """Returns the modules that are captured; an empty list while graphs are off."""
     return modules if impl != "none" else []
 
 
 @rule(GRAPHS, "policy.precision")
 def graphs_take_bfloat16(impl: str, precision: str) -> Verdict:
-    """megatron-core's static inputs are bfloat16, and would round others in silence."""
+    """Requires bfloat16, the dtype of megatron-core's static inputs, which silently round others."""
     if impl == "none" or precision == "bfloat16":
         return None
     return (
@@ -50,7 +50,7 @@ def graphs_take_bfloat16(impl: str, precision: str) -> Verdict:
 
 @rule(GRAPHS, f"{MEGATRON}.fp32_residual_connection?")
 def captured_residuals_are_bfloat16(impl: str, fp32: bool | None) -> Verdict:
-    """So are hidden states between layers."""
+    """Refuses float32 residuals, since the static inputs of graphs are bfloat16."""
     if impl == "none" or not fp32:
         return None
     return (
@@ -72,7 +72,7 @@ def graphs_name_modules(modules: list[str], impl: str) -> Verdict:
 
 @rule(CAPTURED, GRAPHS)
 def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
-    """Refuses parts that cannot be captured here by name."""
+    """Refuses unknown parts, and names the reason for those that cannot be captured here."""
     unknown = [name for name in captured(impl, modules) if name not in GRAPH_MODULES]
     refused = next((name for name in unknown if name in REFUSED_GRAPH_MODULES), None)
     if refused is not None:
@@ -84,14 +84,14 @@ def graph_modules_are_known(modules: list[str], impl: str) -> Verdict:
 
 @rule(CAPTURED, GRAPHS)
 def graph_modules_are_named_once(modules: list[str], impl: str) -> Verdict:
-    """A second mention means nothing, or something else was meant."""
+    """Refuses a module that is named twice, since the user probably meant another one."""
     repeated = repeated_names(captured(impl, modules))
     return f"names {quoted(repeated)} more than once; name each module once" if repeated else None
 
 
 @rule(CAPTURED, GRAPHS, *MODEL)
 def moe_preprocess_needs_moe_router(modules: list[str], impl: str, *model: Any) -> Verdict:
-    """It is captured in the router's graph; a dense model has neither."""
+    """Refuses moe_preprocess without moe_router, whose graph contains it; a dense model has neither."""
     names = captured(impl, modules)
     if "moe_preprocess" not in names or "moe_router" in names or model_kind(*model).has_experts is False:
         return None
@@ -100,7 +100,7 @@ def moe_preprocess_needs_moe_router(modules: list[str], impl: str, *model: Any) 
 
 @rule(CAPTURED, GRAPHS, *MODEL)
 def captured_modules_are_in_the_model(modules: list[str], impl: str, *model: Any) -> Verdict:
-    """Routers are captured in mixture-of-experts layers, MLPs in dense ones."""
+    """Refuses routers of a model without experts, and MLPs of one without dense layers."""
     kind = model_kind(*model)
     names = captured(impl, modules)
     return graph_refusal(names, has_experts=kind.has_experts, has_dense_mlps=kind.has_dense_mlps)
@@ -116,7 +116,10 @@ def captured_modules_are_in_the_model(modules: list[str], impl: str, *model: Any
 def captured_preprocessing_does_not_wait(
     modules: list[str], impl: str, dispatcher: str | None, capacity: float | None, pads: bool | None
 ) -> Verdict:
-    """A graph holds no copy to the host that the next line waits for; Megatron-Bridge's dispatcher is alltoall."""
+    """Refuses to capture preprocessing that waits for a copy to the host, which a graph cannot contain.
+
+    Megatron-Bridge's dispatcher is alltoall.
+    """
     waits = dispatcher in (None, "alltoall") and capacity is not None and not pads
     if "moe_preprocess" not in captured(impl, modules) or not waits:
         return None
@@ -130,9 +133,9 @@ def captured_preprocessing_does_not_wait(
 def captured_norms_are_not_offloaded(
     modules: list[str] | None, enabled: bool, graph_modules: list[str], impl: str, *model: Any
 ) -> Verdict:
-    """A norm at the edge of a graph cannot move: its input is the graph's own buffer.
+    """Refuses to offload a norm at the edge of a graph: its input is the graph's own buffer.
 
-    What megatron-core would drop with a warning is refused:
+    megatron-core would skip these with a warning:
 
     - attn_norm where attn is captured;
     - mlp_norm of a dense layer where only one of attn and mlp is captured, and of a mixture-of-experts layer where
@@ -159,7 +162,10 @@ def captured_norms_are_not_offloaded(
 
 @rule(CAPTURED, GRAPHS, PACKING)
 def captured_layers_have_fixed_shapes(modules: list[str], impl: str, packs: bool) -> Verdict:
-    """A graph replays the shapes that it was captured with; lengths inside a packed row are new in each batch."""
+    """Refuses to capture attn or mlp with packing.
+
+    A graph replays the shapes it was captured with, but the lengths in a packed row change with each batch.
+    """
     fixed = [name for name in captured(impl, modules) if name in ("attn", "mlp")]
     if not fixed or not packs:
         return None
@@ -173,7 +179,7 @@ def captured_layers_have_fixed_shapes(modules: list[str], impl: str, packs: bool
 def captured_attention_runs_the_kernel_of_eager_passes(
     longest: int, divisible_by: int, modules: list[str], impl: str
 ) -> Verdict:
-    """Rows of captured attention have a length at which Transformer Engine takes one kernel with and without graphs."""
+    """Requires row lengths at which Transformer Engine takes the same attention kernel with and without graphs."""
     padded, found = padded_row(longest, divisible_by)
     if "attn" not in captured(impl, modules) or padded % CAPTURED_ATTENTION_MULTIPLE == 0:
         return None
@@ -187,10 +193,10 @@ def captured_attention_runs_the_kernel_of_eager_passes(
 
 @rule(GRAPHS, PP, PACKING)
 def pipelined_graphs_have_a_fixed_number_of_micro_batches(impl: str, pp: int, packs: bool) -> Verdict:
-    """A pipeline's graphs are captured for one order of micro-batches.
+    """Refuses packing with pipelined graphs, which are captured for one order of micro-batches.
 
-    Padded, there are always train_global_batch_size / (data-parallel size x train_micro_batch_size) of them; packed,
-    as many as the lengths of a batch need.
+    Without packing there are always train_global_batch_size / (data-parallel size x train_micro_batch_size) of them;
+    with packing their number depends on the lengths in a batch.
     """
     if impl == "none" or pp == 1 or not packs:
         return None
@@ -202,7 +208,7 @@ def pipelined_graphs_have_a_fixed_number_of_micro_batches(impl: str, pp: int, pa
 
 @rule(f"{MEGATRON}.cuda_graph_warmup_steps", GRAPHS)
 def graphs_are_captured_after_a_warm_up(steps: int, impl: str) -> Verdict:
-    """The first step allocates what a graph must find in place."""
+    """Requires a step before the capture, which allocates memory that a graph must find in place."""
     if impl == "none" or steps >= 1:
         return None
     return f"must be at least 1 while {GRAPHS} is {impl}; found {steps}"
@@ -212,7 +218,7 @@ def graphs_are_captured_after_a_warm_up(steps: int, impl: str) -> Verdict:
 def recomputed_layers_are_not_captured(
     impl: str, recompute: bool, granularity: str | None, modules: list[str] | None
 ) -> Verdict:
-    """Full recomputation runs a layer twice, which a layer's graphs do not."""
+    """Refuses graphs with full recomputation, which runs each layer twice."""
     if impl == "none" or not recomputes_layers(recompute, granularity):
         return None
     return (
@@ -226,7 +232,7 @@ def recomputed_layers_are_not_captured(
 def captured_routers_are_not_recomputed(
     modules: list[str], impl: str, recompute: bool, granularity: str | None, recomputed: list[str] | None
 ) -> Verdict:
-    """Recomputed parts lie inside a graph or outside, not around one."""
+    """Refuses recomputed parts that contain a captured one; they must lie inside the graph or outside."""
     if "moe_router" not in captured(impl, modules):
         return None
     if "moe" not in recomputed_modules(recompute, granularity, recomputed):
@@ -239,7 +245,10 @@ def captured_routers_are_not_recomputed(
 
 @rule(f"{MEGATRON}.env_vars?", GRAPHS)
 def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, str] | None, impl: str) -> Verdict:
-    """NCCL registers a graph's buffers by address, which expandable segments map anew: illegal memory accesses."""
+    """Refuses expandable segments while NCCL registers the buffers of graphs.
+
+    NCCL registers them by address, and expandable segments map the addresses anew: illegal memory accesses.
+    """
     settings = env_vars or {}
     name = allocator_that_unmaps(settings)
     if impl == "none" or name is None:
@@ -255,7 +264,7 @@ def graphs_with_expandable_segments_need_unregistered_nccl(env_vars: dict[str, s
 def offloading_in_graphs_has_its_libraries(
     modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool
 ) -> Verdict:
-    """Copies inside a graph need a recent torch and Transformer Engine: megatron-core's layers assert it."""
+    """Refuses old versions of torch and Transformer Engine, with which megatron-core refuses copies inside a graph."""
     inside = _offloaded_in_graphs(captured(impl, modules), offloaded(enabled, offload_modules))
     old = too_old(TORCH_2_9, TRANSFORMER_ENGINE_2_14)
     if not inside or not old:
@@ -269,7 +278,10 @@ def offloading_in_graphs_has_its_libraries(
 def offloading_in_graphs_has_one_stage(
     modules: list[str], impl: str, offload_modules: list[str] | None, enabled: bool, pp: int
 ) -> Verdict:
-    """A pipeline has a graph for each micro-batch, of which several hold what they moved at a time."""
+    """Refuses copies inside graphs with pipeline parallelism.
+
+    A pipeline has one graph for each micro-batch, and several of them hold offloaded activations at a time.
+    """
     inside = _offloaded_in_graphs(captured(impl, modules), offloaded(enabled, offload_modules))
     if not inside or pp == 1:
         return None
@@ -280,7 +292,7 @@ def offloading_in_graphs_has_one_stage(
 
 
 def _offloaded_in_graphs(modules: list[str], moved: list[str]) -> list[str]:
-    """Returns the modules offloaded inside a graph; a norm at its edge is refused by a rule of its own."""
+    """Returns the modules that are offloaded inside a graph; another rule refuses a norm at its edge."""
     inside = ["qkv_linear", "core_attn", "attn_proj"] if "attn" in modules else []
     inside += ["mlp_norm"] if {"attn", "mlp"} <= set(modules) else []
     return [name for name in moved if name in inside]

@@ -1,4 +1,4 @@
-"""Groups of answers, advantages, and the loss."""
+"""Rules for GRPO: groups of answers, advantages, and the loss."""
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import Verdict, note, rule
@@ -7,7 +7,7 @@ from nemo_offload_rl.metrics.names import without_default_set
 
 @rule("grpo.num_prompts_per_step", "grpo.num_generations_per_prompt", "policy.train_global_batch_size")
 def global_batches_fill_step(prompts: int, generations: int, gbs: int) -> Verdict:
-    """A GRPO step is a whole number of optimizer steps."""
+    """Requires a GRPO step to be a whole number of optimizer steps."""
     if (prompts * generations) % gbs == 0:
         return None
     return (
@@ -18,7 +18,7 @@ def global_batches_fill_step(prompts: int, generations: int, gbs: int) -> Verdic
 
 @rule("grpo.num_generations_per_prompt")
 def groups_have_two_answers(generations: int) -> Verdict:
-    """An advantage is the difference to the other answers to the same prompt."""
+    """Refuses a single answer, since an advantage compares it with the other answers to the same prompt."""
     if generations > 1:
         return None
     return (
@@ -29,7 +29,7 @@ def groups_have_two_answers(generations: int) -> Verdict:
 
 @rule("grpo.use_leave_one_out_baseline", "grpo.num_generations_per_prompt")
 def leave_one_out_needs_two_answers(enabled: bool, generations: int) -> Verdict:
-    """Without the answer itself something must be left."""
+    """Refuses a leave-one-out baseline for a single answer, of which nothing is left."""
     if not enabled or generations > 1:
         return None
     return "is true, which needs grpo.num_generations_per_prompt of 2 or more; found 1"
@@ -37,7 +37,7 @@ def leave_one_out_needs_two_answers(enabled: bool, generations: int) -> Verdict:
 
 @rule("grpo.use_dynamic_sampling", "grpo.num_generations_per_prompt")
 def dynamic_sampling_needs_two_answers(enabled: bool, generations: int) -> Verdict:
-    """A single reward never differs from its group's."""
+    """Refuses dynamic sampling for a single answer, whose reward never differs within its group."""
     if not enabled or generations > 1:
         return None
     return "is true, which needs grpo.num_generations_per_prompt of 2 or more; found 1"
@@ -45,7 +45,7 @@ def dynamic_sampling_needs_two_answers(enabled: bool, generations: int) -> Verdi
 
 @rule("grpo.batch_multiplier?", "grpo.use_dynamic_sampling", "grpo.num_prompts_per_step")
 def larger_batches_need_dynamic_sampling(multiplier: float | None, dynamic: bool, prompts: int) -> Verdict:
-    """Otherwise a step trains on all that it has sampled."""
+    """Refuses a multiplier without dynamic sampling, since a step then trains on everything it samples."""
     if multiplier is None or multiplier == 1:
         return None
     if not dynamic:
@@ -64,7 +64,7 @@ def larger_batches_need_dynamic_sampling(multiplier: float | None, dynamic: bool
 def pass_k_needs_several_answers(
     generations: int | None, target: str | None, metric: str | None, saves: bool
 ) -> Verdict:
-    """Of one answer to a problem, there is no pass@k."""
+    """Refuses pass@k as a metric if each problem has a single answer."""
     names = [target, metric if saves else None]
     if (generations or 1) > 1 or not any(without_default_set(name or "") == "val:pass_k" for name in names):
         return None
@@ -73,7 +73,7 @@ def pass_k_needs_several_answers(
 
 @note("grpo.val_num_generations_per_prompt?", "policy.generation.val_temperature")
 def greedy_answers_are_equal(generations: int | None, temperature: float) -> Verdict:
-    """Nothing is drawn at temperature 0."""
+    """Notes that several greedy answers to a problem are equal."""
     if (generations or 1) == 1 or temperature > 0:
         return None
     return f"samples {generations} equal answers to a problem, since policy.generation.val_temperature is 0"
@@ -81,7 +81,7 @@ def greedy_answers_are_equal(generations: int | None, temperature: float) -> Ver
 
 @rule("grpo.adv_estimator.normalize_rewards", "grpo.normalize_rewards")
 def estimator_agrees_on_normalisation(in_estimator: bool, in_grpo: bool) -> Verdict:
-    """One setting with two names has one value."""
+    """Requires the same value under both names of the setting."""
     return (
         None if in_estimator == in_grpo else f"is {show(in_estimator)}, but grpo.normalize_rewards is {show(in_grpo)}"
     )
@@ -89,7 +89,7 @@ def estimator_agrees_on_normalisation(in_estimator: bool, in_grpo: bool) -> Verd
 
 @rule("grpo.adv_estimator.use_leave_one_out_baseline", "grpo.use_leave_one_out_baseline")
 def estimator_agrees_on_baseline(in_estimator: bool, in_grpo: bool) -> Verdict:
-    """One setting with two names has one value."""
+    """Requires the same value under both names of the setting."""
     if in_estimator == in_grpo:
         return None
     return f"is {show(in_estimator)}, but grpo.use_leave_one_out_baseline is {show(in_grpo)}"
@@ -97,7 +97,7 @@ def estimator_agrees_on_baseline(in_estimator: bool, in_grpo: bool) -> Verdict:
 
 @rule("grpo.advantage_clip_low?", "grpo.advantage_clip_high?")
 def advantage_bounds_are_in_order(low: float | None, high: float | None) -> Verdict:
-    """The lower bound is the lower one."""
+    """Requires the lower bound of advantages to be below the upper one."""
     if low is None or high is None or low < high:
         return None
     return f"is {low}, not below grpo.advantage_clip_high ({high})"
@@ -117,7 +117,7 @@ def reward_scaling_has_its_ranges(
     target_min: float | None,
     target_max: float | None,
 ) -> Verdict:
-    """A linear map has two ranges."""
+    """Requires both ranges of the linear map."""
     if not enabled:
         return None
     if source_min is None or source_max is None or target_min is None or target_max is None:
@@ -137,7 +137,7 @@ _OVERLONG = ("overlong_buffer_length", "overlong_buffer_penalty", "max_response_
 
 @rule(f"{_SHAPING}.enabled", f"{_STOP_PROPERLY}?", *(f"{_SHAPING}.{key}?" for key in _OVERLONG))
 def reward_shaping_has_its_numbers(enabled: bool, factor: float | None, *overlong: float | None) -> Verdict:
-    """One of the two penalties must be stated."""
+    """Requires the numbers of one of the two penalties."""
     if not enabled or factor is not None:
         return None
     absent = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is None]
@@ -146,7 +146,7 @@ def reward_shaping_has_its_numbers(enabled: bool, factor: float | None, *overlon
 
 @note(f"{_STOP_PROPERLY}?", f"{_SHAPING}.enabled", *(f"{_SHAPING}.{key}?" for key in _OVERLONG))
 def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | None) -> Verdict:
-    """NeMo-RL's recipes inherit the other penalty's numbers."""
+    """Notes which penalty counts, since NeMo-RL's recipes inherit the numbers of the other."""
     given = [key for key, value in zip(_OVERLONG, overlong, strict=True) if value is not None]
     if not enabled or factor is None or not given:
         return None
@@ -155,7 +155,7 @@ def one_penalty_counts(factor: float | None, enabled: bool, *overlong: float | N
 
 @rule("loss_fn.sequence_level_importance_ratios", "loss_fn.token_level_loss")
 def sequence_ratios_need_sequence_loss(sequence_ratios: bool, token_loss: bool) -> Verdict:
-    """A ratio of a whole sample weighs the sample, not its tokens."""
+    """Refuses sequence-level ratios with a token-level loss: they weight whole samples, not tokens."""
     return "is true, which needs loss_fn.token_level_loss false" if sequence_ratios and token_loss else None
 
 
@@ -172,7 +172,7 @@ _TRUNCATION = "loss_fn.truncated_importance_sampling"
 def truncation_has_its_bounds(
     kind: str | None, high: float | None, low: float | None, corrects: bool, of_sequences: bool
 ) -> Verdict:
-    """Weights are bounded as a type says, where there are weights."""
+    """Requires the bounds of the chosen type, and importance weights for them to bound."""
     if kind is None:
         given = "ratio" if high is not None else "ratio_min"
         return None if high is None and low is None else f"is null, but {_TRUNCATION}_{given} is set; name a type"
@@ -189,7 +189,7 @@ def truncation_has_its_bounds(
 
 @rule("loss_fn.disable_ppo_ratio", "loss_fn.force_on_policy_ratio", "loss_fn.sequence_level_importance_ratios")
 def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool) -> Verdict:
-    """Without a ratio there is nothing to force or to average."""
+    """Refuses to force or average a ratio that is disabled."""
     if not disabled or not (forced or sequence_level):
         return None
     other = "force_on_policy_ratio" if forced else "sequence_level_importance_ratios"
@@ -203,7 +203,7 @@ def no_ratio_has_no_settings(disabled: bool, forced: bool, sequence_level: bool)
     "policy.train_global_batch_size",
 )
 def forced_ratio_needs_one_update(forced: bool, prompts: int, generations: int, gbs: int) -> Verdict:
-    """After the first optimizer step the policy is no longer the one that sampled."""
+    """Refuses to force the ratio to 1 for several optimizer steps: after the first, the policy has changed."""
     if not forced or prompts * generations == gbs:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Keys that every recipe states and only one choice of another key reads; who types one means it."""
+"""Refuses overrides of keys that have no effect, since a user who types such a key expects one."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -7,7 +7,7 @@ from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.recipe import Recipe
 from nemo_offload_rl.config.rules.base import OPTIMIZER
 
-# A key: the one that decides whether it is read, and the value with which it is.
+# Key: the key that decides whether it is read, and the value with which it is read.
 READ_ONLY_WITH: dict[str, tuple[str, str]] = {
     f"{OPTIMIZER}.sgd_momentum": (f"{OPTIMIZER}.optimizer", "sgd"),
     **{f"{OPTIMIZER}.{name}": (f"{OPTIMIZER}.optimizer", "adam") for name in ("adam_beta1", "adam_beta2", "adam_eps")},
@@ -15,10 +15,10 @@ READ_ONLY_WITH: dict[str, tuple[str, str]] = {
 
 
 def ignored_overrides(recipe: Recipe, config: dict[str, Any]) -> Iterator[tuple[str, str]]:
-    """Overrides of keys that nothing reads; what a file inherits may stand there unread, as in NeMo-RL's recipes.
+    """Finds overrides of keys that nothing reads; a file may still inherit such keys, as NeMo-RL's recipes do.
 
     Args:
-        recipe: as it was read.
+        recipe: the recipe as it was read.
         config: its values, well-typed or not.
 
     Yields:

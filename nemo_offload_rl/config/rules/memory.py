@@ -1,4 +1,4 @@
-"""Recomputation."""
+"""Rules for recomputation of activations."""
 
 from typing import Any
 
@@ -15,12 +15,12 @@ RECOMPUTATION = (
 
 
 def recomputes_layers(enabled: bool, granularity: str | None) -> bool:
-    """Whether whole layers are computed again; nothing counts without activation_checkpointing."""
+    """Returns whether whole layers are recomputed; no other key counts without activation_checkpointing."""
     return enabled and granularity == "full"
 
 
 def recomputed_modules(enabled: bool, granularity: str | None, modules: list[str] | None) -> list[str]:
-    """The modules that are computed again; null is megatron-core's default."""
+    """Returns the modules that are recomputed; null stands for megatron-core's default."""
     if not enabled or granularity != "selective":
         return []
     return ["core_attn"] if modules is None else modules
@@ -28,7 +28,7 @@ def recomputed_modules(enabled: bool, granularity: str | None, modules: list[str
 
 @rule(*RECOMPUTATION)
 def recomputation_says_what(enabled: bool, granularity: str | None, modules: list[str] | None) -> Verdict:
-    """Activation checkpointing names what it recomputes."""
+    """Requires activation checkpointing to say what it recomputes."""
     if not enabled:
         return None
     if granularity is None:
@@ -47,7 +47,7 @@ def recomputation_says_what(enabled: bool, granularity: str | None, modules: lis
 def recomputed_experts_are_grouped(
     modules: list[str] | None, enabled: bool, granularity: str | None, grouped: bool | None, *model: Any
 ) -> Verdict:
-    """megatron-core recomputes the activation of grouped experts only."""
+    """Refuses moe_act without grouped experts, the only ones whose activation megatron-core recomputes."""
     if "moe_act" not in recomputed_modules(enabled, granularity, modules):
         return None
     if model_kind(*model).has_experts is False:
@@ -61,7 +61,7 @@ def recomputed_experts_are_grouped(
 def recomputed_norms_return_no_residual(
     fused: bool | None, enabled: bool, granularity: str | None, modules: list[str] | None
 ) -> Verdict:
-    """The fused one returns its input beside its output, and recomputation empties what a norm returns."""
+    """Refuses to recompute fused norms: they also return their input, and recomputation frees what a norm returns."""
     if not fused or "layernorm" not in recomputed_modules(enabled, granularity, modules):
         return None
     return (

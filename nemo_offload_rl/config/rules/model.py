@@ -1,4 +1,4 @@
-"""The sizes of the model fit each other, and something can build it."""
+"""Rules for the model: its sizes fit each other, and Megatron-Bridge can build it."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -12,17 +12,17 @@ from nemo_offload_rl.config.rules.base import MODEL_FIELDS, Verdict, rule
 
 _HF_CONFIG, _OVERRIDES = "policy.hf_config", "policy.hf_config_overrides"
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-# Families with one of these have heads whose sizes have nothing to do with the hidden size.
+# Families with one of these fields have head sizes that are independent of the hidden size.
 _OTHER_HEAD_SIZES = ("qk_nope_head_dim", "d_kv", "attention_head_dim", "attention_head_size", "kv_channels", "d_head")
 
 
 class _Model:
-    """The model's config as far as it can be read here: what the recipe or its folder says, over the family's defaults.
+    """Holds the fields of the model's config that the recipe or its folder gives, on top of the family's defaults.
 
     Attributes:
-        family: of the config; None where it is not known.
+        family: the family of the config; None if it is unknown.
         given: the fields that are not defaults.
-        fields: all of them, by the names that the family declares.
+        fields: all fields, under the names that the family declares.
     """
 
     def __init__(
@@ -34,25 +34,25 @@ class _Model:
         self._hf_config, self._overrides = hf_config or {}, overrides or {}
 
     def size(self, *names: str) -> int | None:
-        """The number that one of the fields has; None where none has one."""
+        """Returns the value of the first of these fields that has one, if it is a positive integer; otherwise None."""
         found = next((self._value(name) for name in names if self._value(name) is not None), None)
         return found if isinstance(found, int) and not isinstance(found, bool) and found > 0 else None
 
     def said(self, *names: str) -> str:
-        """The name of the field that `size` reads, its value, and whether it is a default."""
+        """Returns the name of the field that `size` reads, its value, and whether it is a default."""
         name = next(name for name in names if self._value(name) is not None)
         default = "" if self._spelt(name) in self.given else f", {self.given['model_type']}'s default"
         return f"{self._spelt(name)} ({show(self._value(name))}{default})"
 
     def at(self, *names: str) -> str:
-        """The recipe's key that a problem of the field is reported at."""
+        """Returns the recipe's key at which a problem with the field is reported."""
         name = self._spelt(next((name for name in names if self._value(name) is not None), names[0]))
         if name in self._overrides:
             return f"{_OVERRIDES}.{name}"
         return f"{_HF_CONFIG}.{name}" if self._hf_config else "policy.model_name"
 
     def is_in_recipe(self, name: str) -> bool:
-        """Whether the recipe gives the field, not a folder."""
+        """Returns whether the field comes from the recipe rather than from a folder."""
         return name in self._overrides or name in self._hf_config
 
     def _value(self, name: str) -> Any:
@@ -60,7 +60,7 @@ class _Model:
         return self.fields[canonical] if canonical in self.fields else None
 
     def _spelt(self, name: str) -> str:
-        """The name that the config has the field under, which may be an alias."""
+        """Returns the field's name in the config, which may be an alias."""
         if name in self.given or self.family is None:
             return name
         canonical = self.family.canonical(name)
@@ -69,7 +69,7 @@ class _Model:
 
 @rule(*MODEL_FIELDS)
 def folders_have_sizes(*model: Any) -> Verdict:
-    """Keys of a recipe are checked one by one; of a folder, the sizes are."""
+    """Checks the sizes in a folder's config.json; keys of a recipe are checked one by one elsewhere."""
     name, hf_config, overrides = model
     if hf_config:
         return None
@@ -83,7 +83,7 @@ def folders_have_sizes(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def key_value_heads_divide_heads(*model: Any) -> Verdict:
-    """Each head of keys and values serves the same number of queries."""
+    """Requires each key and value head to serve the same number of query heads."""
     config = _Model(*model)
     heads, kv_heads = config.size("num_attention_heads"), config.size("num_key_value_heads")
     if heads is None or kv_heads is None or heads % kv_heads == 0:
@@ -96,7 +96,7 @@ def key_value_heads_divide_heads(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def heads_divide_hidden_size(*model: Any) -> Verdict:
-    """Where nothing says how large a head is, it is the hidden size over their number."""
+    """Requires the heads to divide the hidden size, unless the config gives a head size."""
     config = _Model(*model)
     hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
     if config.family is None or hidden is None or heads is None or hidden % heads == 0 or config.size("head_dim"):
@@ -112,7 +112,7 @@ def heads_divide_hidden_size(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def rotated_heads_are_even(*model: Any) -> Verdict:
-    """Rotary embeddings turn pairs of dimensions."""
+    """Requires an even head size, since rotary embeddings rotate pairs of dimensions."""
     config = _Model(*model)
     if config.family is None or config.family.field("rope_parameters") is None:
         return None
@@ -124,7 +124,7 @@ def rotated_heads_are_even(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def tokens_go_to_experts_that_are_there(*model: Any) -> Verdict:
-    """A token goes to different experts."""
+    """Refuses more experts for each token than there are experts."""
     config = _Model(*model)
     per_token, experts = config.size("num_experts_per_tok"), config.size(*_EXPERTS)
     if per_token is None or experts is None or per_token <= experts:
@@ -137,7 +137,7 @@ def tokens_go_to_experts_that_are_there(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def groups_of_experts_are_equal(*model: Any) -> Verdict:
-    """Routing that is limited to groups deals experts out to them evenly."""
+    """Requires group-limited routing to have groups of equal size."""
     config = _Model(*model)
     experts, groups, chosen = config.size(*_EXPERTS), config.size("n_group"), config.size("topk_group")
     if experts is None or groups is None:
@@ -151,7 +151,7 @@ def groups_of_experts_are_equal(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def layers_are_counted_from_0(*model: Any) -> Verdict:
-    """What a config says of single layers, it says of layers that are there."""
+    """Refuses per-layer settings for layers that the model does not have."""
     config = _Model(*model)
     layers = config.size("num_hidden_layers")
     if layers is None:
@@ -174,7 +174,7 @@ def layers_are_counted_from_0(*model: Any) -> Verdict:
 
 @rule(*MODEL_FIELDS)
 def special_tokens_are_in_the_vocabulary(*model: Any) -> Verdict:
-    """A token has a row of the embedding; configs of a hub that say otherwise are left as they are."""
+    """Refuses special tokens that the recipe sets outside the vocabulary; it accepts those of a model's own config."""
     config = _Model(*model)
     vocab_size = config.size("vocab_size")
     if vocab_size is None:
@@ -194,7 +194,7 @@ def special_tokens_are_in_the_vocabulary(*model: Any) -> Verdict:
 
 @rule("policy.generation.stop_token_ids", *MODEL_FIELDS)
 def stop_tokens_are_in_the_vocabulary(stops: list[int] | None, *model: Any) -> Verdict:
-    """A token that is never sampled ends no answer."""
+    """Refuses stop tokens outside the vocabulary, which are never sampled and end no answer."""
     config = _Model(*model)
     vocab_size = config.size("vocab_size")
     outside = [] if vocab_size is None else [token for token in stops or [] if _outside(token, vocab_size)]
@@ -205,7 +205,7 @@ def stop_tokens_are_in_the_vocabulary(stops: list[int] | None, *model: Any) -> V
 
 @rule(*MODEL_FIELDS)
 def model_has_a_bridge(*model: Any) -> Verdict:
-    """Megatron-Bridge translates the architectures that it knows, and no others."""
+    """Refuses architectures that Megatron-Bridge does not translate."""
     config = _Model(*model)
     named = config.given.get("architectures")
     model_type = config.given.get("model_type")

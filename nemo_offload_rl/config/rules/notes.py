@@ -1,4 +1,4 @@
-"""Notes on valid recipes."""
+"""Notes on valid recipes, mostly about keys that have no effect."""
 
 from typing import Any
 
@@ -13,7 +13,7 @@ ACTIVATION_OFFLOAD = "policy.activation_offload"
 
 @note(f"{OPTIMIZER}.clip_grad", "policy.max_grad_norm")
 def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
-    """Only the optimizer's setting is read."""
+    """Notes that clip_grad differs from max_grad_norm, since the optimizer reads only clip_grad."""
     if norm is None or clip == norm:
         return None
     return f"{clip} is what counts; policy.max_grad_norm ({norm}) is only there to refer to"
@@ -21,20 +21,20 @@ def clip_grad_is_what_counts(clip: float, norm: float | None) -> Verdict:
 
 @note(f"{OPTIMIZER}.optimizer")
 def sgd_has_no_moments(optimizer: str) -> Verdict:
-    """Every recipe states Adam's keys."""
+    """Notes that Adam's keys, which every recipe has, have no effect with sgd."""
     return None if optimizer == "adam" else "is sgd, with which adam_beta1, adam_beta2 and adam_eps have no effect"
 
 
 @note(f"{OPTIMIZER}.sgd_momentum", f"{OPTIMIZER}.optimizer")
 def adam_has_no_momentum(momentum: float, optimizer: str) -> Verdict:
-    """Every recipe states it, with megatron-core's default of 0.9."""
+    """Notes that momentum has no effect with Adam, unless it is megatron-core's default of 0.9, as in every recipe."""
     is_wish = optimizer == "adam" and momentum != _MOMENTUM_OF_EVERY_RECIPE
     return f"{momentum} has no effect, since {OPTIMIZER}.optimizer is adam" if is_wish else None
 
 
 @note("policy.train_global_batch_size", "grpo.num_prompts_per_step", "grpo.num_generations_per_prompt")
 def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> Verdict:
-    """Later optimizer steps train on samples of an older policy."""
+    """Notes that the later optimizer steps of a GRPO step train on samples of an older policy."""
     updates = prompts * generations // gbs
     return (
         f"{gbs} makes {updates} optimizer steps of a GRPO step's {prompts * generations} samples"
@@ -45,14 +45,14 @@ def several_updates_are_off_policy(gbs: int, prompts: int, generations: int) -> 
 
 @note(f"{MEGATRON}.offload_modules", f"{MEGATRON}.fine_grained_activation_offloading")
 def offload_modules_count_with_offloading(modules: list[str] | None, enabled: bool) -> Verdict:
-    """The list alone moves nothing."""
+    """Notes that offload_modules has no effect while offloading is off."""
     switch = f"{MEGATRON}.fine_grained_activation_offloading"
     return f"has no effect, since {switch} is false" if modules and not enabled else None
 
 
 @note(f"{MEGATRON}.delta_offload_bytes_across_pp_ranks?", PP, f"{MEGATRON}.fine_grained_activation_offloading")
 def pipeline_ranks_differ_with_a_pipeline(delta: int | None, pp: int, enabled: bool) -> Verdict:
-    """The first stage offloads all that the recipe says."""
+    """Notes that the delta has no effect without a pipeline or offloading: the first stage offloads all that it may."""
     if not delta or (pp > 1 and enabled):
         return None
     why = f"{PP} is 1" if pp == 1 else f"{MEGATRON}.fine_grained_activation_offloading is false"
@@ -61,7 +61,7 @@ def pipeline_ranks_differ_with_a_pipeline(delta: int | None, pp: int, enabled: b
 
 @note(f"{MEGATRON}.delay_offload_until_cuda_graph?", f"{MEGATRON}.offload_modules", *MODEL)
 def delayed_offload_is_of_experts(delay: bool | None, modules: list[str] | None, *model: Any) -> Verdict:
-    """megatron-core delays the copies of mixture-of-experts layers only, and those of fused experts never."""
+    """Notes where delayed copies have no effect: megatron-core delays only those of experts that are not fused."""
     if not delay:
         return None
     if model_kind(*model).has_experts is False:
@@ -81,7 +81,10 @@ def delayed_offload_is_of_experts(delay: bool | None, modules: list[str] | None,
 def scores_of_attention_are_not_planned(
     backend: str | None, precision: str, modules: list[str] | None, enabled: bool, limit: float | None
 ) -> Verdict:
-    """They are tokens x tokens a head, and the host memory that is computed for core_attn has no room for them."""
+    """Notes that the host memory computed for core_attn has no room for attention scores.
+
+    They have tokens x tokens elements for each head.
+    """
     is_unfused = backend == "unfused" or precision == "float32"
     if not is_unfused or not enabled or "core_attn" not in (modules or []) or limit is not None:
         return None
@@ -110,7 +113,10 @@ def outputs_of_flash_attention_are_planned_once(
     enabled: bool,
     limit: float | None,
 ) -> Verdict:
-    """flash-attn works on [batch, sequence], and what attn_proj keeps of several padded rows is a copy."""
+    """Notes that the plan counts the attention output once although attn_proj saves a copy.
+
+    flash-attn works on [batch, sequence], and what attn_proj saves of several padded rows is a copy.
+    """
     rows = samples * spec.group_size
     is_copied = backend == "flash" and rows > 1 and not packs
     if not is_copied or not enabled or "attn_proj" not in (modules or []) or limit is not None:
@@ -126,7 +132,7 @@ def outputs_of_flash_attention_are_planned_once(
 def dense_models_recompute_no_experts(
     modules: list[str] | None, enabled: bool, granularity: str | None, *model: Any
 ) -> Verdict:
-    """A recipe that models of both kinds share may name them."""
+    """Notes that recomputing experts has no effect on a dense model, in recipes for both kinds of models."""
     recomputed = recomputed_modules(enabled, granularity, modules)
     absent = [name for name in ("moe", "shared_experts") if name in recomputed]
     if not absent or model_kind(*model).has_experts is not False:
@@ -136,14 +142,14 @@ def dense_models_recompute_no_experts(
 
 @note(f"{ACTIVATION_OFFLOAD}.strict?", f"{MEGATRON}.fine_grained_activation_offloading")
 def strictness_counts_with_offloading(strict: bool | None, enabled: bool) -> Verdict:
-    """There is nothing that could be without effect."""
+    """Notes that strict has no effect while offloading is off."""
     switch = f"{MEGATRON}.fine_grained_activation_offloading"
     return f"has no effect, since {switch} is false" if strict and not enabled else None
 
 
 @note(f"{MEGATRON}.cuda_graph_modules", f"{MEGATRON}.cuda_graph_impl")
 def graph_modules_count_with_graphs(modules: list[str], impl: str) -> Verdict:
-    """The list alone captures nothing."""
+    """Notes that cuda_graph_modules has no effect while graphs are off."""
     return f"has no effect, since {MEGATRON}.cuda_graph_impl is none" if modules and impl == "none" else None
 
 
@@ -158,7 +164,7 @@ def graph_modules_count_with_graphs(modules: list[str], impl: str) -> Verdict:
 def checkpoints_are_saved_with_their_metric(
     save: int, enabled: bool, metric: str | None, *periods: int | None
 ) -> Verdict:
-    """A checkpoint between validations has no fresh metric."""
+    """Notes that a checkpoint between validations has no current validation metric."""
     period = next((period for period in periods if period is not None), 0)
     if not enabled or metric is None or not metric.startswith("val:") or (period and save % period == 0):
         return None

@@ -1,17 +1,17 @@
-"""The optimizer and its schedule."""
+"""Rules for the optimizer and its schedule."""
 
 import struct
 
 from nemo_offload_rl.config.problems import show
 from nemo_offload_rl.config.rules.base import DDP, OPTIMIZER, SCHEDULER, Verdict, rule
 
-_SMALLEST_NORMAL = 2.0**-126  # of float32; GPUs read what is smaller as 0
+_SMALLEST_NORMAL = 2.0**-126  # of float32; GPUs flush smaller values to 0
 STATE_TYPES = ("main_grads_dtype", "main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
 
 @rule(f"{OPTIMIZER}.bf16", "policy.precision")
 def optimizer_agrees_with_precision(bf16: bool, precision: str) -> Verdict:
-    """Megatron is told the precision twice."""
+    """Requires the optimizer's bf16 to agree with policy.precision."""
     expected = precision == "bfloat16"
     if bf16 == expected:
         return None
@@ -20,19 +20,19 @@ def optimizer_agrees_with_precision(bf16: bool, precision: str) -> Verdict:
 
 @rule(f"{OPTIMIZER}.min_lr", f"{OPTIMIZER}.lr")
 def min_lr_is_below_lr(min_lr: float, lr: float) -> Verdict:
-    """The learning rate decays."""
+    """Refuses a min_lr above lr, since the learning rate decays."""
     return None if min_lr <= lr else f"is {min_lr}, above {OPTIMIZER}.lr ({lr})"
 
 
 @rule(f"{SCHEDULER}.lr_warmup_init", f"{OPTIMIZER}.lr")
 def warm_up_starts_below_lr(start: float, lr: float) -> Verdict:
-    """The learning rate rises in the warm-up."""
+    """Refuses an initial learning rate above lr, since the warm-up increases it."""
     return None if start <= lr else f"is {start}, above {OPTIMIZER}.lr ({lr})"
 
 
 @rule(f"{SCHEDULER}.lr_warmup_iters", f"{SCHEDULER}.lr_decay_iters?")
 def warm_up_ends_before_decay(warmup: int, decay: int | None) -> Verdict:
-    """megatron-core counts the warm-up as part of the decay."""
+    """Requires a warm-up shorter than the decay, in which megatron-core includes it."""
     if decay is None or warmup < decay:
         return None
     return f"is {warmup}, but must be below {SCHEDULER}.lr_decay_iters ({decay}), which counts the warm-up too"
@@ -40,7 +40,7 @@ def warm_up_ends_before_decay(warmup: int, decay: int | None) -> Verdict:
 
 @rule(f"{DDP}.overlap_param_gather", f"{OPTIMIZER}.use_distributed_optimizer")
 def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bool) -> Verdict:
-    """Only sharded parameters are gathered."""
+    """Refuses an overlapped gather without sharded parameters to gather."""
     if not overlap or distributed:
         return None
     return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer to be true"
@@ -48,7 +48,7 @@ def overlapped_gather_needs_distributed_optimizer(overlap: bool, distributed: bo
 
 @rule(f"{OPTIMIZER}.optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer_cpu_offload?")
 def distributed_optimizer_is_adam(optimizer: str, distributed: bool, on_cpu: bool | None) -> Verdict:
-    """megatron-core shards the state of Adam only, and that of its CPU optimizer."""
+    """Refuses other optimizers: megatron-core shards only the state of Adam and of its CPU optimizer."""
     if optimizer == "adam" or not distributed or on_cpu:
         return None
     return f"is {optimizer}, which needs {OPTIMIZER}.use_distributed_optimizer to be false"
@@ -56,7 +56,7 @@ def distributed_optimizer_is_adam(optimizer: str, distributed: bool, on_cpu: boo
 
 @rule(f"{OPTIMIZER}.use_precision_aware_optimizer", f"{OPTIMIZER}.use_distributed_optimizer", f"{OPTIMIZER}.optimizer")
 def precision_aware_optimizer_is_distributed_adam(enabled: bool, distributed: bool, optimizer: str) -> Verdict:
-    """It is a feature of Transformer Engine's Adam under the distributed optimizer."""
+    """Requires Adam and the distributed optimizer, under which Transformer Engine has this feature."""
     if not enabled or (distributed and optimizer == "adam"):
         return None
     return f"is true, which needs {OPTIMIZER}.use_distributed_optimizer true and {OPTIMIZER}.optimizer adam"
@@ -64,13 +64,13 @@ def precision_aware_optimizer_is_distributed_adam(enabled: bool, distributed: bo
 
 @rule(f"{OPTIMIZER}.adam_beta1", f"{OPTIMIZER}.optimizer")
 def first_moment_moves(beta: float, optimizer: str) -> Verdict:
-    """Adam's kernels compute with float32."""
+    """Refuses a decay of the first moment that is 1 in float32, in which Adam's kernels compute."""
     return _moves(beta, optimizer)
 
 
 @rule(f"{OPTIMIZER}.adam_beta2", f"{OPTIMIZER}.optimizer")
 def second_moment_moves(beta: float, optimizer: str) -> Verdict:
-    """Adam's kernels compute with float32."""
+    """Refuses a decay of the second moment that is 1 in float32, in which Adam's kernels compute."""
     return _moves(beta, optimizer)
 
 
@@ -82,7 +82,7 @@ def _moves(beta: float, optimizer: str) -> Verdict:
 
 @rule(f"{OPTIMIZER}.adam_eps", f"{OPTIMIZER}.optimizer")
 def adam_eps_is_not_lost(eps: float, optimizer: str) -> Verdict:
-    """A parameter without a gradient is divided by it alone."""
+    """Refuses an eps that is 0 in float32: the update of a parameter without a gradient is divided by eps alone."""
     if optimizer != "adam" or eps >= _SMALLEST_NORMAL:
         return None
     return (
@@ -93,7 +93,7 @@ def adam_eps_is_not_lost(eps: float, optimizer: str) -> Verdict:
 
 @rule(f"{OPTIMIZER}.lr", f"{SCHEDULER}.start_weight_decay", f"{SCHEDULER}.end_weight_decay")
 def decay_keeps_signs(lr: float, start: float, end: float) -> Verdict:
-    """A step multiplies weights by 1 - lr x weight decay, which shrinks them between 0 and 1."""
+    """Refuses lr x weight decay above 1: a step multiplies weights by 1 minus this, which would flip their signs."""
     if lr * max(start, end) <= 1:
         return None
     name = "start_weight_decay" if start >= end else "end_weight_decay"
@@ -105,7 +105,7 @@ def decay_keeps_signs(lr: float, start: float, end: float) -> Verdict:
 
 @rule(f"{OPTIMIZER}.decoupled_lr?", f"{OPTIMIZER}.decoupled_min_lr?")
 def decoupled_rates_descend(lr: float | None, min_lr: float | None) -> Verdict:
-    """They are learning rates, too."""
+    """Requires the same of decoupled_lr and decoupled_min_lr as of lr and min_lr."""
     if lr is not None and lr <= 0:
         return f"must be above 0, or null for none; found {lr}"
     if min_lr is not None and (lr is None or not 0 <= min_lr <= lr):
@@ -118,7 +118,7 @@ def decoupled_rates_descend(lr: float | None, min_lr: float | None) -> Verdict:
 
 @rule(f"{OPTIMIZER}.grad_norm_skip_threshold?")
 def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
-    """Above it, a gradient is not applied."""
+    """Refuses a threshold of 0 or less, since gradients with a larger norm are not applied."""
     return None if threshold is None or threshold > 0 else f"must be above 0; found {threshold}"
 
 
@@ -127,7 +127,7 @@ def some_norms_are_not_skipped(threshold: float | None) -> Verdict:
     *(f"{OPTIMIZER}.{name}?" for name in STATE_TYPES),
 )
 def types_of_state_need_precision_aware_optimizer(enabled: bool, *types: str | None) -> Verdict:
-    """Without it the state is float32."""
+    """Refuses other dtypes than float32 for the state of an optimizer that is not precision-aware."""
     other = next((name for name, found in zip(STATE_TYPES, types, strict=True) if found not in (None, "float32")), None)
     if enabled or other is None:
         return None

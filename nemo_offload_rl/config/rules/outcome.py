@@ -1,4 +1,4 @@
-"""Validation, early stop, checkpoints, metrics."""
+"""Rules for validation, early stop, checkpoints and metrics."""
 
 from typing import Any
 
@@ -20,7 +20,7 @@ from nemo_offload_rl.metrics.names import without_default_set
 def validation_has_data(
     validation: Any, train: dict[str, Any], period: int, at_start: bool, at_end: bool, spec: AlgorithmSpec
 ) -> Verdict:
-    """A validation needs problems."""
+    """Requires validation data for the validations that the recipe asks for."""
     asked = {"val_period": period, "val_at_start": at_start, "val_at_end": at_end}
     first = next((name for name, value in asked.items() if value), None)
     if validation or splits_validation_data(train) or first is None:
@@ -33,7 +33,7 @@ def validation_has_data(
 
 @rule("logger.num_val_samples_to_print?", SPEC)
 def answers_are_sampled_where_they_are_printed(num: int | None, spec: AlgorithmSpec) -> Verdict:
-    """Only a validation that samples answers has some to print."""
+    """Refuses to print answers for an algorithm whose validation samples none."""
     if not num or spec.name == "grpo":
         return None
     return f"is {num}, but a validation of {spec.name} samples no answers; set it to 0 or delete it"
@@ -43,7 +43,7 @@ def answers_are_sampled_where_they_are_printed(num: int | None, spec: AlgorithmS
     f"{SECTION}.stop_at_validation_metric?", f"{SECTION}.stop_at_validation_threshold?", f"{SECTION}.val_period", SPEC
 )
 def stop_target_is_whole(metric: str | None, threshold: float | None, period: int, spec: AlgorithmSpec) -> Verdict:
-    """An early stop names a metric and its value."""
+    """Requires an early stop to have a metric and its value."""
     if metric is None and threshold is None:
         return None
     if metric is None or threshold is None:
@@ -56,7 +56,7 @@ def stop_target_is_whole(metric: str | None, threshold: float | None, period: in
 
 @rule("checkpointing.metric_name", "checkpointing.enabled", SPEC)
 def checkpoint_metric_is_measured(metric: str | None, enabled: bool, spec: AlgorithmSpec) -> Verdict:
-    """Checkpoints are ranked by something that the algorithm measures."""
+    """Requires checkpoints to be ranked by a metric that the algorithm measures."""
     if metric is None or not enabled or metric.startswith("train:"):
         return None
     known = [f"val:{name}" for name in spec.validation_metrics]
@@ -67,5 +67,5 @@ def checkpoint_metric_is_measured(metric: str | None, enabled: bool, spec: Algor
 
 @rule("logger.wandb_enabled", "logger.wandb?")
 def wandb_has_its_names(enabled: bool, wandb: Any) -> Verdict:
-    """Weights & Biases asks for a project and a name."""
+    """Requires a project and a name for Weights & Biases."""
     return "is true, which needs logger.wandb with project and name" if enabled and wandb is None else None

@@ -1,4 +1,4 @@
-"""Parallel sizes fit the cluster and the model."""
+"""Rules for parallel sizes: they fit the cluster and the model."""
 
 from typing import Any
 
@@ -34,7 +34,7 @@ from nemo_offload_rl.config.rules.base import (
 
 @rule(TP, PP, CP, GPUS, NODES, COLOCATED)
 def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int, nodes: int, apart: Any) -> Verdict:
-    """Every rank has its place in a model replica."""
+    """Requires the ranks to be a whole number of model replicas."""
     ranks, words = _ranks(gpus, nodes, apart)
     if data_parallel_size(ranks, tp, pp, cp) is not None:
         return None
@@ -43,7 +43,7 @@ def model_parallel_size_divides_world_size(tp: int, pp: int, cp: int, gpus: int,
 
 @rule(EP, ETP, PP, GPUS, NODES, COLOCATED)
 def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: int, nodes: int, apart: Any) -> Verdict:
-    """The ranks of the experts fill the cluster too."""
+    """Requires the ranks to be a whole number of replicas of the experts."""
     ranks, words = _ranks(gpus, nodes, apart)
     if data_parallel_size(ranks, ep, etp, pp) is not None:
         return None
@@ -51,9 +51,9 @@ def expert_parallel_size_divides_world_size(ep: int, etp: int, pp: int, gpus: in
 
 
 def _ranks(gpus: int, nodes: int, colocated: dict[str, Any] | None) -> tuple[int, str]:
-    """The policy's ranks, and words for them."""
+    """Returns the number of the policy's ranks, and the words for them in a message."""
     split = checked_split(gpus, nodes, colocated)
-    less = split.num_engine_devices if isinstance(split, DeviceSplit) else 0  # what is wrong is reported there
+    less = split.num_engine_devices if isinstance(split, DeviceSplit) else 0  # another rule reports an invalid split
     generation = f" less {less} of generation, {COLOCATED.removesuffix('?')}" if less else ""
     ranks = gpus * nodes - less
     return ranks, f"the {ranks} ranks of the cluster ({GPUS} {gpus} x {NODES} {nodes}{generation}); change either"
@@ -61,7 +61,10 @@ def _ranks(gpus: int, nodes: int, colocated: dict[str, Any] | None) -> tuple[int
 
 @rule(f"{MEGATRON}.moe_token_dispatcher_type?", PACKING, PP, *MODEL)
 def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool, pp: int, *model: Any) -> Verdict:
-    """Packed rows differ in length, which stages tell each other; megatron-core's allgather dispatcher cannot."""
+    """Refuses megatron-core's allgather dispatcher with packed rows on a pipeline.
+
+    Packed rows differ in length; pipeline stages send each other the lengths, which this dispatcher cannot handle.
+    """
     if dispatcher != "allgather" or not packs or pp == 1 or not model_kind(*model).has_experts:
         return None
     return (
@@ -72,7 +75,7 @@ def pipelined_packed_tokens_are_not_gathered(dispatcher: str | None, packs: bool
 
 @rule(f"{MEGATRON}.virtual_pipeline_model_parallel_size?", PP)
 def virtual_pipeline_needs_pipeline(vpp: int | None, pp: int) -> Verdict:
-    """The interleaved schedule deals chunks to several stages."""
+    """Refuses a virtual pipeline without pipeline stages for the interleaved schedule to divide chunks among."""
     if vpp is None or pp > 1:
         return None
     return f"is {vpp}, but {PP} is 1; set it to null, or use pipeline parallelism"
@@ -89,7 +92,7 @@ def virtual_pipeline_needs_pipeline(vpp: int | None, pp: int) -> Verdict:
 def pipeline_stages_share_layers_evenly(
     pp: int, vpp: int | None, first: int | None, last: int | None, layout: Any, *model: Any
 ) -> Verdict:
-    """What the first and the last stage leave is split evenly over the others."""
+    """Requires the layers that the first and last stage leave to divide evenly among the other stages."""
     layers = count_of(model_fields(*model), NUM_LAYERS_KEYS)
     if layers is None or layout is not None:
         return None
@@ -108,7 +111,7 @@ def pipeline_stages_share_layers_evenly(
 
 @rule(TP, *MODEL_FIELDS)
 def tensor_parallel_size_divides_heads(tp: int, *model: Any) -> Verdict:
-    """Each tensor-parallel rank has whole attention heads."""
+    """Requires whole attention heads on each tensor-parallel rank."""
     heads = count_of(model_fields(*model), NUM_HEADS_KEYS)
     if heads is None or heads % tp == 0:
         return None
@@ -123,7 +126,7 @@ def expert_parallel_needs_experts(
     overrides: dict[str, Any] | None,
     freq: int | list[int] | None,
 ) -> Verdict:
-    """A dense model has no experts to deal out."""
+    """Refuses expert parallelism for a dense model."""
     kind = model_kind(model_name, hf_config, overrides, freq)
     if ep == 1 or kind.has_experts is None:
         return None
@@ -136,7 +139,7 @@ def expert_parallel_needs_experts(
 
 @rule(f"{MEGATRON}.sequence_parallel", TP, DIVISOR, LENGTH)
 def sequence_parallel_needs_divisible_lengths(enabled: bool, tp: int, multiple: int, longest: int) -> Verdict:
-    """Each tensor-parallel rank has an equal part of a sequence."""
+    """Requires sequences that split evenly over the tensor-parallel ranks."""
     if not enabled or tp == 1 or longest % multiple == 0:
         return None
     return f"needs {LENGTH} ({longest}) to be a multiple of {DIVISOR} ({multiple})"
@@ -144,7 +147,7 @@ def sequence_parallel_needs_divisible_lengths(enabled: bool, tp: int, multiple: 
 
 @rule("cluster.master_port_range_low?", "cluster.master_port_range_high?")
 def port_range_has_both_ends(low: int | None, high: int | None) -> Verdict:
-    """A range of ports is given whole."""
+    """Requires both ends of the port range, in order."""
     if (low is None) != (high is None):
         return "cluster.master_port_range_low and master_port_range_high come together; give both or neither"
     if low is not None and high is not None and low > high:
@@ -154,7 +157,7 @@ def port_range_has_both_ends(low: int | None, high: int | None) -> Verdict:
 
 @rule("cluster.segment_size?", NODES)
 def segments_fill_the_nodes(size: int | None, nodes: int) -> Verdict:
-    """Each node belongs to a whole segment."""
+    """Requires the nodes to be a whole number of segments."""
     if size is None or nodes % size == 0:
         return None
     return f"is {size}, which does not divide {NODES} ({nodes}); make {NODES} a multiple of it, or set it to null"
@@ -162,7 +165,7 @@ def segments_fill_the_nodes(size: int | None, nodes: int) -> Verdict:
 
 @rule("cluster.max_restarts?", "checkpointing.enabled")
 def restarts_need_checkpoints(at_most: int | None, enabled: bool) -> Verdict:
-    """A run goes on from somewhere."""
+    """Refuses restarts without checkpoints to resume from."""
     if not at_most or enabled:
         return None
     return (

@@ -1,4 +1,4 @@
-"""Where training state lives: flags and single cells of the residency table."""
+"""Rules for the residency table: its cells, and the flags that set some of them."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -8,26 +8,26 @@ from nemo_offload_rl.config.rules.base import COLOCATED, OPTIMIZER, Conflict, Ve
 
 TABLE = "policy.residency.table"
 AUTO = "auto"
-"""Of params and optimizer_state in generate: as the plan says."""
+"""Value of params and optimizer_state in generate that lets the plan decide."""
 FOR_REFIT = "policy.offload_optimizer_for_refit"
 FOR_LOGPROB = "policy.offload_optimizer_for_logprob"
 _STATE_IN_TRAIN = f"{TABLE}.train.optimizer_state"
 _STATE_TYPES = ("main_params_dtype", "exp_avg_dtype", "exp_avg_sq_dtype")
 
-# The phases whose cell of optimizer_state a flag of NeMo-RL's writes.
+# NeMo-RL's flag -> the phases whose optimizer_state cell it sets.
 FLAG_PHASES: Mapping[str, tuple[str, ...]] = {FOR_LOGPROB: ("logprob",), FOR_REFIT: ("refit", "generate")}
 
 _Cells = Mapping[str, Mapping[str, str]]
 
 
 def flag_cell(enabled: bool) -> str:
-    """The cell that a flag writes: on the host, or wherever the state is."""
+    """Returns the cell that a flag sets: host, or keep (wherever the state is)."""
     return "host" if enabled else "keep"
 
 
 @rule(f"{TABLE}?")
 def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
-    """A step reads and writes all of it."""
+    """Requires training state on the GPU in train, since a step reads and writes all of it."""
     for target in ("params", "grads"):
         cell = _cell(table, "train", target)
         if cell not in (None, "gpu"):
@@ -43,7 +43,7 @@ def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
 
 @rule(f"{TABLE}?")
 def the_plan_decides_for_generation(table: _Cells | None) -> Verdict:
-    """What it decides of optimizer state there holds in a refit, too."""
+    """Refuses auto outside of generate: the plan decides there, for optimizer state in refit, too."""
     for phase in ("logprob", "refit"):
         if _cell(table, phase, "optimizer_state") == AUTO:
             return (
@@ -61,7 +61,7 @@ def the_plan_decides_for_generation(table: _Cells | None) -> Verdict:
 
 @rule(f"{TABLE}?")
 def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdict:
-    """Only a step streams it, and what is streamed is never whole on the GPU."""
+    """Refuses streamed outside of train, and gpu for streamed state, which is never whole on the GPU."""
     for phase in ("logprob", "refit", "generate"):
         cell = _cell(table, phase, "optimizer_state")
         if cell == "streamed":
@@ -79,7 +79,7 @@ def optimizer_state_is_streamed_in_training_alone(table: _Cells | None) -> Verdi
 
 @rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer")
 def streamed_state_is_adams(table: _Cells | None, optimizer: str) -> Verdict:
-    """State is made on the host before the first step, which only Adam's can be."""
+    """Refuses to stream other state than Adam's, the only one that can be created on the host before the first step."""
     if optimizer == "adam" or not _is_streamed(table):
         return None
     return _STATE_IN_TRAIN, f"is streamed, which needs {OPTIMIZER}.optimizer adam; found {optimizer}"
@@ -87,7 +87,7 @@ def streamed_state_is_adams(table: _Cells | None, optimizer: str) -> Verdict:
 
 @rule(f"{TABLE}?", *(f"{OPTIMIZER}.{name}?" for name in _STATE_TYPES))
 def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Verdict:
-    """Transformer Engine scales types of few bits by the largest element of the whole tensor."""
+    """Refuses low-precision streamed state: Transformer Engine scales it by the largest element of the whole tensor."""
     if not _is_streamed(table):
         return None
     for name, found in zip(_STATE_TYPES, types, strict=True):
@@ -102,7 +102,7 @@ def streamed_state_has_no_scales(table: _Cells | None, *types: str | None) -> Ve
 
 @rule(f"{TABLE}?", f"{OPTIMIZER}.optimizer_cpu_offload?")
 def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool | None) -> Verdict:
-    """Each of the two has the state on the host in its own way."""
+    """Refuses streaming with the CPU optimizer, since each keeps the state on the host in its own way."""
     if not on_cpu or not _is_streamed(table):
         return None
     return (
@@ -113,7 +113,7 @@ def state_is_streamed_or_stepped_on_the_cpu(table: _Cells | None, on_cpu: bool |
 
 @rule(f"{TABLE}?")
 def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
-    """Log-probs are computed with them, and a refit sends them."""
+    """Requires parameters on the GPU for log-probs, which compute with them, and for a refit, which sends them."""
     for phase, why in (("logprob", "log-probs are computed with them"), ("refit", "they are sent to generation")):
         cell = _cell(table, phase, "params")
         if cell not in (None, "gpu"):
@@ -125,7 +125,7 @@ def forward_passes_have_params_on_the_gpu(table: _Cells | None) -> Verdict:
 def table_agrees_with_offload_for_refit(
     table: _Cells | None, enabled: bool | None, colocated: Mapping[str, Any] | None
 ) -> Verdict:
-    """The flag writes cells, too, where generation shares the policy's GPUs."""
+    """Refuses cells that contradict the refit flag, which sets cells, too, if generation shares the policy's GPUs."""
     if enabled is None or (colocated is not None and not colocated["enabled"]):
         return None
     return _agreement(table, FOR_REFIT, enabled)
@@ -133,7 +133,7 @@ def table_agrees_with_offload_for_refit(
 
 @rule(f"{TABLE}?", FOR_LOGPROB)
 def table_agrees_with_offload_for_logprob(table: _Cells | None, enabled: bool) -> Verdict:
-    """The flag writes cells, too."""
+    """Refuses cells that contradict the log-prob flag, which sets cells, too."""
     return _agreement(table, FOR_LOGPROB, enabled)
 
 
@@ -141,7 +141,7 @@ def table_agrees_with_offload_for_logprob(table: _Cells | None, enabled: bool) -
 def generation_weights_are_of_an_engine_that_shares_gpus(
     where: str | None, backend: str | None, colocated: Mapping[str, Any] | None
 ) -> Verdict:
-    """Only such an engine gives its weights up, and only vLLM has a choice."""
+    """Refuses a place for the weights of an engine that keeps them anyway; only vLLM on shared GPUs has a choice."""
     if where is None:
         return None
     if backend is None:

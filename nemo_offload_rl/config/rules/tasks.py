@@ -1,4 +1,4 @@
-"""Data and environments."""
+"""Rules for data and environments."""
 
 import re
 from typing import Any
@@ -11,7 +11,7 @@ from nemo_offload_rl.named_datasets import CONVERSATIONS, NAMED_DATASETS
 
 @rule("data.default.env_name?", "env")
 def environment_is_defined(name: str | None, env: dict[str, Any]) -> Verdict:
-    """GRPO has a judge of its answers."""
+    """Requires GRPO to name an environment that judges its answers."""
     if name is None:
         return (
             f"missing; it names the section of env that judges answers: {show_choices(env) if env else 'env is empty'}"
@@ -23,7 +23,7 @@ def environment_is_defined(name: str | None, env: dict[str, Any]) -> Verdict:
 
 @rule("data.default.env_name?", "env")
 def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verdict:
-    """The environment in use has a reward or a math_verify_impl; no environment has both, or keys of the other."""
+    """Requires the environment in use to have either reward or math_verify_impl, and none to mix the keys of both."""
     for name, section in env.items():
         has_math = section.get("math_verify_impl") is not None
         if has_math and "reward" in section:
@@ -42,7 +42,7 @@ def environment_judges_in_one_way(used: str | None, env: dict[str, Any]) -> Verd
 
 @note("env")
 def rewards_in_the_driver_have_no_workers(env: dict[str, Any]) -> Verdict:
-    """NeMo-RL's environments have worker processes whatever they judge."""
+    """Notes that num_workers has no effect without math_verify_impl; NeMo-RL's environments always have workers."""
     for name, section in env.items():
         if "num_workers" in section and section.get("math_verify_impl") is None:
             return (
@@ -54,7 +54,7 @@ def rewards_in_the_driver_have_no_workers(env: dict[str, Any]) -> Verdict:
 
 @rule("env")
 def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
-    """A Python reward names its function, and no other does."""
+    """Requires a function for a Python reward, and none for the others."""
     for name, section in env.items():
         reward, function = section.get("reward"), section.get("reward_function")
         if reward == "python" and function is None:
@@ -69,7 +69,7 @@ def rewards_have_what_they_need(env: dict[str, Any]) -> Verdict:
 
 @rule("data")
 def named_datasets_have_the_keys_that_they_read(data: dict[str, Any]) -> Verdict:
-    """A split is one of the dataset's, and no key of another dataset is left unread."""
+    """Requires a split that the named dataset has, and refuses keys that only other datasets read."""
     for path, section in {**datasets_of(data, "train"), **datasets_of(data, "validation")}.items():
         name = section["dataset_name"]
         if name not in NAMED_DATASETS:
@@ -96,15 +96,15 @@ def _prompt_file(data: dict[str, Any], section: dict[str, Any], key: str) -> str
 
 @rule("data.train.split_validation_size?", "data.train.seed?", "data.train.dataset_name?")
 def splits_have_a_seed(size: float | None, seed: int | None, name: str | None) -> Verdict:
-    """A resumed run splits as the first one did, and so does one on another machine."""
-    if seed is not None or not size or name in NAMED_DATASETS:  # which have a seed of their own, or are not split
+    """Requires a seed for the split, so that resumed runs, on any machine, split the data in the same way."""
+    if seed is not None or not size or name in NAMED_DATASETS:  # named datasets have a default seed, or are not split
         return None
     return f"is {size}, which needs data.train.seed"
 
 
 @note("data.train.split_validation_size?", "data.train.dataset_name?")
 def datasets_that_nemo_rl_does_not_split(size: float | None, name: str | None) -> Verdict:
-    """NeMo-RL's recipes inherit the key beside datasets that have validation data of their own."""
+    """Notes that the split has no effect; NeMo-RL's recipes inherit the key even for datasets with validation data."""
     if not size or splits_validation_data({"dataset_name": name, "split_validation_size": size}):
         return None
     return f"has no effect: as in NeMo-RL, nothing is split off {name}"
@@ -112,7 +112,7 @@ def datasets_that_nemo_rl_does_not_split(size: float | None, name: str | None) -
 
 @rule("data.train.split_validation_size?")
 def splits_are_shares_or_counts(size: float | None) -> Verdict:
-    """There is no part of a sample."""
+    """Refuses a number of samples that is not an integer."""
     if size is None or isinstance(size, int) or size < 1:
         return None
     return f"is {size}; it is a share below 1, or a number of samples, written without a point"
@@ -120,7 +120,7 @@ def splits_are_shares_or_counts(size: float | None) -> Verdict:
 
 @rule("data")
 def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
-    """The rest of it would be lost."""
+    """Refuses to split validation data, of which the rest would be lost."""
     for path, section in datasets_of(data, "validation").items():
         if section.get("split_validation_size"):
             size = section["split_validation_size"]
@@ -130,7 +130,7 @@ def validation_data_is_not_split(data: dict[str, Any]) -> Verdict:
 
 @note("data")
 def nothing_is_drawn_of_validation_data(data: dict[str, Any]) -> Verdict:
-    """Validation reads the first rows, in their order."""
+    """Refuses a seed for validation data, which is read in order from the first row."""
     for path, section in datasets_of(data, "validation").items():
         if "seed" in section and section["dataset_name"] != "arithmetic":
             return f"{path}.seed", f"has no effect, since {section['dataset_name']} is read in its order"

@@ -1,4 +1,4 @@
-"""Generation with vLLM: what its engines can be asked for, and that they fit the policy."""
+"""Rules for vLLM: the engine supports the settings, and its engines fit the policy."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from nemo_offload_rl.config.rules.base import COLOCATED, GPUS, LENGTH, MODEL_FIE
 GENERATION = "policy.generation"
 VLLM = f"{GENERATION}.vllm_cfg"
 BACKEND, VLLM_TP = f"{GENERATION}.backend", f"{VLLM}.tensor_parallel_size"
-# vLLM raises a lower one to this, silently.
+# vLLM silently raises lower temperatures to this value.
 LEAST_TEMPERATURE = 0.01
 
-# A key of vllm_cfg: the value that alone it may have, and why.
+# Key of vllm_cfg: the only value that it may have, and why.
 ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "pipeline_parallel_size": (1, "pipeline parallelism of an engine is not supported here; use tensor_parallel_size"),
     "load_format": ("dummy", "weights come with the first refit, and reading others before it would only take time"),
@@ -29,7 +29,7 @@ ONLY_VALUES: dict[str, tuple[Any, str]] = {
     "reset_encoder_cache_after_weight_update": (False, "models with images are not supported here"),
 }
 
-# Arguments of vLLM's LLM that a key of the recipe stands for.
+# Argument of vLLM's LLM: the key of the recipe that sets it.
 KEY_OF_ARGUMENT: dict[str, str] = {
     "model": "policy.model_name",
     "hf_overrides": "policy.hf_config_overrides",
@@ -46,7 +46,7 @@ KEY_OF_ARGUMENT: dict[str, str] = {
         )
     },
 }  # fmt: skip
-# Arguments that the engine sets itself, or that would make its weights or log-probs others than the policy's.
+# Arguments that the engine sets itself, or that would make its weights or log-probs differ from the policy's.
 REFUSED_ARGUMENTS: dict[str, str] = {
     **dict.fromkeys(
         ("distributed_executor_backend", "worker_cls", "worker_extension_cls", "enable_sleep_mode", "generation_config",
@@ -66,7 +66,7 @@ REFUSED_ARGUMENTS: dict[str, str] = {
     ),
 }  # fmt: skip
 
-# Environment variables that the engine's processes cannot do without: generation.vllm_arguments has their values.
+# Environment variables that the engine's processes need; their values are in generation.vllm_arguments.
 OWN_VARIABLES = (
     "HF_HUB_OFFLINE",
     "VLLM_ENABLE_V1_MULTIPROCESSING",
@@ -78,14 +78,14 @@ OWN_VARIABLES = (
 
 @rule(f"{VLLM}.env_vars")
 def vllms_own_variables_stay(variables: dict[str, str] | None) -> Verdict:
-    """An engine is set up in one way."""
+    """Refuses to override environment variables that the engine sets itself."""
     own = next((name for name in variables or {} if name in OWN_VARIABLES), None)
     return None if own is None else (f"{VLLM}.env_vars.{own}", "cannot be set: the engine sets it itself; delete it")
 
 
 @rule(BACKEND, f"{VLLM}?")
 def vllm_has_its_section(backend: str, section: dict[str, Any] | None) -> Verdict:
-    """The engines' sizes have no defaults."""
+    """Requires vllm_cfg, since the engines' sizes have no defaults."""
     if backend != "vllm" or section is not None:
         return None
     return f"is vllm, which needs the section {VLLM}; add it, as examples/configs/common/grpo.yaml has it"
@@ -93,7 +93,7 @@ def vllm_has_its_section(backend: str, section: dict[str, Any] | None) -> Verdic
 
 @rule(VLLM)
 def vllm_is_asked_for_what_it_does_here(section: dict[str, Any]) -> Verdict:
-    """Keys of NeMo-RL's that would turn on what the engine here has not."""
+    """Refuses values of NeMo-RL's keys that turn on features which the engine lacks here."""
     for name, (only, why) in ONLY_VALUES.items():
         if name in section and not same(section[name], only):
             return f"{VLLM}.{name}", f"must be {show(only)}, since {why}; found {show(section[name])}"
@@ -102,13 +102,13 @@ def vllm_is_asked_for_what_it_does_here(section: dict[str, Any]) -> Verdict:
 
 @rule(f"{VLLM}.precision", "policy.precision")
 def vllm_computes_in_the_policys_type(precision: str, policy: str) -> Verdict:
-    """A refit copies bits."""
+    """Requires the policy's dtype, since a refit copies the bits of the weights."""
     return None if precision == policy else f"is {precision}, but refits send policy.precision ({policy}); set it so"
 
 
 @rule(f"{VLLM}.max_model_len", LENGTH)
 def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
-    """Answers would be cut off before the recipe's limit."""
+    """Refuses a max_model_len that would cut answers off before the recipe's limit."""
     if longest >= total:
         return None
     return f"is {longest}, below {LENGTH} ({total}), which bounds a prompt with its answer; set it to that or more"
@@ -116,7 +116,7 @@ def vllm_takes_whole_sequences(longest: int, total: int) -> Verdict:
 
 @rule(VLLM_TP, GPUS, NODES, COLOCATED)
 def vllm_engines_share_out_a_node(tp: int, gpus: int, nodes: int, apart: dict[str, Any] | None) -> Verdict:
-    """An engine is on one node."""
+    """Requires the engines to divide a node's GPUs evenly, since an engine cannot span nodes."""
     split = checked_split(gpus, nodes, apart)
     if not isinstance(split, DeviceSplit) or split.engine_devices_per_node % tp == 0:
         return None
@@ -127,7 +127,7 @@ def vllm_engines_share_out_a_node(tp: int, gpus: int, nodes: int, apart: dict[st
 
 @rule(VLLM_TP, *MODEL_FIELDS)
 def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
-    """VLLM splits attention by heads; fewer key and value heads than GPUs are repeated."""
+    """Requires whole attention heads on each GPU; key and value heads fewer than GPUs are replicated."""
     fields = model_fields(*model)
     heads = count_of(fields, ("num_attention_heads", "n_head"))
     if heads is not None and heads % tp:
@@ -143,13 +143,13 @@ def vllm_splits_whole_heads(tp: int, *model: Any) -> Verdict:
 
 @rule(f"{VLLM}.expert_parallel_size", VLLM_TP)
 def vllm_divides_experts_among_its_gpus(ep: int, tp: int) -> Verdict:
-    """More would need engines that span others' GPUs."""
+    """Refuses other expert-parallel sizes, since engines cannot use each other's GPUs."""
     return None if ep in (1, tp) else f"must be 1 or {VLLM_TP} ({tp}); found {ep}"
 
 
 @rule("policy.verify_refit?", BACKEND, f"{VLLM}.tensor_parallel_size?")
 def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: int | None) -> Verdict:
-    """A GPU of several has parts, whose checksums are no part's of what was sent."""
+    """Refuses checksums with tensor parallelism, where each GPU holds parts of the weights that were sent."""
     if not verify or backend != "vllm" or tp in (None, 1):
         return None
     return f"is true, which needs {VLLM_TP} 1 with vllm, whose GPUs otherwise hold parts of weights; set it to false"
@@ -157,7 +157,7 @@ def vllm_checksums_are_of_whole_weights(verify: bool | None, backend: str, tp: i
 
 @rule(f"{GENERATION}.temperature", f"{GENERATION}.val_temperature", BACKEND)
 def vllm_has_a_least_temperature(temperature: float, validation: float, backend: str) -> Verdict:
-    """It would sample at another temperature than the log-probs are computed for."""
+    """Refuses temperatures that vLLM would raise, since log-probs are computed for the recipe's temperature."""
     if backend != "vllm":
         return None
     for name, value in (("temperature", temperature), ("val_temperature", validation)):
@@ -168,7 +168,7 @@ def vllm_has_a_least_temperature(temperature: float, validation: float, backend:
 
 @rule(f"{GENERATION}.vllm_kwargs", VLLM)
 def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[str, Any]) -> Verdict:
-    """One setting has one place."""
+    """Refuses arguments that the recipe sets by a key, or that the engine sets itself."""
     for name in arguments:
         path = f"{GENERATION}.vllm_kwargs.{name}"
         if name in KEY_OF_ARGUMENT:
@@ -180,7 +180,7 @@ def vllm_arguments_are_not_the_recipes(arguments: dict[str, Any], section: dict[
 
 @rule(f"{GENERATION}.vllm_kwargs")
 def vllms_limits_are_numbers(arguments: dict[str, Any]) -> Verdict:
-    """The plan counts with them, and vLLM refuses others once it is built."""
+    """Requires positive integers, which the plan computes with and vLLM would check only after it is built."""
     for name in ("max_num_seqs", "max_num_batched_tokens", "block_size"):
         limit = arguments.get(name)
         if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
@@ -190,7 +190,7 @@ def vllms_limits_are_numbers(arguments: dict[str, Any]) -> Verdict:
 
 @rule(f"{GENERATION}.vllm_kwargs")
 def vllms_kv_cache_has_a_size(arguments: dict[str, Any]) -> Verdict:
-    """VLLM takes this for each GPU as it is, whatever gpu_memory_utilization says."""
+    """Requires a number of bytes, which vLLM uses for each GPU whatever gpu_memory_utilization says."""
     if "kv_cache_memory_bytes" not in arguments:
         return None
     nbytes = arguments["kv_cache_memory_bytes"]

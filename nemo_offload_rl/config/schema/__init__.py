@@ -1,4 +1,4 @@
-"""The schema of recipes: a TypedDict a section, a comment a key, and no default anywhere."""
+"""The schema of recipes: one TypedDict for each section, one comment for each key, and no defaults."""
 
 from typing import NotRequired, TypedDict
 
@@ -24,21 +24,21 @@ class GRPOMasterConfig(TypedDict):
 
     # The algorithm.
     grpo: GRPOConfig
-    # Its loss.
+    # The policy-gradient loss.
     loss_fn: LossConfig
-    # The model that is trained and sampled from.
+    # The model that GRPO trains and samples from.
     policy: GRPOPolicyConfig
-    # Problems and their answers.
+    # Problems and their reference answers.
     data: DataConfig
-    # What judges answers, one section an environment; `data.default.env_name` names the one in use.
+    # The environments that judge answers, one section each; `data.default.env_name` names the one in use.
     env: dict[str, EnvConfig]
-    # The machines.
+    # Nodes and GPUs of the run.
     cluster: ClusterConfig
-    # Where metrics go.
+    # Where the run writes its metrics.
     logger: LoggerConfig
-    # What is saved.
+    # What the run saves, and when.
     checkpointing: CheckpointingConfig
-    # An SFT run first. Absent: GRPO starts from policy.model_name itself.
+    # An SFT run that comes first. Absent: GRPO starts from policy.model_name itself.
     warm_start: NotRequired[WarmStartConfig]
 
 
@@ -52,11 +52,11 @@ class SFTMasterConfig(TypedDict):
     policy: PolicyConfig
     # Problems and their answers.
     data: SFTDataConfig
-    # The machines.
+    # Nodes and GPUs of the run.
     cluster: ClusterConfig
-    # Where metrics go.
+    # Where the run writes its metrics.
     logger: LoggerConfig
-    # What is saved.
+    # What the run saves, and when.
     checkpointing: CheckpointingConfig
 
 
@@ -66,17 +66,17 @@ class DPOMasterConfig(TypedDict):
 
     # The algorithm.
     dpo: DPOConfig
-    # The model that is trained; its weights of the start are the reference.
+    # The model that is trained; its initial weights are the reference.
     policy: PolicyConfig
     # Pairs of a chosen and a rejected answer.
     data: PreferenceDataConfig
-    # The machines.
+    # Nodes and GPUs of the run.
     cluster: ClusterConfig
-    # Where metrics go.
+    # Where the run writes its metrics.
     logger: LoggerConfig
-    # What is saved.
+    # What the run saves, and when.
     checkpointing: CheckpointingConfig
-    # An SFT run first. Absent: DPO starts from policy.model_name itself.
+    # An SFT run that comes first. Absent: DPO starts from policy.model_name itself.
     warm_start: NotRequired[WarmStartConfig]
 
 

@@ -1,4 +1,4 @@
-"""The section `policy.activation_offload`: what megatron-core has no key for."""
+"""The section `policy.activation_offload`: settings of activation offloading for which megatron-core has no key."""
 
 from typing import NotRequired, TypedDict
 
@@ -11,10 +11,11 @@ from nemo_offload_rl.config.schema.value_types import STRICT, PositiveGib
 class ActivationOffloadConfig(TypedDict):
     """Section `policy.activation_offload`; read only with `policy.megatron_cfg.fine_grained_activation_offloading`."""
 
-    # Stop after the first step where a module of offload_modules freed no GPU memory, instead of warning why.
-    # Recommended: false; true in tests and where the memory is counted on. Absent: false.
+    # Stop the run after its first step if a module of offload_modules freed no GPU memory there, instead of logging a
+    # warning with the reason. Recommended: false; true in tests and where the run depends on that memory. Absent:
+    # false.
     strict: NotRequired[bool]
-    # Host memory that one rank page-locks for activations at its start, all of it, in GiB, within policy.residency's
-    # host_memory_limit_gib; what does not fit stays on the GPU. Above 0; null for what the plan says.
-    # Recommended: null. Absent: as null.
+    # Pinned host memory for activations that each rank allocates at its start, all at once, in GiB; it is a part of
+    # policy.residency's host_memory_limit_gib. Activations that do not fit stay on the GPU. Above 0; null for the size
+    # that the plan computes. Recommended: null. Absent: same as null.
     host_memory_limit_gib: NotRequired[PositiveGib | None]

@@ -1,4 +1,4 @@
-"""The section `checkpointing`: what is saved, when, and what is kept."""
+"""The section `checkpointing`: what the run saves, when it saves, and which checkpoints it keeps."""
 
 from typing import Literal, NotRequired, TypedDict
 
@@ -13,27 +13,28 @@ class CheckpointingConfig(TypedDict):
 
     # Save checkpoints. Recommended: true.
     enabled: bool
-    # Folder of the checkpoints; a run that finds some there resumes from the latest.
+    # Folder of the checkpoints; a run that finds checkpoints there resumes from the latest one.
     checkpoint_dir: NonEmptyStr
     # Metric by which checkpoints are ranked, such as val:accuracy; null ranks them by age.
     metric_name: NonEmptyStr | None
     # Whether a larger value of that metric is better: true for val:accuracy, false for val:val_loss.
     higher_is_better: bool
-    # Checkpoints that are kept; null keeps all. 1 or more; recommended 3.
+    # Number of checkpoints to keep; null keeps all. 1 or more; recommended 3.
     keep_top_k: PositiveInt | None
     # Steps between checkpoints. 1 or more; recommended a multiple of the validation period.
     save_period: PositiveInt
     # Save optimizer state too, without which a run cannot resume. Recommended: true.
     save_optimizer: bool
-    # What follows where the newest checkpoint is not as it was written: error (the run ends and names the file) or
-    # previous (it is set aside, and the run goes on from the newest that is whole). Recommended: error. Absent: error.
+    # What a run does when the newest checkpoint is damaged, that is, differs from what was written: error (the run ends
+    # and names the file) or previous (the run sets it aside and resumes from the newest intact one). Recommended:
+    # error. Absent: error.
     on_damaged: NotRequired[Literal["error", "previous"]]
-    # Seconds that a step and its checkpoint may take once SIGTERM or SIGHUP asks the run to end; then it stops where it
-    # is. Above 0; recommended 10 less than the scheduler waits before it kills (Slurm's KillWait, Kubernetes'
-    # terminationGracePeriodSeconds); null: as long as they take. Absent: as null.
+    # Seconds that the current step and its checkpoint may take after SIGTERM or SIGHUP; then the run stops where it is.
+    # Above 0; recommended 10 less than the scheduler waits before it kills the process (Slurm's KillWait, Kubernetes'
+    # terminationGracePeriodSeconds); null for no limit. Absent: same as null.
     grace_period_s: NotRequired[PositiveFloat | None]
-    # When the run saves and ends, whatever is left of it: days:hours:minutes:seconds from its first step on, such as
-    # 00:03:45:00 for a Slurm job of four hours; restarts by cluster.max_restarts count in. It ends a step sooner where
-    # the longest step so far, with its validation, a checkpoint that is being written, and the longest checkpoint so
-    # far would not be done by then. The same command goes on. Null or absent: never.
+    # Time after which the run saves a checkpoint and ends, even if steps are left: days:hours:minutes:seconds from its
+    # first step, such as 00:03:45:00 for a Slurm job of four hours; restarts by cluster.max_restarts are included. The
+    # run ends a step earlier if the longest step so far with its validation, a checkpoint that is being written, and
+    # the longest checkpoint so far would not be done by then. The same command resumes it. Null or absent: never.
     checkpoint_must_save_by: NotRequired[NonEmptyStr | None]

@@ -1,4 +1,4 @@
-"""The section `cluster`: the machines of the run."""
+"""The section `cluster`: the nodes and GPUs of the run."""
 
 from typing import NotRequired, TypedDict
 
@@ -11,17 +11,17 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonNegativeInt, Po
 class ClusterConfig(TypedDict):
     """Section `cluster`."""
 
-    # GPUs of each node; where there is no GPU, the ranks (processes) of each node. 1 or more.
+    # GPUs of each node; without GPUs, the ranks (processes) of each node. 1 or more.
     gpus_per_node: PositiveInt
-    # Nodes. 1 or more.
+    # Number of nodes. 1 or more.
     num_nodes: PositiveInt
-    # First port that the ranks may meet at. 1024 to 65535. Absent: any free port.
+    # Lowest port for the rendezvous of the ranks. 1024 to 65535. Absent: any free port.
     master_port_range_low: NotRequired[Port]
-    # Last port that the ranks may meet at. 1024 to 65535. Absent: any free port.
+    # Highest port for the rendezvous of the ranks. 1024 to 65535. Absent: any free port.
     master_port_range_high: NotRequired[Port]
-    # Consecutive nodes that have to be of one NVLink domain, by the nodes' Ray label nvidia.com/gpu.clique. 1 or more,
-    # a divisor of num_nodes; null and 1 ask for nothing. Absent: null.
+    # Number of consecutive nodes that must be in one NVLink domain, according to their Ray label nvidia.com/gpu.clique.
+    # 1 or more, a divisor of num_nodes; null and 1 require nothing. Absent: null.
     segment_size: NotRequired[PositiveInt | None]
-    # How often a run goes on by itself, from its newest checkpoint, after a process or a node was lost. 0 or more.
+    # How many times a run restarts by itself from its newest checkpoint after it lost a process or a node. 0 or more.
     # Absent: 0.
     max_restarts: NotRequired[NonNegativeInt]

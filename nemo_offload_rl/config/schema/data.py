@@ -19,30 +19,31 @@ from nemo_offload_rl.config.schema.value_types import (
 
 @with_config(STRICT)
 class PromptFiles(TypedDict):
-    """What a dataset's prompts are put into: of one dataset, or in `data.default` for those that do not say."""
+    """Files that a dataset's prompts are put into; in `data.default` for the datasets that do not name any."""
 
-    # A text file that the prompt is put into (of several messages, the user's first), in place of its `{}`, found from
-    # the folder that the run is started in. Null: the prompt alone. Absent: that of data.default, or there the
-    # prompt alone.
+    # A text file whose `{}` is replaced by the prompt (for several messages, by the first one of the user), relative to
+    # the folder that the run is started in. Null: the prompt alone. Absent: that of data.default, or there the prompt
+    # alone.
     prompt_file: NotRequired[NonEmptyStr | None]
-    # A text file with the system message. Null: none. Absent: that of data.default, or there none.
+    # A text file with the system message. Null: no system message. Absent: that of data.default, or there none.
     system_prompt_file: NotRequired[NonEmptyStr | None]
 
 
 @with_config(STRICT)
 class ArithmeticDataset(PromptFiles):
-    """`data.train` or `data.validation` with `dataset_name: arithmetic`: additions made on the fly."""
+    """`data.train` or `data.validation` with `dataset_name: arithmetic`: additions generated on the fly."""
 
-    # Marks the built-in task `12+34=`; training and validation problems are disjoint. In DPO, the chosen answer is the
-    # right sum, and the rejected one is off by one in one decimal place.
+    # Selects the built-in task `12+34=`; training and validation problems are disjoint. In DPO, the chosen answer is
+    # the correct sum, and the rejected one is off by one in one decimal place.
     dataset_name: Literal["arithmetic"]
     # Digits of each summand. 1 to 9; recommended 2, which has 10,000 problems.
     num_digits: Annotated[int, Field(ge=1, le=9)]
-    # Problems, or pairs, of this set. 1 or more; one in sixteen of all 100 ** num_digits is set aside for validation.
+    # Number of problems, or pairs, in this set. 1 or more; one in sixteen of all 100 ** num_digits is reserved for
+    # validation.
     num_problems: PositiveInt
-    # Seed of which problems are drawn. 0 or more.
+    # Seed by which problems are drawn. 0 or more.
     seed: NonNegativeInt
-    # Of data.train: share (below 1) or number of its problems that are validation data instead, drawn by `seed`.
+    # For data.train only: share (below 1) or number of its problems to split off as validation data, drawn with `seed`.
     # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
 
@@ -51,7 +52,7 @@ class ArithmeticDataset(PromptFiles):
 class ResponseDataset(PromptFiles):
     """`data.train` or `data.validation` with `dataset_name: ResponseDataset`: a JSONL file."""
 
-    # Marks a file with one JSON object a line.
+    # Selects a JSONL file: one JSON object on each line.
     dataset_name: Literal["ResponseDataset"]
     # The file, relative to the folder that the run is started in.
     data_path: NonEmptyStr
@@ -59,9 +60,10 @@ class ResponseDataset(PromptFiles):
     input_key: NonEmptyStr
     # Field of the answer, such as output.
     output_key: NonEmptyStr
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: nothing is split off.
+    # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -69,19 +71,20 @@ class ResponseDataset(PromptFiles):
 class HFDataset(PromptFiles):
     """`data.train` or `data.validation` with `dataset_name: HFDataset`: a folder written by `datasets`."""
 
-    # Marks a folder that `datasets` has saved.
+    # Selects a folder that `datasets` has saved.
     dataset_name: Literal["HFDataset"]
     # The folder, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Split of a folder that has several. Absent: the folder has no splits.
+    # Split to read from a folder that has several. Absent: the folder has no splits.
     split: NotRequired[NonEmptyStr]
     # Column of the prompt, such as input.
     input_key: NonEmptyStr
     # Column of the answer, such as output.
     output_key: NonEmptyStr
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: nothing is split off.
+    # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -89,7 +92,7 @@ class HFDataset(PromptFiles):
 class NamedProblems(PromptFiles):
     """`data.train` or `data.validation` with the name of a dataset of problems on the hub."""
 
-    # Marks a dataset of problems and answers, by NeMo-RL's name for it.
+    # Selects a dataset of problems and answers by its name in NeMo-RL.
     dataset_name: Literal[
         "OpenMathInstruct-2",
         "openmathinstruct2",
@@ -100,17 +103,18 @@ class NamedProblems(PromptFiles):
         "DeepScaler",
         "gsm8k",
     ]
-    # Split of the dataset. Absent: the first of those that [Recipes](recipes.md#named-datasets) lists for it.
+    # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
-    # Column of the answer, of OpenMathInstruct-2: expected_answer or, for SFT, generated_solution. Absent:
+    # Column of the answer, for OpenMathInstruct-2 only: expected_answer or, for SFT, generated_solution. Absent:
     # expected_answer.
     output_key: NotRequired[NonEmptyStr]
-    # How often all rows are read, of AIME2024 and AIME2025. 1 or more. Absent: 16.
+    # How often all rows are read, for AIME2024 and AIME2025 only. 1 or more. Absent: 16.
     repeat: NotRequired[PositiveInt]
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent:
-    # 0.05 of OpenMathInstruct-2, else 0. NeMo-RL splits nothing off the others, nor is it done here.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.05 for OpenMathInstruct-2, otherwise 0. No effect on the other datasets, which are not split, as in
+    # NeMo-RL.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: 42 of OpenMathInstruct-2.
+    # Seed of this split. Absent: 42 for OpenMathInstruct-2.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -118,17 +122,17 @@ class NamedProblems(PromptFiles):
 class NamedConversations(PromptFiles):
     """`data.train` or `data.validation` with the name of a dataset of conversations on the hub."""
 
-    # Marks a dataset of conversations, by NeMo-RL's name for it.
+    # Selects a dataset of conversations by its name in NeMo-RL.
     dataset_name: Literal[
         "squad",
         "tulu3_sft_mixture",
     ]
-    # Split of the dataset. Absent: the first of those that [Recipes](recipes.md#named-datasets) lists for it.
+    # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent:
-    # 0.05 of tulu3_sft_mixture. NeMo-RL splits nothing off squad, nor is it done here.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.05 for tulu3_sft_mixture. No effect on squad, which is not split, as in NeMo-RL.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: 42 of tulu3_sft_mixture.
+    # Seed of this split. Absent: 42 for tulu3_sft_mixture.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -153,21 +157,23 @@ SFTValidationData = Annotated[
 class BinaryPreferenceDataset(PromptFiles):
     """`data.train` or `data.validation` of DPO with `dataset_name: BinaryPreferenceDataset`: rows of two answers."""
 
-    # Marks a JSONL file, or a folder that `datasets` has saved, of rows with a prompt, a chosen and a rejected answer.
+    # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a prompt, a chosen and a rejected
+    # answer.
     dataset_name: Literal["BinaryPreferenceDataset"]
     # The file or folder, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Split of a folder that has several. Null or absent: a file, or a folder without splits.
+    # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
     # Field of the prompt, a text or a list of messages. Recommended: prompt.
     prompt_key: NonEmptyStr
     # Field of the preferred answer: a text, or messages of which the last is the answer. Recommended: chosen.
     chosen_key: NonEmptyStr
-    # Field of the other answer, in the same forms. Recommended: rejected.
+    # Field of the other answer, in the same formats. Recommended: rejected.
     rejected_key: NonEmptyStr
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: nothing is split off.
+    # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -175,15 +181,17 @@ class BinaryPreferenceDataset(PromptFiles):
 class PreferenceDataset(PromptFiles):
     """`data.train` or `data.validation` of DPO with `dataset_name: PreferenceDataset`: rows of ranked completions."""
 
-    # Marks a JSONL file, or a folder that `datasets` has saved, of rows with a `context` and two ranked `completions`.
+    # Selects a JSONL file, or a folder that `datasets` has saved, whose rows have a `context` and two ranked
+    # `completions`.
     dataset_name: Literal["PreferenceDataset"]
     # The file or folder, relative to the folder that the run is started in.
     data_path: NonEmptyStr
-    # Split of a folder that has several. Null or absent: a file, or a folder without splits.
+    # Split to read from a folder that has several. Null or absent: a file, or a folder without splits.
     split: NotRequired[NonEmptyStr | None]
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent: 0.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: nothing is split off.
+    # Seed of this split, required if there is one. Absent: no rows are split off.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -191,17 +199,17 @@ class PreferenceDataset(PromptFiles):
 class NamedPairs(PromptFiles):
     """`data.train` or `data.validation` with the name of a dataset of pairs on the hub."""
 
-    # Marks a dataset of pairs of answers, by NeMo-RL's name for it.
+    # Selects a dataset of pairs of answers by its name in NeMo-RL.
     dataset_name: Literal[
         "HelpSteer3",
         "Tulu3Preference",
     ]
-    # Split of the dataset. Absent: the first of those that [Recipes](recipes.md#named-datasets) lists for it.
+    # Split of the dataset. Absent: the first one that [Recipes](recipes.md#named-datasets) lists for it.
     split: NotRequired[NonEmptyStr]
-    # Of data.train: share (below 1) or number of its rows that are validation data instead, drawn by `seed`. Absent:
-    # 0. NeMo-RL splits nothing off these datasets, nor is it done here.
+    # For data.train only: share (below 1) or number of its rows to split off as validation data, drawn with `seed`.
+    # Absent: 0. No effect on these datasets, which are not split, as in NeMo-RL.
     split_validation_size: NotRequired[NonNegativeFloat | None]
-    # Seed of this split, which needs it. Absent: none.
+    # Seed of this split. Absent: none.
     seed: NotRequired[NonNegativeInt]
 
 
@@ -216,36 +224,36 @@ PairValidationData = Annotated[
 
 @with_config(STRICT)
 class DataDefaults(PromptFiles):
-    """Section `data.default`: what every dataset of the recipe shares."""
+    """Section `data.default`: settings that apply to every dataset of the recipe."""
 
-    # The key under `env` whose reward judges the answers; needed by GRPO. Absent: no reward (SFT).
+    # The key under `env` whose reward judges the answers; required by GRPO. Absent: no reward (SFT).
     env_name: NotRequired[NonEmptyStr]
 
 
 @with_config(STRICT)
 class DataOrder(TypedDict):
-    """What the section `data` of every recipe has."""
+    """Keys that the section `data` of every recipe has."""
 
-    # Most tokens of a prompt (GRPO) or of prompt and answer (SFT, DPO); what is longer is cut and left out of the loss,
-    # in DPO the whole pair. Recommended: "${policy.max_total_sequence_length}".
+    # Largest number of tokens of a prompt (GRPO) or of prompt and answer (SFT, DPO); longer ones are cut and left out
+    # of the loss, in DPO the whole pair. Recommended: "${policy.max_total_sequence_length}".
     max_input_seq_length: PositiveInt
-    # Draw the training data in a new order each epoch. Recommended: true.
+    # Read the training data in a new random order in each epoch. Recommended: true.
     shuffle: bool
-    # A folder for named datasets: of each that is here as NAME/ (what `datasets` has saved, parquet files, or
-    # SPLIT.jsonl) or NAME.jsonl, the hub is not asked. Null or absent: none.
+    # A folder with local copies of named datasets; a dataset that it has as NAME/ (saved by `datasets`, parquet files,
+    # or SPLIT.jsonl) or as NAME.jsonl is not read from the hub. Null or absent: none.
     dataset_root: NotRequired[NonEmptyStr | None]
 
 
 @with_config(STRICT)
 class DataConfig(DataOrder):
-    """Section `data`."""
+    """Section `data` of a GRPO recipe."""
 
     # Training data.
     train: Dataset
-    # Validation data, after what is split off the training data: one dataset, or a list of several, which are read as
-    # one. Null or absent: none further.
+    # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
+    # read as one. Null or absent: no additional data.
     validation: NotRequired[ValidationData]
-    # What both share. Absent: nothing.
+    # Settings that training and validation data share. Absent: none.
     default: NotRequired[DataDefaults]
 
 
@@ -253,18 +261,18 @@ class DataConfig(DataOrder):
 class SFTDataConfig(DataOrder):
     """Section `data` of an SFT recipe."""
 
-    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one.
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one.
     add_bos: bool
     # End answers with the end-of-sequence token. Recommended: true.
     add_eos: bool
-    # End prompts with the chat template's opening of an answer. Recommended: true with a chat template, else false.
+    # End prompts with the chat template's generation prompt. Recommended: true with a chat template, otherwise false.
     add_generation_prompt: bool
     # Training data.
     train: SFTDataset
-    # Validation data, after what is split off the training data: one dataset, or a list of several, which are read as
-    # one. Null or absent: none further.
+    # Validation data, in addition to what is split off the training data: one dataset, or a list of several, which are
+    # read as one. Null or absent: no additional data.
     validation: NotRequired[SFTValidationData]
-    # What both share. Absent: nothing.
+    # Settings that training and validation data share. Absent: none.
     default: NotRequired[DataDefaults]
 
 
@@ -272,17 +280,18 @@ class SFTDataConfig(DataOrder):
 class PreferenceDataConfig(DataOrder):
     """Section `data` of a DPO recipe."""
 
-    # Put the beginning-of-sequence token first. Recommended: true where the tokenizer has one. Absent: true.
+    # Begin each sample with the beginning-of-sequence token. Recommended: true where the tokenizer has one. Absent:
+    # true.
     add_bos: NotRequired[bool]
     # End answers with the end-of-sequence token. Recommended: true. Absent: true.
     add_eos: NotRequired[bool]
-    # End prompts with the chat template's opening of an answer, which is trained with the answer otherwise.
-    # Recommended: true with a chat template, else false. Absent: false, as in NeMo-RL.
+    # End prompts with the chat template's generation prompt, which is otherwise trained as a part of the answer.
+    # Recommended: true with a chat template, otherwise false. Absent: false, as in NeMo-RL.
     add_generation_prompt: NotRequired[bool]
     # Training pairs.
     train: PairDataset
-    # Validation pairs, after what is split off the training pairs: one dataset, or a list of several, which are read as
-    # one. Null or absent: none further.
+    # Validation pairs, in addition to what is split off the training pairs: one dataset, or a list of several, which
+    # are read as one. Null or absent: no additional pairs.
     validation: NotRequired[PairValidationData]
-    # What both share. Absent: nothing.
+    # Settings that training and validation data share. Absent: none.
     default: NotRequired[PromptFiles]

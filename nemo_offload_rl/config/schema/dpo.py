@@ -10,8 +10,8 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonNegativeFloat, 
 class DPOConfig(SFTConfig):
     """Section `dpo`."""
 
-    # Weight of a pair's margin in the preference loss, the beta of the DPO paper: the larger, the closer the policy
-    # stays to the reference. Above 0; recommended 0.05.
+    # Weight of a pair's margin in the preference loss, the beta of the DPO paper: a larger value keeps the policy
+    # closer to the reference. Above 0; recommended 0.05.
     reference_policy_kl_penalty: PositiveFloat
     # Weight of the preference loss. 0 or more; recommended 1.0.
     preference_loss_weight: NonNegativeFloat
@@ -19,5 +19,6 @@ class DPOConfig(SFTConfig):
     sft_loss_weight: NonNegativeFloat
     # Divide an answer's log-probs in the preference loss by its number of tokens. Recommended: false.
     preference_average_log_probs: bool
-    # Divide those in the likelihood loss by it. Recommended: "${dpo.preference_average_log_probs}".
+    # Divide the log-probs in the likelihood loss by the answer's number of tokens, too. Recommended:
+    # "${dpo.preference_average_log_probs}".
     sft_average_log_probs: bool

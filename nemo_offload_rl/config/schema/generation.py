@@ -15,7 +15,7 @@ from nemo_offload_rl.config.schema.value_types import (
 )
 
 TopP = Annotated[float, Field(gt=0, le=1)]
-# Of a GPU's memory; what is left is the policy's.
+# Share of a GPU's memory; the rest is for the policy.
 MemoryShare = Annotated[float, Field(gt=0, lt=1)]
 
 
@@ -23,70 +23,72 @@ MemoryShare = Annotated[float, Field(gt=0, lt=1)]
 class VllmConfig(TypedDict):
     """Section `policy.generation.vllm_cfg`: the engines of `backend: vllm`."""
 
-    # GPUs that share each layer of an engine. A divisor of the GPUs that generation has of a node (cluster.
-    # gpus_per_node, unless colocated gives it fewer) and of the model's attention heads.
-    # Recommended: 1, or as many as the weights need.
+    # Number of GPUs that share each layer of an engine. A divisor of the number of GPUs that generation has on each
+    # node (cluster.gpus_per_node, unless colocated gives it fewer) and of the model's attention heads. Recommended: 1,
+    # or as many as the weights need.
     tensor_parallel_size: PositiveInt
-    # GPUs that an engine's layers are divided among; 1 alone is supported.
+    # Number of GPUs that an engine's layers are divided among; only 1 is supported.
     pipeline_parallel_size: PositiveInt
-    # GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole experts to
-    # each GPU. Recommended: 1.
+    # Number of GPUs that an engine's experts are divided among: 1 splits each expert, tensor_parallel_size gives whole
+    # experts to each GPU. Recommended: 1.
     expert_parallel_size: PositiveInt
-    # Share of a GPU's memory that vLLM takes, for weights, activations and the KV cache, which gets what these leave.
-    # Above 0, below 1; what the policy keeps on the GPU beside generation has to fit into the rest. Recommended: 0.6.
+    # Share of a GPU's memory that vLLM takes, for weights, activations and the KV cache, which gets what the other two
+    # leave. Above 0, below 1; the state that the policy keeps on the GPU during generation must fit into the rest.
+    # Recommended: 0.6.
     gpu_memory_utilization: MemoryShare
-    # Most tokens of a prompt with its answer that the KV cache is made for; policy.max_total_sequence_length or more.
-    # Recommended: "${policy.max_total_sequence_length}".
+    # Largest number of tokens of a prompt and its answer together that the KV cache is sized for;
+    # policy.max_total_sequence_length or more. Recommended: "${policy.max_total_sequence_length}".
     max_model_len: PositiveInt
-    # Run without CUDA graphs and compilation: a shorter start, slower decoding. Recommended: false.
+    # Run without CUDA graphs and compilation: the engine starts faster and decodes more slowly. Recommended: false.
     enforce_eager: bool
-    # Keep keys and values of prompts that begin alike, until the weights change; null is as vLLM has it. Recommended:
-    # null, since the answers to a prompt begin alike. Absent: null.
+    # Cache keys and values of common prompt prefixes until the weights change; null for vLLM's default. Recommended:
+    # null, since all answers to a prompt share a prefix. Absent: null.
     enable_prefix_caching: NotRequired[bool | None]
-    # Type of weights and activations; policy.precision, since refits send that. Recommended: "${policy.precision}".
+    # Dtype of weights and activations; must equal policy.precision, since refits send that dtype. Recommended:
+    # "${policy.precision}".
     precision: Precision
-    # Whether the policy is built at once with the engines on its GPUs: auto, where the GPU has room for both and vLLM's
-    # KV cache is given in bytes; false, behind them. Recommended: auto, a shorter start. Absent: auto.
+    # Whether the policy is built at the same time as the engines on its GPUs: with auto, if the GPU has room for both
+    # and the size of vLLM's KV cache is given in bytes; with false, after them. Recommended: auto, for a faster start.
+    # Absent: auto.
     build_beside_policy: NotRequired[Literal["auto", False]]
-    # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers
-    # and booleans are read as text. Absent: none.
+    # Environment variables of the engines' processes, set before they import anything; null or {} for none. Numbers and
+    # booleans are read as text. Absent: none.
     env_vars: NotRequired[dict[str, str] | None]
-    # Where the first weights come from; dummy alone, as the first refit brings them. Absent: dummy.
+    # Where vLLM loads the initial weights from; only dummy, as the first refit brings them. Absent: dummy.
     load_format: NotRequired[str]
-    # Type of the KV cache; auto alone: that of the weights. Absent: auto.
+    # Dtype of the KV cache; only auto, which is the dtype of the weights. Absent: auto.
     kv_cache_dtype: NotRequired[str]
-    # vLLM's asynchronous engine, for asynchronous GRPO and rollouts of several turns. A step's requests come at once
-    # here, so true is read as false, with a line. Recommended: false. Absent: false.
+    # Use vLLM's asynchronous engine, for asynchronous GRPO and multi-turn rollouts. Here all requests of a step are
+    # submitted at once, so true is read as false, and a note says so. Recommended: false. Absent: false.
     async_engine: NotRequired[bool]
-    # Leave the tokenizer out of the engine; true alone, as prompts and answers are token ids here; with
-    # policy.generation.stop_strings the engine has one all the same. Absent: true.
+    # Build the engine without a tokenizer; only true, as prompts and answers are token ids. With
+    # policy.generation.stop_strings the engine has a tokenizer all the same. Absent: true.
     skip_tokenizer_init: NotRequired[bool]
-    # Whose log-probs the engine reports; processed_logprobs alone: those of the distribution that is sampled, after
-    # temperature, top_k and top_p. Absent: processed_logprobs.
+    # Which log-probs the engine reports; only processed_logprobs: those of the sampled distribution, after temperature,
+    # top_k and top_p. Absent: processed_logprobs.
     logprobs_mode: NotRequired[str]
-    # First layers of an fp8 engine that stay in bfloat16; 0 alone. Absent: 0.
+    # Number of first layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
     num_first_layers_in_bf16: NotRequired[NonNegativeInt]
-    # Last layers of an fp8 engine that stay in bfloat16; 0 alone. Absent: 0.
+    # Number of last layers of an fp8 engine that stay in bfloat16; only 0. Absent: 0.
     num_last_layers_in_bf16: NotRequired[NonNegativeInt]
-    # DeepGEMM's kernels for fp8; false alone. Absent: false.
+    # Use DeepGEMM's fp8 kernels; only false. Absent: false.
     use_deep_gemm: NotRequired[bool]
-    # Port of a server that takes weights over HTTP; null alone. Absent: null.
+    # Port of a server that receives weights over HTTP; only null. Absent: null.
     http_refit_server_port: NotRequired[int | None]
-    # Port of a server that takes weights over ZeroMQ; null alone. Absent: null.
+    # Port of a server that receives weights over ZeroMQ; only null. Absent: null.
     zmq_refit_server_port: NotRequired[int | None]
-    # Reset the cache of images' encodings after a refit; false alone. Absent: false.
+    # Reset the cache of image encodings after a refit; only false. Absent: false.
     reset_encoder_cache_after_weight_update: NotRequired[bool]
 
 
 @with_config(STRICT)
 class ColocatedResourcesConfig(TypedDict):
-    """Section `policy.generation.colocated.resources`: what generation has for itself where `enabled` is false."""
+    """Section `policy.generation.colocated.resources`: the GPUs of generation where `enabled` is false."""
 
-    # Of one node (cluster.num_nodes 1): GPUs that generation gets of cluster.gpus_per_node, the rest trains; 1 or more.
-    # Of several nodes: cluster.gpus_per_node or null, as generation then gets whole nodes. Absent: null.
+    # On one node (cluster.num_nodes 1): how many of cluster.gpus_per_node generation gets; the rest trains; 1 or more.
+    # On several nodes: cluster.gpus_per_node or null, as generation then gets whole nodes. Absent: null.
     gpus_per_node: NotRequired[PositiveInt | None]
-    # Nodes that generation gets of cluster.num_nodes, the rest trains; null or 1 where cluster.num_nodes is 1.
-    # Absent: null.
+    # How many of cluster.num_nodes generation gets; the rest trains; null or 1 if cluster.num_nodes is 1. Absent: null.
     num_nodes: NotRequired[PositiveInt | None]
 
 
@@ -94,10 +96,10 @@ class ColocatedResourcesConfig(TypedDict):
 class ColocatedConfig(TypedDict):
     """Section `policy.generation.colocated`: whether generation shares the policy's GPUs."""
 
-    # true: policy and engines take turns on the same GPUs. false: each has GPUs of its own (resources), where it stays;
-    # weights go there by broadcast. Recommended: true, since either side waits while the other works.
+    # true: policy and engines take turns on the same GPUs. false: each has its own GPUs (resources) and stays there;
+    # weights are sent by broadcast. Recommended: true, since otherwise one side idles while the other works.
     enabled: bool
-    # The GPUs that generation has for itself; without effect where enabled is true. Absent: none.
+    # The GPUs reserved for generation; no effect if enabled is true. Absent: none.
     resources: NotRequired[ColocatedResourcesConfig]
 
 
@@ -105,38 +107,40 @@ class ColocatedConfig(TypedDict):
 class GenerationConfig(TypedDict):
     """Section `policy.generation`."""
 
-    # What samples: vllm, which needs GPUs and the extra vllm; or transformers, the Hugging
-    # Face model, which runs everywhere. Without a GPU, vllm becomes transformers.
+    # Which engine samples: vllm, which needs GPUs and the extra vllm; or transformers, the Hugging Face model, which
+    # runs everywhere. Without a GPU, vllm becomes transformers.
     backend: Literal["transformers", "vllm"]
-    # Whether engines share the policy's GPUs. Absent: they do.
+    # Whether engines share the policy's GPUs. Absent: they share them.
     colocated: NotRequired[ColocatedConfig]
-    # Most tokens of an answer; prompt and answer together stay within policy.max_total_sequence_length.
+    # Largest number of tokens in an answer; prompt and answer together stay within policy.max_total_sequence_length.
     # Recommended: "${policy.max_total_sequence_length}".
     max_new_tokens: PositiveInt
-    # Divides the logits before sampling. Above 0; recommended 1.0, at which the log-probs are the model's own.
+    # Divisor of the logits before sampling. Above 0; recommended 1.0, at which the log-probs are the model's own.
     temperature: PositiveFloat
-    # Sample among the likeliest tokens that have this probability together. Above 0 to 1; recommended 1.0 for
-    # training, as less cuts tokens off that the loss knows nothing of.
+    # Sample among the most likely tokens whose probabilities together reach this value. Above 0 to 1; recommended 1.0
+    # for training, since a smaller value cuts off tokens without the loss accounting for it.
     top_p: TopP
-    # Sample among this many likeliest tokens; null for all. Recommended: null for training.
+    # Sample among this many most likely tokens; null for all. Recommended: null for training.
     top_k: PositiveInt | None
-    # Temperature of validation; 0 takes the likeliest token. Recommended: "${.temperature}", or 0.0.
+    # Temperature in validation; 0 takes the most likely token. Recommended: "${.temperature}", or 0.0.
     val_temperature: NonNegativeFloat
-    # top_p of validation. Recommended: "${.top_p}".
+    # top_p in validation. Recommended: "${.top_p}".
     val_top_p: TopP
-    # top_k of validation. Recommended: "${.top_k}".
+    # top_k in validation. Recommended: "${.top_k}".
     val_top_k: PositiveInt | None
-    # Token ids that end an answer; null for the tokenizer's end of sequence. Recommended: null.
+    # Token ids that end an answer; null for the tokenizer's end-of-sequence token. Recommended: null.
     stop_token_ids: list[NonNegativeInt] | None
-    # Strings that end an answer, too, as soon as its text has one; the answer keeps it. Special tokens count as they
-    # are written. Null or [] for none. Recommended: null, since the end of sequence costs no search. Absent: null.
+    # Strings that also end an answer as soon as its text contains one; the string stays in the answer. Special tokens
+    # count with the text they are written as. Null or [] for none. Recommended: null, since the end-of-sequence token
+    # needs no text search. Absent: null.
     stop_strings: NotRequired[list[NonEmptyStr] | None]
-    # How NeMo-RL moves weights to generation's own GPUs. All of these bring the same bits; they are broadcast here,
-    # whichever is named, with a line. Null where GPUs are shared. Recommended: null. Absent: null.
+    # NeMo-RL's transport of weights to generation's own GPUs. All of them bring the same bits; here the weights are
+    # broadcast whichever is named, and a note says so. Null if GPUs are shared. Recommended: null. Absent: null.
     refit_transport: NotRequired[Literal["nccl_reshard", "nixl", "vllm_s3_sparse", "vllm_zmq_sparse"] | None]
-    # The engines of backend: vllm. Absent: no vLLM, whose sizes have no defaults. Without effect with another backend.
+    # The engines of backend: vllm. Absent: only with another backend, since the engines' sizes have no defaults. No
+    # effect with another backend.
     vllm_cfg: NotRequired[VllmConfig]
-    # Further arguments of vLLM's `LLM`, by its own names. Those that other keys of the recipe stand for, and those that
-    # quantise weights or draft tokens, are refused. kv_cache_memory_bytes, of each GPU, goes before what follows from
-    # vllm_cfg.gpu_memory_utilization. Without effect with another backend. Absent: none.
+    # Additional arguments of vLLM's `LLM`, under vLLM's names. Arguments that other keys of the recipe stand for, and
+    # those that quantize weights or draft tokens, are rejected. kv_cache_memory_bytes, for each GPU, takes precedence
+    # over the size that follows from vllm_cfg.gpu_memory_utilization. No effect with another backend. Absent: none.
     vllm_kwargs: NotRequired[dict[str, Any]]

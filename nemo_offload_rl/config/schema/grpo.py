@@ -18,53 +18,55 @@ from nemo_offload_rl.config.schema.value_types import (
 
 @with_config(STRICT)
 class AdvEstimatorConfig(TypedDict):
-    """Section `grpo.adv_estimator`: NeMo-RL's newer place for the settings of the advantages."""
+    """Section `grpo.adv_estimator`: the newer place in NeMo-RL's recipes for the advantage settings."""
 
-    # The estimator. Only grpo: the reward against the other answers to the same prompt.
+    # The advantage estimator. Only grpo: an answer's reward relative to the other answers to the same prompt.
     name: Literal["grpo"]
-    # Must equal grpo.normalize_rewards, which is what is read. Recommended: "${grpo.normalize_rewards}".
+    # Must equal grpo.normalize_rewards, which is the key that counts. Recommended: "${grpo.normalize_rewards}".
     normalize_rewards: bool
-    # Must equal grpo.use_leave_one_out_baseline, which is what is read. Recommended:
+    # Must equal grpo.use_leave_one_out_baseline, which is the key that counts. Recommended:
     # "${grpo.use_leave_one_out_baseline}".
     use_leave_one_out_baseline: bool
 
 
 @with_config(STRICT)
 class RewardScalingConfig(TypedDict):
-    """Section `grpo.reward_scaling`: a linear map of rewards, clipped to its source range."""
+    """Section `grpo.reward_scaling`: maps rewards linearly, clipped to the source range."""
 
-    # Map rewards. Recommended: false for rewards that are 0 or 1 already.
+    # Map rewards. Recommended: false for rewards that are already 0 or 1.
     enabled: bool
-    # Reward that becomes target_min; smaller ones count as this. Recommended: 0.0. Absent: enabled is false.
+    # Reward that becomes target_min; smaller rewards are clipped to it. Recommended: 0.0. Absent: allowed while enabled
+    # is false.
     source_min: NotRequired[FiniteFloat]
-    # Reward that becomes target_max; larger ones count as this. Recommended: 1.0. Absent: enabled is false.
+    # Reward that becomes target_max; larger rewards are clipped to it. Recommended: 1.0. Absent: allowed while enabled
+    # is false.
     source_max: NotRequired[FiniteFloat]
-    # Smallest reward after the map. Recommended: 0.0. Absent: enabled is false.
+    # Smallest reward after the map. Recommended: 0.0. Absent: allowed while enabled is false.
     target_min: NotRequired[FiniteFloat]
-    # Largest reward after the map. Recommended: 1.0. Absent: enabled is false.
+    # Largest reward after the map. Recommended: 1.0. Absent: allowed while enabled is false.
     target_max: NotRequired[FiniteFloat]
 
 
 @with_config(STRICT)
 class RewardShapingConfig(TypedDict):
-    """Section `grpo.reward_shaping`: rewards by the length of answers, after `reward_scaling`, in training alone.
+    """Section `grpo.reward_shaping`: penalizes long answers in training, after `reward_scaling`.
 
-    Either stop_properly_penalty_coef or the other three keys count.
+    Either stop_properly_penalty_coef counts or the other three keys do.
     """
 
-    # Shape rewards. Dynamic sampling compares them as they were before. Recommended: false, or true where answers grow
-    # without getting better.
+    # Shape rewards. Dynamic sampling compares the rewards before shaping. Recommended: false, or true where answers get
+    # longer without getting better.
     enabled: bool
     # Tokens below max_response_length over which the penalty grows (DAPO). 1 or more; recommended an eighth of
     # max_response_length. Null or absent: no such penalty.
     overlong_buffer_length: NotRequired[PositiveInt | None]
-    # What an answer of max_response_length tokens loses; longer ones lose more. 0 or more; recommended 1.0. Null or
-    # absent: no such penalty.
+    # Penalty subtracted from the reward of an answer of max_response_length tokens; longer answers lose more. 0 or
+    # more; recommended 1.0. Null or absent: no such penalty.
     overlong_buffer_penalty: NotRequired[NonNegativeFloat | None]
-    # Tokens of an answer, its stop token included. 1 or more; recommended "${policy.generation.max_new_tokens}". Null
-    # or absent: no such penalty.
+    # Length of an answer in tokens, including its stop token, at which the penalty is overlong_buffer_penalty. 1 or
+    # more; recommended "${policy.generation.max_new_tokens}". Null or absent: no such penalty.
     max_response_length: NotRequired[PositiveInt | None]
-    # Factor on the rewards of answers that were cut off at max_new_tokens, in place of the penalty above. 0 to 1;
+    # Factor on the rewards of answers that were cut off at max_new_tokens, instead of the penalty above. 0 to 1;
     # recommended null. Null or absent: the penalty above counts.
     stop_properly_penalty_coef: NotRequired[Annotated[float, Field(ge=0, le=1)] | None]
 
@@ -73,43 +75,42 @@ class RewardShapingConfig(TypedDict):
 class GRPOConfig(TypedDict):
     """Section `grpo`."""
 
-    # Prompts of one step. 1 or more; recommended 32 to 512.
+    # Number of prompts in one step. 1 or more; recommended 32 to 512.
     num_prompts_per_step: PositiveInt
-    # Answers sampled for each prompt; their rewards are compared with each other. 2 or more; recommended 8 to
-    # 16.
+    # Answers sampled for each prompt; their rewards are compared with each other. 2 or more; recommended 8 to 16.
     num_generations_per_prompt: PositiveInt
     # Steps after which the run ends. 1 or more.
     max_num_steps: PositiveInt
-    # Passes over the training data after which the run ends, if max_num_steps does not end it before. 1 or more.
+    # Passes over the training data after which the run ends, unless max_num_steps ends it first. 1 or more.
     max_num_epochs: PositiveInt
     # Divide advantages by the standard deviation of their group's rewards. Recommended: true.
     normalize_rewards: bool
-    # Compare a reward with the mean of the other answers to its prompt, itself left out. Needs two answers or more;
-    # recommended true.
+    # Compare a reward with the mean of the other answers to the same prompt, excluding the answer itself. Needs at
+    # least two answers for each prompt; recommended true.
     use_leave_one_out_baseline: bool
-    # NeMo-RL's newer place for the two settings above. Absent: nothing changes.
+    # The newer place in NeMo-RL's recipes for the two settings above. Absent: nothing changes.
     adv_estimator: NotRequired[AdvEstimatorConfig]
-    # Smallest advantage; smaller ones are set to it. Null or absent: no bound.
+    # Lower bound of advantages; smaller ones are set to it. Null or absent: no bound.
     advantage_clip_low: NotRequired[FiniteFloat | None]
-    # Largest advantage; larger ones are set to it. Null or absent: no bound.
+    # Upper bound of advantages; larger ones are set to it. Null or absent: no bound.
     advantage_clip_high: NotRequired[FiniteFloat | None]
-    # A linear map of the rewards. Absent: none.
+    # Linear map of the rewards. Absent: none.
     reward_scaling: NotRequired[RewardScalingConfig]
     # Penalties on long answers. Absent: none.
     reward_shaping: NotRequired[RewardShapingConfig]
-    # Leave answers out of the loss that were cut off at max_new_tokens. Recommended: false.
+    # Exclude answers that were cut off at max_new_tokens from the loss. Recommended: false.
     overlong_filtering: bool
-    # Largest train/token_mult_prob_error that is taken for rounding; the run warns of each step above it. Above 1;
-    # recommended 1.05. Null or absent: none, no warning.
+    # Largest train/token_mult_prob_error that counts as rounding; the run warns of each step above it. Above 1;
+    # recommended 1.05. Null or absent: no limit and no warning.
     token_mult_prob_error_limit: NotRequired[Annotated[float, Field(gt=1, allow_inf_nan=False)] | None]
-    # Leave prompts out whose answers all got the same reward, after reward_scaling, and sample more until the batch is
-    # full (DAPO). Recommended: false.
+    # Drop prompts whose answers all got the same reward, after reward_scaling, and sample more until the batch is full
+    # (DAPO). Recommended: false.
     use_dynamic_sampling: bool
     # Generation batches that dynamic sampling may use for one step before it fails. 1 or more; recommended 10.
     dynamic_sampling_max_gen_batches: PositiveInt
-    # Prompts of a generation batch of dynamic sampling, as a multiple of num_prompts_per_step, rounded down: above 1,
-    # more prompts are sampled than a step trains on, and what is too many is dropped. Above 0, 1 without dynamic
-    # sampling; recommended 1 over the share of prompts that are kept, train/informative_prompts. Absent: 1.
+    # Prompts of a generation batch of dynamic sampling, as a multiple of num_prompts_per_step, rounded down; above 1,
+    # more prompts are sampled than a step trains on, and the surplus is dropped. Above 0, 1 without dynamic sampling;
+    # recommended 1 divided by the share of prompts that are kept, train/informative_prompts. Absent: 1.
     batch_multiplier: NotRequired[PositiveFloat]
     # Steps between validations; 0, or -1, for none. Recommended: 10.
     val_period: Period
@@ -117,16 +118,16 @@ class GRPOConfig(TypedDict):
     val_at_start: bool
     # Validate after the last step. Recommended: true.
     val_at_end: bool
-    # Problems of a validation; the first ones of the set. 1 or more; recommended 256.
+    # Problems in a validation, taken from the start of the set. 1 or more; recommended 256.
     max_val_samples: PositiveInt
-    # Answers sampled to each problem of a validation, which then means over all of them, and also measures
-    # val:pass_k. 1 or more; recommended 1, or 8 where val_temperature is above 0. Absent: 1.
+    # Answers sampled for each validation problem; metrics are means over all of them, and val:pass_k is also measured.
+    # 1 or more; recommended 1, or 8 where val_temperature is above 0. Absent: 1.
     val_num_generations_per_prompt: NotRequired[PositiveInt]
-    # Problems of one validation batch. 1 or more; recommended max_val_samples.
+    # Problems in one validation batch. 1 or more; recommended max_val_samples.
     val_batch_size: PositiveInt
     # Seed of data order, sampling and initial weights. 0 or more.
     seed: NonNegativeInt
-    # Validation metric that ends the run early, such as val:accuracy. Null or absent: nothing does.
+    # Validation metric that ends the run early, such as val:accuracy. Null or absent: no early stop.
     stop_at_validation_metric: NotRequired[NonEmptyStr | None]
-    # Value of that metric at which the run ends: reached from below. Null or absent: nothing does.
+    # Value of that metric at which the run ends: it must be reached from below. Null or absent: no early stop.
     stop_at_validation_threshold: NotRequired[FiniteFloat | None]

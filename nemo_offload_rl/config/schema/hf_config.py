@@ -1,4 +1,4 @@
-"""Declares the model in Hugging Face's words: `policy.hf_config` and `policy.hf_config_overrides`."""
+"""The sections `policy.hf_config` and `policy.hf_config_overrides`: the model in terms of Hugging Face's config."""
 
 from typing import NotRequired, TypedDict
 
@@ -14,31 +14,31 @@ from nemo_offload_rl.config.schema.value_types import (
 
 @with_config(STRICT_WITH_FURTHER_FIELDS)
 class HfConfigFields(TypedDict):
-    """Sections `policy.hf_config` and `policy.hf_config_overrides`: the fields that rules and plan read.
+    """Sections `policy.hf_config` and `policy.hf_config_overrides`: the fields that the rules and the plan read.
 
-    They are named as Hugging Face names them; config.hf_check knows the other fields of a family. Families that have
-    lists where others have numbers (of the MLP's sizes) are why those are not here.
+    The fields have Hugging Face's names; config.model.hf_check checks the other fields of a family. The MLP's sizes are
+    not here, since some families have lists where others have numbers.
     """
 
-    # The family, such as qwen3 or llama. Absent: in hf_config an error; in hf_config_overrides that of the model.
+    # The model family, such as qwen3 or llama. Absent: an error in hf_config; the model's own in hf_config_overrides.
     model_type: NotRequired[NonEmptyStr]
-    # Layers. Absent: as the family has it.
+    # Number of layers. Absent: the family's default.
     num_hidden_layers: NotRequired[PositiveInt]
-    # Size of the hidden states. Absent: as the family has it.
+    # Size of the hidden states. Absent: the family's default.
     hidden_size: NotRequired[PositiveInt]
-    # Heads of attention, a multiple of megatron_cfg.tensor_model_parallel_size. Absent: as the family has it.
+    # Number of attention heads, a multiple of megatron_cfg.tensor_model_parallel_size. Absent: the family's default.
     num_attention_heads: NotRequired[PositiveInt]
-    # Heads of keys and values. Null or absent: as the family has it.
+    # Number of key and value heads. Null or absent: the family's default.
     num_key_value_heads: NotRequired[PositiveInt | None]
-    # Size of a head. Null or absent: as the family has it, for most hidden_size / num_attention_heads.
+    # Size of an attention head. Null or absent: the family's default, usually hidden_size / num_attention_heads.
     head_dim: NotRequired[PositiveInt | None]
-    # Entries of the vocabulary. Absent: as the family has it.
+    # Number of vocabulary entries. Absent: the family's default.
     vocab_size: NotRequired[PositiveInt]
-    # Experts of a layer, in the words of Qwen. Null or absent: as the family has it.
+    # Number of experts in a layer, under Qwen's name. Null or absent: the family's default.
     num_experts: NotRequired[NonNegativeInt | None]
-    # Experts of a layer, in the words of Mixtral. Null or absent: as the family has it.
+    # Number of experts in a layer, under Mixtral's name. Null or absent: the family's default.
     num_local_experts: NotRequired[NonNegativeInt | None]
-    # Experts of a layer, in the words of DeepSeek. Null or absent: as the family has it.
+    # Number of experts in a layer, under DeepSeek's name. Null or absent: the family's default.
     n_routed_experts: NotRequired[NonNegativeInt | None]
-    # Experts that a token is routed to. Null or absent: as the family has it.
+    # Number of experts that each token is routed to. Null or absent: the family's default.
     num_experts_per_tok: NotRequired[PositiveInt | None]

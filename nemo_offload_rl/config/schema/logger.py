@@ -1,4 +1,4 @@
-"""The section `logger`: where metrics go."""
+"""The section `logger`: where the run writes its metrics."""
 
 from typing import NotRequired, TypedDict
 
@@ -23,8 +23,8 @@ class GpuMonitoringConfig(TypedDict):
 
     # Seconds between two readings of a GPU. Above 0; recommended 10. Absent: 10.
     collection_interval: NotRequired[PositiveFloat]
-    # Seconds between two collections of the nodes' readings by the driver; a step's metrics have those that were
-    # collected by then. Above 0; recommended as collection_interval. Absent: 10.
+    # Seconds between two collections of the nodes' readings by the driver; a step's metrics contain the readings
+    # collected by then. Above 0; recommended the value of collection_interval. Absent: 10.
     flush_interval: NotRequired[PositiveFloat]
 
 
@@ -32,19 +32,19 @@ class GpuMonitoringConfig(TypedDict):
 class LoggerConfig(TypedDict):
     """Section `logger`."""
 
-    # Folder of the run folders, each with metrics.jsonl, the log and the picture of the run.
+    # Folder of the run folders, each with metrics.jsonl, the log and the plot of the run.
     log_dir: NonEmptyStr
-    # Also write TensorBoard files, into the run folder. Recommended: true.
+    # Also write TensorBoard files to the run folder. Recommended: true.
     tensorboard_enabled: bool
     # Also send metrics to Weights & Biases; needs the extra `wandb`. Recommended: false.
     wandb_enabled: bool
-    # Weights & Biases. Absent: wandb_enabled is false.
+    # Weights & Biases. Absent: allowed while wandb_enabled is false.
     wandb: NotRequired[WandbConfig]
-    # Write utilisation, memory, power and temperature of each GPU of each node into the metrics, read by NVML beside
-    # the run. Needs the package nvidia-ml-py, which the extra `te` brings. Recommended: true. Absent: false.
+    # Record utilization, memory, power and temperature of each GPU of each node in the metrics, read through NVML
+    # during the run. Needs the package nvidia-ml-py, which the extra `te` installs. Recommended: true. Absent: false.
     monitor_gpus: NotRequired[bool]
-    # Answers of each validation of GRPO that are printed, logged and written to TensorBoard's texts: half of them those
-    # with the highest rewards, the others those with the lowest. 0 or more; recommended 4. Absent: 0.
+    # Number of answers of each GRPO validation that are printed, logged and written to TensorBoard's texts: half of
+    # them have the highest rewards, the other half the lowest. 0 or more; recommended 4. Absent: 0.
     num_val_samples_to_print: NotRequired[NonNegativeInt]
     # How often GPUs are read. Absent: every 10 seconds.
     gpu_monitoring: NotRequired[GpuMonitoringConfig]

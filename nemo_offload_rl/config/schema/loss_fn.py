@@ -11,13 +11,14 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonNegativeFloat, 
 class LossConfig(TypedDict):
     """Section `loss_fn`."""
 
-    # Weight of the KL divergence to the reference policy; 0 skips the reference pass and its memory. 0 or more;
+    # Weight of the KL divergence to the reference policy; 0 skips the reference pass and saves its memory. 0 or more;
     # recommended 0 to 0.01.
     reference_policy_kl_penalty: NonNegativeFloat
     # Estimator of that divergence: k1 (log ratio), k2 (half its square) or k3 (unbiased and never negative). In
-    # expectation k1 and k3 have the divergence's gradient, k2 has not. Also of train/gen_kl_error. Recommended: k3.
+    # expectation, k1 and k3 have the gradient of the divergence, and k2 does not. Also used for train/gen_kl_error.
+    # Recommended: k3.
     reference_policy_kl_type: Literal["k1", "k2", "k3"]
-    # Largest absolute log ratio that the estimator is given; null for no bound. Recommended: 20.0.
+    # Largest absolute log ratio that enters the estimator; null for no bound. Recommended: 20.0.
     kl_input_clamp_value: PositiveFloat | None
     # Largest absolute value of the weighted estimate; null for no bound. Recommended: 10.0.
     kl_output_clamp_value: PositiveFloat | None
@@ -25,33 +26,34 @@ class LossConfig(TypedDict):
     ratio_clip_min: Annotated[float, Field(ge=0, le=1)]
     # How far the probability ratio may rise above 1 before its gradient is cut. 0 or more; recommended 0.2.
     ratio_clip_max: NonNegativeFloat
-    # Dual clipping: bound of the loss for negative advantages, as a multiple of the advantage. Above 1; null for none.
-    # Recommended: null, or 3.0.
+    # Dual clipping: bound of the loss for negative advantages, as a multiple of the advantage. Above 1; null for no
+    # bound. Recommended: null, or 3.0.
     ratio_clip_c: Annotated[float, Field(gt=1)] | None
-    # Average over all tokens of the batch (true) or over samples of their token averages (false). Recommended: true.
+    # Average the loss over all tokens of the batch (true) or over the token averages of each sample (false).
+    # Recommended: true.
     token_level_loss: bool
-    # Weigh tokens by training over generation probability, which corrects for a sampler of another precision.
-    # Recommended: false.
+    # Weight tokens by the ratio of training to generation probability, which corrects for a sampler of another
+    # precision. Recommended: false.
     use_importance_sampling_correction: bool
-    # How these weights are bounded: tis (clamped), icepop (tokens outside of the bounds are left out) or seq-mask-tis
-    # (samples whose geometric mean is outside are left out). Needs use_importance_sampling_correction. Null for no
+    # How these weights are bounded: tis (clamped), icepop (tokens outside of the bounds are dropped) or seq-mask-tis
+    # (samples whose geometric mean is outside are dropped). Needs use_importance_sampling_correction. Null for no
     # bounds. Recommended: null, or tis where the sampler has another precision. Absent: null.
     truncated_importance_sampling_type: NotRequired[Literal["tis", "icepop", "seq-mask-tis"] | None]
-    # Upper bound of the weights. Above 0, null without a type; recommended 2.0 with tis, 5.0 with icepop, 1.002 with
+    # Upper bound of the weights. Above 0; null if no type is set; recommended 2.0 with tis, 5.0 with icepop, 1.002 with
     # seq-mask-tis. Absent: null.
     truncated_importance_sampling_ratio: NotRequired[PositiveFloat | None]
-    # Lower bound of the weights. At most the upper one; null is 0 with tis. Recommended: null with tis, 0.5 with
+    # Lower bound of the weights. At most the upper one; null means 0 with tis. Recommended: null with tis, 0.5 with
     # icepop, 0.999 with seq-mask-tis. Absent: null.
     truncated_importance_sampling_ratio_min: NotRequired[NonNegativeFloat | None]
-    # One ratio for a sample, the geometric mean of its tokens' ratios (GSPO); needs token_level_loss false.
+    # Use one ratio for each sample, the geometric mean of its tokens' ratios (GSPO); needs token_level_loss false.
     # Recommended: false.
     sequence_level_importance_ratios: bool
-    # Plain policy gradient without a probability ratio (REINFORCE). Recommended: false.
+    # Use the plain policy gradient without a probability ratio (REINFORCE). Recommended: false.
     disable_ppo_ratio: bool
-    # Take the probability ratio as 1 in value, which skips the log-prob pass before training; needs one optimizer step
-    # a GRPO step. Recommended: false.
+    # Set the value of the probability ratio to 1, which skips the log-prob pass before training; needs one optimizer
+    # step for each GRPO step. Recommended: false.
     force_on_policy_ratio: bool
-    # Weigh the KL estimate by the ratio of current to generation probability, which makes it that of the current
-    # policy; otherwise the samples count as the current policy's. Recommended: false with one optimizer step a GRPO
-    # step, true with several.
+    # Weight the KL estimate by the ratio of current to generation probability, which makes it an estimate for the
+    # current policy; otherwise the samples are treated as the current policy's. Recommended: false with one optimizer
+    # step for each GRPO step, true with several.
     use_on_policy_kl_approximation: bool

@@ -7,20 +7,20 @@ from pydantic_core import PydanticCustomError
 
 # Values keep their YAML type ("1" is no int), and a key that the schema lacks is an error.
 STRICT = ConfigDict(strict=True, extra="forbid")
-# Strict too, but further keys are fields of another library's config: Megatron's are checked by config.megatron_fields,
-# Hugging Face's by config.hf_check.
+# Strict too, but further keys are fields of another library's config: config.installed.megatron_fields checks those of
+# Megatron, config.model.hf_check those of Hugging Face.
 STRICT_WITH_FURTHER_FIELDS = ConfigDict(strict=True, extra="allow")
 
 PositiveInt = Annotated[int, Field(ge=1)]
 NonNegativeInt = Annotated[int, Field(ge=0)]
 Period = Annotated[int, Field(ge=-1)]  # NeMo-RL's recipes write -1 as well as 0 for never
 PositiveFloat = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Of memory; more than any machine has would be no number of bytes.
+# A size in GiB; the upper bound is more than any machine has, so that the size in bytes stays a valid integer.
 PositiveGib = Annotated[float, Field(gt=0, le=100_000, allow_inf_nan=False)]
 NonNegativeFloat = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 FiniteFloat = Annotated[float, Field(allow_inf_nan=False)]
 Fraction = Annotated[float, Field(ge=0, le=1)]
-# Of a running average; 1 would keep what it began with for ever.
+# Decay factor of a running average; 1 would keep the initial value forever.
 Decay = Annotated[float, Field(ge=0, lt=1)]
 NonEmptyStr = Annotated[str, Field(min_length=1)]
 Port = Annotated[int, Field(ge=1024, le=65535)]
@@ -28,7 +28,7 @@ Precision = Literal["bfloat16", "float32"]
 
 
 def _numa_setting(value: Any) -> Any:
-    """A setting of NUMA placement, checked whole, since of a union each member would complain."""
+    """Validates a NUMA setting as a whole, since for a union pydantic would report a problem for each member."""
     if value in ("auto", "none") or (isinstance(value, int) and not isinstance(value, bool) and value >= 0):
         return value
     raise PydanticCustomError("numa_setting", "must be auto, none or the number of a NUMA node (0 or more)")
@@ -38,7 +38,7 @@ NumaSetting = Annotated[int | str, BeforeValidator(_numa_setting)]
 
 
 def _row_tokens(value: Any) -> Any:
-    """Tokens of a packed row, checked whole likewise."""
+    """Validates the tokens of a packed row as a whole, for the same reason."""
     if value == "auto" or (isinstance(value, int) and not isinstance(value, bool) and value >= 1):
         return value
     raise PydanticCustomError("row_tokens", "must be auto or a number of tokens (1 or more)")
@@ -46,19 +46,19 @@ def _row_tokens(value: Any) -> Any:
 
 RowTokens = Annotated[int | Literal["auto"], BeforeValidator(_row_tokens)]
 
-# Tags of a value that is one section, a list of sections, null, or a word that stands for a section; they stand in
-# pydantic's places of problems.
+# Discriminator tags of a value that is one section, a list of sections, null, or a word that stands for a section. They
+# appear in the locations (`loc`) of pydantic's errors.
 ONE, SEVERAL, NONE, WORD = "(one)", "(several)", "(none)", "(word)"
 TAGS = (ONE, SEVERAL, NONE, WORD)
 
 
 def how_many(value: Any) -> str:
-    """Returns the tag of a value; what is neither is held against the section's schema."""
+    """Returns the tag of a value; anything else gets ONE, so pydantic checks it against the section's schema."""
     return NONE if value is None else SEVERAL if isinstance(value, list) else ONE
 
 
 def section_or_word(value: Any) -> str:
-    """Returns the tag of a value; what is neither is held against the section's schema."""
+    """Returns the tag of a value; anything but a text gets ONE, so pydantic checks it against the section's schema."""
     return WORD if isinstance(value, str) else ONE
 
 

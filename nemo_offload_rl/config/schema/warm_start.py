@@ -1,4 +1,4 @@
-"""The section `warm_start`: an SFT run before the run itself."""
+"""The section `warm_start`: an SFT run that precedes the run itself."""
 
 from typing import Annotated, NotRequired, TypedDict
 
@@ -9,9 +9,9 @@ from nemo_offload_rl.config.schema.value_types import STRICT, NonEmptyStr
 
 @with_config(STRICT)
 class WarmStartConfig(TypedDict):
-    """Section `warm_start`: an SFT run first, from whose weights the run then starts."""
+    """Section `warm_start`: an SFT run that comes first and provides the initial weights."""
 
-    # The SFT recipe, relative to the file that names it.
+    # The SFT recipe; its path is relative to the file that names it.
     recipe: NonEmptyStr
     # Overrides of that recipe, each written as on the command line. Absent: none.
     overrides: NotRequired[list[Annotated[str, Field(min_length=1)]]]

@@ -1,1 +1,1 @@
-"""Reads recipes as text: YAML whose values know their line, `${...}`, and command-line overrides."""
+"""Reads a recipe's text: YAML whose values know their line, `${...}`, and command-line overrides."""

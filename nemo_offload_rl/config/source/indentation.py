@@ -1,4 +1,4 @@
-"""Hints at wrong indentation: of YAML that cannot be parsed, and of keys that stand at another level than theirs."""
+"""Hints for wrong indentation: in YAML that cannot be parsed, and for keys at another level than their own."""
 
 import re
 from collections.abc import Sequence
@@ -14,11 +14,11 @@ _PLAIN_WORDS = re.compile(r"\s*[^\s#:\[\]{}\"'|>-][^#:\[\]{}\"']*$")
 
 
 def hint_at_broken_yaml(text: str, error: yaml.MarkedYAMLError) -> str:
-    """Guesses what broke the YAML, where its lines tell; begins with a semicolon unless it is empty.
+    """Guesses what broke the YAML from its lines; the hint begins with a semicolon, or is empty.
 
     Args:
-        text: of the whole file.
-        error: of the parser.
+        text: the text of the whole file.
+        error: the parser's error.
     """
     lines = text.splitlines()
     for mark in (error.context_mark, error.problem_mark):
@@ -56,7 +56,7 @@ def _hint_by_lines_above(lines: Sequence[str], number: int, above: Sequence[int]
 
 
 def _open_levels(lines: Sequence[str], above: Sequence[int]) -> set[int]:
-    """Returns the indentations of the sections that the last line lies in, its own included."""
+    """Returns the indentations of the sections that contain the last line, including its own."""
     levels = {_indent(lines[above[-1]])}
     for number in reversed(above):
         if _indent(lines[number]) < min(levels):
@@ -69,12 +69,12 @@ def _indent(line: str) -> int:
 
 
 def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
-    """Says where an unknown key belongs, if a section around its own or in it has it; empty otherwise.
+    """Says where an unknown key belongs, if a section around its own or inside it has it; otherwise empty.
 
     Args:
         path: the unknown key.
-        valid: the valid key that it most likely is.
-        origin: where it was written; only a file's lines have an indentation.
+        valid: the valid key that the user most likely meant.
+        origin: where the key was written; only a file's lines have an indentation.
     """
     section, _, name = path.rpartition(".")
     if valid is None or origin.override is not None or valid.rpartition(".")[2] != name:
@@ -91,7 +91,7 @@ def hint_at_level(path: str, valid: str | None, origin: Origin) -> str:
 
 
 def hint_at_section(path: str, value: Any, origin: Origin) -> str:
-    """Says how to write a section where a file has something else; begins with a semicolon unless it is empty."""
+    """Says how to write a section if a file has something else there; begins with a semicolon, or is empty."""
     if origin.override is not None:
         return ""
     if value is None:

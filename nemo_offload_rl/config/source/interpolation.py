@@ -1,7 +1,7 @@
 """Resolves `${...}`: other keys' values, and NeMo-RL's arithmetic, in OmegaConf's grammar.
 
-OmegaConf itself would resolve a value anew wherever it is referred to, so that thirty lines that each name the one
-before twice take for ever. Here each value is resolved once, and what references copy is counted.
+OmegaConf resolves a value anew for each reference, so that thirty lines, each of which names the previous one twice,
+take forever. Here each value is resolved once, and the number of values that references copy is limited.
 """
 
 import operator
@@ -40,10 +40,10 @@ _MISSING = "???"
 
 
 class InterpolationError(ValueError):
-    """Says that a `${...}` has no value; the message goes on after its key.
+    """Says that a `${...}` has no value; the message continues the name of its key.
 
     Attributes:
-        reason: why a key that refers to it has no value either.
+        reason: the reason, in the words for a key that refers to this one.
     """
 
     def __init__(self, message: str, reason: str) -> None:
@@ -52,11 +52,11 @@ class InterpolationError(ValueError):
 
 
 class _UnresolvedError(ValueError):
-    """Why what is being resolved has no value."""
+    """Says why the interpolation that is being resolved has no value."""
 
 
 def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
-    """The values that are neither sections nor lists, each with its path."""
+    """Yields the values that are neither sections nor lists, each with its path."""
     prefix = f"{path}." if path else ""
     if isinstance(value, dict):
         for key, item in value.items():
@@ -69,7 +69,7 @@ def leaves(value: Any, path: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def written_interpolations(plain: Any) -> dict[str, str]:
-    """Returns the values to resolve, by path: texts with `${` and values that are `???`, which must be given."""
+    """Returns the values to resolve, by path: texts with `${`, and `???`, which marks a value that must be given."""
     return {path: text for path, text in leaves(plain) if isinstance(text, str) and ("${" in text or text == _MISSING)}
 
 
@@ -77,7 +77,7 @@ class Resolver:
     """Resolves the interpolations of one recipe."""
 
     def __init__(self, plain: dict[str, Any], written: Mapping[str, str]) -> None:
-        """Start with nothing resolved.
+        """Starts with no value resolved.
 
         Args:
             plain: the recipe's values; not changed.
@@ -93,10 +93,10 @@ class Resolver:
         self._copied_chars = 0
 
     def resolve(self, path: str) -> Any:
-        """Returns the value of a key that `written` holds.
+        """Returns the value of a key in `written`.
 
         Raises:
-            InterpolationError: it has none, or one of the limits is passed.
+            InterpolationError: the key has no value, or exceeds one of the limits.
         """
         if path in self._failed:
             raise self._failed[path]
@@ -136,7 +136,7 @@ class Resolver:
         visitor = GrammarVisitor(lambda key, memo: self._refer(path, key), call, None)
         try:
             value = visitor.visit(tree)
-        except (OmegaConfBaseException, TypeError) as error:  # a section as the name of a key
+        except (OmegaConfBaseException, TypeError) as error:  # such as a section used as the name of a key
             raise _UnresolvedError(f"{_first_line(error)}") from error
         if isinstance(value, int) and not MIN_INTEGER <= value <= MAX_INTEGER:
             message = "is an integer of more than 64 bits"
@@ -160,7 +160,7 @@ class Resolver:
             )
 
     def _refer(self, path: str, key: str) -> Any:
-        """Returns what `key` stands for in the interpolation at `path`; leading dots start at its own section."""
+        """Returns the value of `key`, referred to at `path`; leading dots are relative to the section of `path`."""
         names = re.findall(r"[^.\[\]]+", key)
         dots = len(key) - len(key.lstrip("."))
         section = path.split(".")[:-dots] if dots else []
@@ -182,7 +182,7 @@ class Resolver:
         return self._copy(node, at)
 
     def _named(self, path: str) -> Any:
-        """Returns the value of a key that `written` holds, for one that refers to it."""
+        """Returns the value of a key in `written` for a key that refers to it."""
         if path in self._open:
             circle = " -> ".join([*self._open[self._open.index(path) :], path])
             raise _UnresolvedError(f"it refers to itself ({circle})")
@@ -196,7 +196,7 @@ class Resolver:
             raise _UnresolvedError(error.reason) from error
 
     def _copy(self, node: Any, path: str | None) -> Any:
-        """Returns a copy with everything in it resolved; `path` is None where it is already."""
+        """Returns a copy with everything in it resolved; `path` is None if the node is already resolved."""
         if path is not None and isinstance(node, str) and self._written.get(path) == node:
             return self._copy(self._named(path), None)
         self._copied_values += 1
@@ -218,7 +218,7 @@ class Resolver:
 
 
 def nesting(text: str) -> int:
-    """Returns the most brackets in one another, of whatever kind, as they stand in the text."""
+    """Returns the largest nesting depth of brackets of any kind in the text."""
     deepest = depth = 0
     for character in text:
         if character in "[{(":
@@ -231,7 +231,7 @@ def nesting(text: str) -> int:
 
 @lru_cache(maxsize=128)
 def _parse(text: str) -> Any:
-    """Parse an interpolation; the same few stand in every recipe, and a recipe with a warm start has them twice."""
+    """Parses an interpolation; cached, since every recipe repeats the same few, and a warm start doubles them."""
     from omegaconf.grammar_parser import parse
 
     return parse(text)

@@ -1,6 +1,6 @@
-"""Parses one override with Hydra's grammar; imported only where there are overrides, since that takes 0.15 s.
+"""Parses one override with Hydra's grammar; imported only if there are overrides, since that takes 0.15 s.
 
-Not with Hydra's `OverridesParser`, which keeps the last of two equal keys of a `{...}` without a word, and offers
+It does not use Hydra's `OverridesParser`, which silently keeps the last of two equal keys of a `{...}`, and offers
 functions whose value differs from run to run (`shuffle`).
 """
 
@@ -17,14 +17,14 @@ from hydra.grammar.gen.OverrideParser import OverrideParser
 
 
 class OverrideSyntaxError(ValueError):
-    """Says that a text is not a valid override; the message goes on after it."""
+    """Says that a text is not a valid override; the message continues the text."""
 
 
 def _functions() -> Functions:
     functions = Functions()
     for name in ("int", "float", "str", "bool"):
         functions.register(name=name, func=getattr(grammar_functions, f"cast_{name}"))
-    # Sweeps: parsed, so that they are refused as what they are.
+    # Sweeps are parsed so that the message can call them sweeps.
     for name in ("choice", "range", "interval", "glob"):
         functions.register(name=name, func=getattr(grammar_functions, name))
     return functions
@@ -47,7 +47,7 @@ def parse_override(text: str) -> Override:
     """Parse one override.
 
     Raises:
-        OverrideSyntaxError: it is none, or has a key twice.
+        OverrideSyntaxError: the text is not a valid override, or has a key twice.
     """
     listener = HydraErrorListener()
     lexer = OverrideLexer(InputStream(text))
@@ -63,7 +63,7 @@ def parse_override(text: str) -> Override:
         override.validate()
     except OverrideSyntaxError:
         raise
-    except ValueError as error:  # of Python, at an integer of more than 4,300 digits
+    except ValueError as error:  # Python raises it for an integer of more than 4,300 digits
         raise OverrideSyntaxError("has an integer of more than 64 bits") from error
     except HydraException as error:
         raise OverrideSyntaxError("cannot be read as an override; write section.key=value") from error

@@ -1,4 +1,4 @@
-"""Command-line overrides in Hydra's grammar, applied to a recipe's tree."""
+"""Applies command-line overrides in Hydra's grammar to a recipe's tree."""
 
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -14,7 +14,7 @@ from nemo_offload_rl.config.source.interpolation import nesting
 from nemo_offload_rl.config.source.yaml_source import REPLACES_BASE, Node, wrong_key
 
 SectionOf = Callable[[str, Any], dict[str, Any] | None]
-"""The section that a value stands for at a path; None where it stands for none."""
+"""Maps a path and its value to the section that the value stands for, or to None."""
 
 
 def apply_overrides(
@@ -24,13 +24,13 @@ def apply_overrides(
     section_of: SectionOf,
     given_in: str | None = None,
 ) -> list[Problem]:
-    """Apply overrides in their order, changing the tree.
+    """Applies overrides in order, modifying the tree in place.
 
     Args:
         root: the recipe.
         overrides: `a.b=1` changes a key, `+a.b=1` adds one, `++a.b=1` does either, `~a.b` deletes one.
         is_known: whether a path is a valid key, even where the recipe does not set it.
-        section_of: of a value that stands for a whole section, such as auto, so that single keys can be changed in it.
+        section_of: returns the section that a value such as auto stands for, so that overrides can change its keys.
         given_in: where the overrides come from, if not from the command line.
 
     Returns:
@@ -65,7 +65,7 @@ def apply_overrides(
 
 
 def _too_large(text: str, num_chars: int) -> str | None:
-    """Returns what is wrong with an override's size; `num_chars` counts it and those before it."""
+    """Returns what is wrong with an override's size; `num_chars` is its length plus that of all earlier ones."""
     if len(text) > MAX_OVERRIDE_CHARS:
         return f"has {len(text):,} characters, of at most {MAX_OVERRIDE_CHARS:,}; write its value into a recipe"
     if num_chars > MAX_ALL_OVERRIDE_CHARS:
@@ -83,7 +83,7 @@ def _shorten(text: str) -> str:
 
 
 def _write_out(root: Node, path: str, section_of: SectionOf) -> None:
-    """Replaces a value that stands for a section by that section, where the path leads into it."""
+    """Replaces a value that stands for a section by that section if the path leads into it."""
     node = root
     sections = path.split(".")[:-1]
     for depth, name in enumerate(sections, start=1):
@@ -99,7 +99,7 @@ def _write_out(root: Node, path: str, section_of: SectionOf) -> None:
 def _apply(
     root: Node, override: Any, origin: Origin, is_known: Callable[[str], bool], section_of: SectionOf
 ) -> str | None:
-    """Apply one override; a message where it cannot be."""
+    """Applies one override; returns a message if that is not possible."""
     path: str = override.key_or_group
     if override.package is not None or "/" in path:
         return "names a config group; a recipe has none, write section.key=value"
@@ -154,7 +154,7 @@ def _delete(root: Node, sections: list[str], name: str, override: Any) -> str | 
 
 
 def _wrong_value(value: Any, path: str) -> str | None:
-    """Returns what an override's value has that a recipe's may not have."""
+    """Returns what an override's value contains that a recipe must not contain."""
     if isinstance(value, dict):
         for key, item in value.items():
             message = wrong_key(key)
@@ -173,7 +173,7 @@ def _wrong_value(value: Any, path: str) -> str | None:
 
 
 def _find(root: Node, sections: list[str]) -> tuple[Node | None, str | None]:
-    """Returns the section's node; or None and the first missing name ("" where one on the way is no section)."""
+    """Returns the section's node; or None and the first missing name ("" if one on the way is not a section)."""
     node = root
     for name in sections:
         if name not in node.value:
@@ -207,7 +207,7 @@ def _no_such_key(root: Node, path: str, is_known: Callable[[str], bool]) -> str:
 
 
 def merge(base: Node, over: Node) -> Node:
-    """Returns the base with what `over` sets: mappings key by key, everything else replaced.
+    """Returns the base with the values of `over`: mappings are merged key by key, everything else is replaced.
 
     A mapping with `_override_: true` replaces the whole base, as in NeMo-RL.
     """

@@ -1,7 +1,7 @@
-"""Measures what a YAML text stands for before any of it is built: its depth and its number of values.
+"""Measures what a YAML text expands to before anything is built: its depth and its number of values.
 
-Composing a deeply nested text overflows the C stack, and twenty lines of aliases can stand for a million values each
-of which stands for a million more. The parser's events come one by one, so counting them is safe.
+Composing deeply nested text overflows the C stack, and twenty lines of aliases can expand to a million values, each
+of which expands to a million more. The parser emits events one by one, so counting them is safe.
 """
 
 from dataclasses import dataclass
@@ -14,7 +14,7 @@ from nemo_offload_rl.config.limits import MAX_DEPTH, MAX_VALUES
 
 @dataclass
 class _Size:
-    """A value with all that is in it: how many values, and how many levels below its own."""
+    """Counts the values in a value, itself included, and the levels below it."""
 
     values: int = 1
     depth: int = 0
@@ -25,10 +25,10 @@ class _Size:
 
 
 class TooLargeError(ValueError):
-    """Says that a text stands for too many values, or for too deep a value; the message goes on after "the file".
+    """Says that a text expands to too many values or levels; the message continues "the file".
 
     Attributes:
-        line: where it is, from 1.
+        line: the line of the excess, from 1.
     """
 
     def __init__(self, line: int, message: str) -> None:
@@ -37,14 +37,14 @@ class TooLargeError(ValueError):
 
 
 def measure(loader: Any) -> int:
-    """Count the values of a text, each alias with all that it stands for.
+    """Counts the values of a text, each alias with everything it expands to.
 
     Args:
-        loader: a PyYAML loader of which nothing was read yet; it is at the text's end afterwards.
+        loader: a fresh PyYAML loader; it is at the end of the text afterwards.
 
     Raises:
         TooLargeError: the text is nested deeper than `MAX_DEPTH`, or has more than `MAX_VALUES` values.
-        yaml.YAMLError: as the parser.
+        yaml.YAMLError: the parser rejects the text.
     """
     anchors: dict[str | None, _Size] = {}
     open_values: list[tuple[_Size, str | None]] = [(_Size(0), None)]
@@ -81,6 +81,6 @@ def measure(loader: Any) -> int:
                 anchors[event.anchor] = _Size()
             close(_Size(), line)
         elif isinstance(event, yaml.AliasEvent):
-            # One that stands inside what it refers to, or is undefined, counts as one value; the reader refuses both.
+            # An undefined alias, or one inside the value it refers to, counts as one value; the reader refuses both.
             close(anchors.get(event.anchor, _Size()), line)
     return open_values[0][0].values

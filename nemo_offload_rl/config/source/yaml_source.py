@@ -1,4 +1,4 @@
-"""YAML files as trees of values that know their line."""
+"""Reads YAML files as trees of values that know their line."""
 
 import re
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from nemo_offload_rl.config.source.indentation import hint_at_broken_yaml
 from nemo_offload_rl.config.source.yaml_size import TooLargeError, measure
 from nemo_offload_rl.storage.regular_file import read_regular_file
 
-# With C where PyYAML has it: five times faster.
+# PyYAML's C loader, if available, is five times faster.
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 
-# YAML 1.1 takes 1e-8 for text; the number forms are those of YAML 1.2.
+# YAML 1.1 reads 1e-8 as text; these are YAML 1.2's forms of numbers.
 _FLOAT = re.compile(
     r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+]?[0-9]+)?|[0-9][0-9_]*[eE][-+]?[0-9]+|\.[0-9][0-9_]*([eE][-+]?[0-9]+)?"
     r"|\.(inf|Inf|INF))$|\.(nan|NaN|NAN)$"
@@ -24,7 +24,7 @@ _FLOAT = re.compile(
 
 
 class _RecipeLoader(_Loader):
-    """`safe_load`, but 1e-8 is a number and a date is text."""
+    """A `safe_load` that reads 1e-8 as a number and a date as text."""
 
 
 _RecipeLoader.yaml_implicit_resolvers = {
@@ -39,13 +39,13 @@ _RecipeLoader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0
 
 
 class _RecipeDumper(yaml.SafeDumper):
-    """`safe_dump`, but a text that a recipe's reader would take for a number is put into quotes."""
+    """A `safe_dump` that quotes texts that a recipe's reader would take for numbers."""
 
 
 _RecipeDumper.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
 
 _TAG = "tag:yaml.org,2002:"
-# Tags that may stand before a scalar, and the ones that its text may have by itself.
+# Tag that may precede a scalar: the tags that the scalar's text may resolve to without it.
 _SCALAR_TAGS = {
     f"{_TAG}int": (f"{_TAG}int",),
     f"{_TAG}float": (f"{_TAG}float", f"{_TAG}int"),
@@ -65,7 +65,7 @@ class Node:
 
     @classmethod
     def of(cls, value: Any, origin: Origin) -> "Node":
-        """Returns a plain value as a tree whose every node has this origin."""
+        """Returns a plain value as a tree in which every node has this origin."""
         if isinstance(value, dict):
             return cls({str(key): cls.of(item, origin) for key, item in value.items()}, origin)
         if isinstance(value, list | tuple):
@@ -81,7 +81,7 @@ class Node:
         return self.value
 
     def count(self) -> int:
-        """Values, sections and lists in it, itself included."""
+        """Returns the number of values, sections and lists in the tree, including the node itself."""
         if isinstance(self.value, dict):
             return 1 + sum(node.count() for node in self.value.values())
         if isinstance(self.value, list):
@@ -89,7 +89,7 @@ class Node:
         return 1
 
     def origins(self, path: str = "") -> dict[str, Origin]:
-        """Returns the origin of every key, by its full path; items of lists are `key.0`, `key.1` ..."""
+        """Returns the origin of every key by its full path; items of lists are `key.0`, `key.1` ..."""
         found = {path: self.origin} if path else {}
         prefix = f"{path}." if path else ""
         if isinstance(self.value, dict):
@@ -102,7 +102,7 @@ class Node:
 
 
 def as_yaml(config: dict[str, Any]) -> str:
-    """Returns a recipe's values as a text that is read as the same values."""
+    """Returns a recipe's values as YAML that reads back as the same values."""
     return yaml.dump(config, Dumper=_RecipeDumper, sort_keys=False, allow_unicode=True, width=120)
 
 
@@ -110,11 +110,11 @@ def read_yaml(path: Path) -> tuple[Node | None, list[Problem]]:
     """Read one YAML file.
 
     Returns:
-        Its root mapping, or None where the file cannot be read at all, and the problems found. A key that appears twice
-        keeps its last value.
+        The root mapping, or None if the file cannot be parsed, and the problems found. A key that appears twice keeps
+        its last value.
 
     Raises:
-        UnreadableFileError: it is absent, no regular file, too large, or may not be read.
+        UnreadableFileError: the file is absent, not a regular file, too large, or not readable.
     """
     name = show_file(path)
     try:
@@ -161,14 +161,14 @@ def _measure(text: str) -> None:
 
 
 class _Builder:
-    """Turns the YAML nodes of one file into ours."""
+    """Builds `Node` trees from the YAML nodes of one file."""
 
     def __init__(self, loader: Any, file: str) -> None:
         self.loader = loader
         self.file = file
         self.problems: list[Problem] = []
         self._open: set[int] = set()  # nodes being built, to notice an anchor that contains itself
-        self._flat: set[int] = set()  # mappings whose `<<` were replaced by what they stand for
+        self._flat: set[int] = set()  # mappings whose `<<` has been expanded
 
     def build(self, node: Any, path: str) -> Node:
         origin = Origin(self.file, node.start_mark.line + 1)
@@ -191,7 +191,7 @@ class _Builder:
             self._open.discard(id(node))
 
     def _mapping(self, node: Any, path: str) -> dict[str, Node]:
-        if id(node) not in self._flat:  # else its keys are mixed with those that `<<` stood for
+        if id(node) not in self._flat:  # otherwise its keys are mixed with those from `<<`
             self._refuse_repeated_keys(node, path)
             self._flat.add(id(node))
         self.loader.flatten_mapping(node)  # `<<: *anchor`
@@ -240,7 +240,7 @@ class _Builder:
         return None
 
     def _wrong_scalar(self, node: Any) -> str | None:
-        """Returns what is wrong with a number's text, or with a tag before it; None where nothing is."""
+        """Returns what is wrong with a number's text, or with a tag before it; None if it is valid."""
         if node.tag in _SCALAR_TAGS:
             found = self.loader.resolve(yaml.ScalarNode, node.value, (True, False))
             if found not in _SCALAR_TAGS[node.tag]:
@@ -250,11 +250,11 @@ class _Builder:
         return None
 
 
-REPLACES_BASE = "_override_"  # `_override_: true` in a section: it replaces the whole of what it inherits
+REPLACES_BASE = "_override_"  # `_override_: true` in a section replaces everything that it inherits
 
 
 def wrong_key(key: Any) -> str | None:
-    """Returns what is wrong with the name of a key; None where nothing is."""
+    """Returns what is wrong with the name of a key; None if it is valid."""
     if not isinstance(key, str):
         return f"a key is text, found {show(key)}; put it into quotes"
     if key == "":
@@ -264,8 +264,8 @@ def wrong_key(key: Any) -> str | None:
     return None
 
 
-# What PyYAML raises of a value that its tag, written or implied, cannot have: Python reads no integer of more than
-# 4,300 digits, and `!!bool x` is none.
+# Exceptions that PyYAML raises for a value that its tag, explicit or implied, does not allow: Python reads no integer
+# of more than 4,300 digits, and `!!bool x` is not a boolean.
 _UNREADABLE = (ArithmeticError, AttributeError, LookupError, ValueError)
 
 

@@ -1,1 +1,1 @@
-"""Handles what stands only in NeMo-RL's recipes: keys of features that this package lacks, and its durations."""
+"""Handles what only NeMo-RL's recipes have: keys of features that this package lacks, and its durations."""

@@ -7,7 +7,7 @@ _SECONDS = (86_400, 3_600, 60, 1)
 
 
 def duration_s(text: str) -> int | None:
-    """Returns the seconds of days:hours:minutes:seconds; None where the text is something else, or no time at all."""
+    """Returns the seconds in days:hours:minutes:seconds; None for any other text, and for a duration of 0."""
     found = _FORM.fullmatch(text)
     if found is None:
         return None

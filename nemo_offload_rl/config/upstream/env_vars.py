@@ -1,4 +1,4 @@
-"""Reads environment variables as NeMo-RL's recipes write them: 1 and true without quotes stand for text."""
+"""Reads environment variables as NeMo-RL's recipes write them: 1 and true without quotes are read as text."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -6,15 +6,15 @@ from typing import Any
 from nemo_offload_rl.config.problems import show
 
 ENV_VARS = ("policy.generation.vllm_cfg.env_vars", "policy.megatron_cfg.env_vars")
-"""Sections whose values are text for the environment of a process."""
+"""Sections of environment variables, whose values are text."""
 
 
 def values_as_text(path: str, section: Any) -> Iterator[str]:
-    """Puts text in place of the numbers and booleans of such a section, and yields a note for each of them.
+    """Replaces the numbers and booleans of a section of variables by text, and yields a note for each of them.
 
     Args:
-        path: of the section.
-        section: changed in place; what is no section, and other values, are left for the schema to refuse.
+        path: the section's path.
+        section: modified in place; other values, or a value that is no section, are left for the schema to refuse.
     """
     if not isinstance(section, dict):
         return

@@ -1,8 +1,7 @@
 """NeMo-RL's keys that belong to features this package lacks.
 
-Their recipes load here: a key of such a feature is accepted where its value means "off", refused where it turns
-something on, and never silently ignored. The three tables below are the whole of it; to add a feature, take its
-rows out. `split.py` beside this file reads them.
+NeMo-RL's recipes load here: a key of such a feature is accepted if its value means "off", refused if it turns the
+feature on, and never silently ignored. `split.py` reads the three tables below; to add a feature, delete its rows.
 """
 
 from dataclasses import dataclass
@@ -11,13 +10,13 @@ from typing import Any
 
 @dataclass(frozen=True)
 class OffOnly:
-    """Names a key that may only have the values that leave its feature off.
+    """Describes a key that may only have the values that leave its feature off.
 
     Attributes:
-        off: those values, the usual one first.
-        feature: what any other value asks for.
-        remedy: what to do instead; `{off}` stands for the usual value.
-        only_if: a key and the value with which the part is in use; otherwise the key has no effect.
+        off: these values, the usual one first.
+        feature: the feature that any other value asks for.
+        remedy: what to do instead; `{off}` is replaced by the usual value.
+        only_if: a key and the value with which the row applies; with any other value, the row is skipped.
     """
 
     path: str
@@ -29,24 +28,24 @@ class OffOnly:
 
 @dataclass(frozen=True)
 class SwitchedOff:
-    """Names a section whose feature is off: its switch may only say so, and its other keys then mean nothing."""
+    """Describes a section whose feature must be off: its switch must say so, and its other keys have no effect."""
 
     section: str
     switch: str
     off: tuple[Any, ...]
     feature: str
-    keys: tuple[str, ...]  # an entry stands for everything below it too
+    keys: tuple[str, ...]  # an entry includes everything below it
     remedy: str = "set it to {off} or delete the section"
 
 
 @dataclass(frozen=True)
 class WithoutEffect:
-    """Names a key that is accepted with any value, since here there is nothing that it could change.
+    """Describes a key that is accepted with any value, since it has nothing to change here.
 
     Attributes:
-        reason: why; printed as a note unless `silent`.
-        silent: for keys that only tune a part which is not in use.
-        unless: a key and the value with which the part is in use; the schema then has its keys.
+        reason: why the key has no effect; printed as a note unless `silent`.
+        silent: set for keys that only tune a part which is not in use.
+        unless: a key and the value with which the part is in use; the schema then checks the key.
     """
 
     path: str
@@ -353,12 +352,12 @@ WITHOUT_EFFECT: tuple[WithoutEffect, ...] = (
     WithoutEffect("policy.scheduler", _DTENSOR_ONLY.format("scheduler")),
 )
 
-# Sections that hold nothing but keys of OFF_ONLY and WITHOUT_EFFECT.
+# Sections that contain only keys of OFF_ONLY and WITHOUT_EFFECT.
 UPSTREAM_SECTIONS = ("reward_penalties", "policy.router_replay")
-# Sections that an algorithm reads more of than these tables name, or does not read.
+# Sections from which an algorithm reads further keys, or nothing at all; an empty one is a problem.
 NEVER_EMPTY = ("policy.generation",)
 
-# Values that NeMo-RL has for keys of ours, and this package has not.
+# Key of this package: what to do about a value that only NeMo-RL supports.
 OTHER_VALUES: dict[str, str] = {
     "policy.generation.backend": "set policy.generation.backend=vllm, or transformers",
     "policy.megatron_cfg.enabled": "set policy.megatron_cfg.enabled=true: Megatron is the one policy backend here",
@@ -366,7 +365,7 @@ OTHER_VALUES: dict[str, str] = {
     "grpo.adv_estimator.name": "set grpo.adv_estimator.name=grpo",
     "policy.sequence_packing.algorithm": "set policy.sequence_packing.algorithm=modified_first_fit_decreasing",
 }
-# Data sets that NeMo-RL knows, and this package does not: what to do, by a dataset_name that the recipe may have.
+# Supported dataset_name: what to write with it instead of a dataset that only NeMo-RL supports.
 OTHER_DATASETS: dict[str, str] = {
     "ResponseDataset": "give your data as a JSONL file (ResponseDataset) or a datasets folder (HFDataset)",
     "PreferenceDataset": "give your pairs as a JSONL file or a datasets folder whose rows have a prompt, a chosen and "
@@ -380,6 +379,6 @@ OTHER_ALGORITHMS: dict[str, str] = {
 
 
 def upstream_paths() -> tuple[str, ...]:
-    """Every path that the tables name."""
+    """Returns every path in the tables."""
     features = [f"{feature.section}.{key}" for feature in SWITCHED_OFF for key in (feature.switch, *feature.keys)]
     return (*(row.path for row in OFF_ONLY), *features, *(row.path for row in WITHOUT_EFFECT))

@@ -1,4 +1,4 @@
-"""Take the keys of NeMo-RL's other features out of a recipe, and refuse those that turn something on."""
+"""Removes the keys of NeMo-RL's other features from a recipe, and reports those that turn something on."""
 
 import copy
 from collections.abc import Iterator
@@ -20,12 +20,12 @@ from nemo_offload_rl.config.upstream.features import (
 
 @dataclass(frozen=True)
 class SplitKeys:
-    """Holds a recipe without the keys of NeMo-RL's features that this package lacks, and what to say of those keys.
+    """Holds a recipe without the keys of NeMo-RL's features that this package lacks, and the messages about these keys.
 
     Attributes:
-        config: the keys that are left, which the schema checks.
-        problems: (path, message) of keys that turn something on.
-        notes: what the user should know of keys that were accepted without effect.
+        config: the remaining keys, which the schema checks.
+        problems: (path, message) for each key that turns something on.
+        notes: what the user should know about keys that were accepted without effect.
     """
 
     config: dict[str, Any]
@@ -34,7 +34,7 @@ class SplitKeys:
 
 
 def split_upstream_keys(config: dict[str, Any]) -> SplitKeys:
-    """Take the keys of the tables out of a recipe, and say which of them ask for what is not here."""
+    """Removes the keys of the tables from a copy of a recipe, and reports those that ask for an unsupported feature."""
     split = SplitKeys(copy.deepcopy(config), [], [])
     for row in OFF_ONLY:
         if row.only_if is not None and _matches(split.config, row.only_if[0]) != [row.only_if]:
@@ -97,7 +97,7 @@ def _names_below(section: dict[str, Any], prefix: str = "") -> Iterator[str]:
 
 
 def _matches(config: dict[str, Any], pattern: str) -> list[tuple[str, Any]]:
-    """Return the paths of the config that a pattern with `*` names, and their values."""
+    """Returns the paths in the config that match a pattern with `*`, and their values."""
     found: list[tuple[str, Any]] = [("", config)]
     for part in pattern.split("."):
         found = [

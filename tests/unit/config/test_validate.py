@@ -69,7 +69,7 @@ MEGATRON = "policy.megatron_cfg"
             "~grpo.seed",
             "grpo.seed: missing (its meaning: Seed of data order, sampling and initial weights. 0 or more.)",
         ),
-        ("~loss_fn", "loss_fn: missing (its meaning: Its loss.)"),
+        ("~loss_fn", "loss_fn: missing (its meaning: The policy-gradient loss.)"),
         (
             "~data.train.dataset_name",
             "data.train.dataset_name: missing; it is 'arithmetic', 'ResponseDataset', 'HFDataset', 'Open",
