@@ -1,1 +1,1 @@
-"""Places processes: Ray's placement, and the machine's topology."""
+"""Places processes on nodes and GPUs with Ray, and reads the machine's topology."""

@@ -1,4 +1,4 @@
-"""Judges a machine's facts for offloading: a verdict on each, and a remedy."""
+"""Checks whether a machine is fit for offloading: a verdict on each of its properties, with a remedy."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -14,14 +14,14 @@ from nemo_offload_rl.placement.machine import HostFacts, MachineFacts
 GOOD_SHARE_OF_LINK = 0.7
 # An H200 carries 1.84 times as much in both directions at once as in one.
 GOOD_DUPLEX_GAIN = 1.5
-# torch's own pin_memory=True makes 1.4 GB/s usable on the machine where the arena makes 14.
+# torch's own pin_memory=True page-locks 1.4 GB/s on the machine where `memory.pinned.PinnedArena` page-locks 14.
 GOOD_PAGE_LOCK_GB_PER_S = 3.0
 
 REQUIRED_PACKAGES = ("torch", "megatron-core", "megatron-bridge", "transformers", "ray")
 
 
 class Verdict(StrEnum):
-    """Says how a fact about the machine is judged."""
+    """Lists the possible results of a check."""
 
     OK = "ok"
     WARNING = "warning"
@@ -30,7 +30,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True)
 class Check:
-    """Holds a line of `nemo-offload-rl doctor`; the remedy is empty where nothing is to be done."""
+    """Holds a line of `nemo-offload-rl doctor`; the remedy is empty if nothing needs to be done."""
 
     subject: str
     found: str
@@ -39,7 +39,7 @@ class Check:
 
 
 def judge(facts: MachineFacts) -> list[Check]:
-    """Returns a verdict on everything that matters for offloading, in the order to look at it."""
+    """Returns a check of everything that matters for offloading, in the order of the report."""
     return [
         _gpus(facts),
         *(check for gpu in facts.gpus for check in _gpu(gpu, facts)),
@@ -187,7 +187,7 @@ def _memlock(facts: MachineFacts) -> Check:
     found = f"{limit >> 20} MiB"
     if not facts.gpus:
         return Check("memlock", f"{found}; without a GPU nothing is page-locked", Verdict.OK)
-    if facts.links and limit < GIB:  # the measurement is a proof
+    if facts.links and limit < GIB:  # the link's measurement has page-locked more
         found += "; CUDA page-locked 2 GiB all the same"
         return Check("memlock", found, Verdict.OK, "InfiniBand needs more: ulimit -l unlimited, --ulimit memlock=-1")
     remedy = "ulimit -l unlimited; in a container: --ulimit memlock=-1"

@@ -1,4 +1,4 @@
-"""The Ray cluster of a run, and which part of it each rank gets."""
+"""Starts or joins the Ray cluster of a run, and reserves resources for each rank."""
 
 import contextlib
 import itertools
@@ -29,10 +29,10 @@ from nemo_offload_rl.placement.signals import ending_signals_blocked
 logger = logging.getLogger(__name__)
 
 
-# The shares of a rank's bundle that its policy worker and an actor of the colocated generation engine take.
+# The share of a rank's bundle that its policy worker takes, and that an actor of the colocated generation engine takes.
 WORKER_SHARE = ENGINE_SHARE = 0.5
 
-# What a rank's bundle asks of Ray's books where there is no GPU, so that any number of ranks fits on a small machine.
+# CPUs that a rank's bundle requests from Ray without GPUs, so low that any number of ranks fits on a small machine.
 _CPUS_PER_RANK_WITHOUT_GPU = 0.02
 _PLACEMENT_TIMEOUT_S = 60
 _EXIT_TIMEOUT_S = 15
@@ -41,29 +41,29 @@ _LOOK_PERIOD_S = 0.5
 
 
 class Cluster:
-    """Reserves one bundle of resources a rank in a Ray cluster; a context manager that leaves no process behind.
+    """Reserves one resource bundle per rank in a Ray cluster; as a context manager it leaves no process behind.
 
-    Bundles are numbered node by node. The policy's rank N has bundle N; generation shares these, or has those behind
-    them for itself.
+    Bundles are numbered node by node. Rank N of the policy has bundle N; generation shares these bundles, or has the
+    bundles after them to itself.
 
-    Joins the cluster that RAY_ADDRESS names, or one that this process has already started; otherwise starts Ray on this
-    machine, listening on the loopback address.
+    Joins the cluster that RAY_ADDRESS names, or the Ray that this process is already connected to; otherwise starts Ray
+    on this machine, listening on the loopback address.
 
     Attributes:
         world_size: Number of ranks, `num_nodes` x `gpus_per_node` less `num_engine_devices`.
-        num_bundles: Those of the ranks and of generation.
-        has_gpus: Whether each rank has a GPU of its own; without, ranks are processes on the CPU.
+        num_bundles: Number of bundles of policy and generation together.
+        has_gpus: Whether each rank has a GPU of its own; otherwise ranks are processes on the CPU.
         ranks_per_node: Ranks of each node that has any.
-        bundles_per_node: Bundles of each node, whichever side has them.
+        bundles_per_node: Bundles of each node, of policy and generation together.
         engines_are_apart: Whether generation has bundles of its own.
-        engine_bundles_per_node: Bundles of each node with generation, which its engines share out.
-        master_port_range: First and last port that ranks may meet at; None for any free one.
+        engine_bundles_per_node: Bundles that engines may use, of each node with engines.
+        master_port_range: First and last port for the ranks' rendezvous; None for any free port.
         threads_per_rank: CPU threads that each rank may use when all ranks compute at once.
-        threads_per_engine_bundle: CPU threads that the processes of engines may use, for each bundle that one has.
+        threads_per_engine_bundle: CPU threads that an engine's processes may use, per bundle of the engine.
         threads_per_node: CPU threads that one process may use while the others of its node wait.
-        logs_folder: Where Ray's processes write what they print; None where Ray was not started here.
-        keep_logs: Whether that folder stays when Ray ends here; it does after an error in the `with` block, too.
-        nodes: The nodes of the ranks; those of node 0 come first.
+        logs_folder: Folder of the output of Ray's processes; None if Ray was not started here.
+        keep_logs: Whether that folder stays when Ray ends here; set after an error in the `with` block, too.
+        nodes: The nodes of the bundles, in their order; a node may occur more than once.
     """
 
     def __init__(
@@ -77,20 +77,20 @@ class Cluster:
         wait_for_nodes_s: float = 0.0,
         log_to_driver: bool = False,
     ) -> None:
-        """Start or join Ray and reserve the bundles.
+        """Starts or joins Ray and reserves the bundles.
 
         Args:
             num_nodes: Nodes to spread the ranks over.
             gpus_per_node: Bundles of each node; each has a GPU where the cluster has any.
-            num_engine_devices: Bundles that are generation's own: some of a single node, or all of the last nodes.
-            master_port_range: First and last port that ranks may meet at; None for any free one.
-            segment_size: Consecutive nodes that have to be of one NVLink domain; None for any.
-            wait_for_nodes_s: How long a cluster that is joined may take to have so many, as where one is replaced.
-            log_to_driver: Whether what the ranks print appears in this process, too.
+            num_engine_devices: Bundles of generation alone: some of a single node, or all of the last nodes.
+            master_port_range: First and last port for the ranks' rendezvous; None for any free port.
+            segment_size: Number of consecutive nodes that have to be in one NVLink domain; None for any nodes.
+            wait_for_nodes_s: Seconds to wait until a joined cluster has enough nodes, such as when one is replaced.
+            log_to_driver: Whether this process also prints the output of ranks.
 
         Raises:
-            ValueError: If the cluster has fewer GPUs or nodes than asked for. Where Ray is not running yet, this
-                machine's GPUs are counted before anything starts.
+            ValueError: If the cluster has fewer GPUs or nodes than asked for. If Ray is not running yet, this machine's
+                GPUs are counted before Ray starts.
         """
         self.num_bundles = num_nodes * gpus_per_node
         self.world_size = self.num_bundles - num_engine_devices
@@ -114,7 +114,7 @@ class Cluster:
             self._share_out_threads()
             if len(self.node_ids) > 1:
                 self._watch = NodeWatch(self.nodes)
-        except BaseException as error:  # a signal that came while Ray started is raised once it has
+        except BaseException as error:  # including a signal that arrived while Ray was starting
             self.keep_logs = isinstance(error, Exception)
             self.shutdown()
             raise
@@ -125,24 +125,27 @@ class Cluster:
 
     @property
     def num_nodes(self) -> int:
-        """Nodes that the ranks are spread over."""
+        """Number of nodes that have ranks of the policy."""
         return self.world_size // self.ranks_per_node
 
     @property
     def node_ids(self) -> list[str]:
-        """Ray's ids of the nodes that have bundles, in the order of these."""
+        """Ray's ids of the nodes that have bundles, in the order of the bundles."""
         return list(dict.fromkeys(node.id for node in self.nodes))
 
     def node_of(self, bundle: int) -> Node:
-        """Returns the node of a bundle, which is that of the rank with its number."""
+        """Returns the node of a bundle, and so of the rank with the same number."""
         return self.nodes[bundle // self.bundles_per_node]
 
     def wait(self, refs: Sequence[Any], timeout_s: float | None) -> tuple[list[Any], list[Any]]:
-        """As `ray.wait` for one of them, but returns earlier, perhaps with none, where a node does not answer.
+        """Waits for one of the references, like `ray.wait`, but returns early, perhaps with none, if a node is lost.
 
         Args:
-            refs: What to wait for.
-            timeout_s: How long at most; None for any time.
+            refs: Ray references to wait for.
+            timeout_s: The most seconds to wait; None for no limit.
+
+        Returns:
+            The references that are done, and the others.
         """
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
         while True:
@@ -155,26 +158,26 @@ class Cluster:
                 return done, pending
 
     def loss_of(self, rank: int, *, ask: bool = False) -> NodeLostError | None:
-        """Returns the error of a rank, or of another bundle, whose node does not answer any more; None of all others.
+        """Returns the error of a rank, or of another bundle, if its node no longer answers; otherwise None.
 
         Args:
             rank: 0 .. num_bundles - 1.
-            ask: Whether to ask the node now, too, as where others have failed; the answer may take some seconds.
+            ask: Whether to query the node now, such as after another rank has failed; may take some seconds.
         """
         return None if self._watch is None else self._watch.loss_of(self.node_of(rank), ask=ask)
 
     def node_name(self, rank: int) -> str | None:
-        """Returns the name of a rank's node for a message; None where all ranks are on one node."""
+        """Returns the name of a rank's node for messages; None if all ranks are on one node."""
         return None if self._watch is None else str(self.node_of(rank))
 
     def bundles_by_engine(self, bundles_per_engine: int) -> list[tuple[int, ...]]:
-        """Returns for each generation engine its bundles, all of one node: those of ranks, or generation's own.
+        """Returns the bundles of each generation engine, all on one node: the ranks' bundles, or generation's own.
 
         Args:
             bundles_per_engine: Bundles (GPUs) that an engine spans.
 
         Raises:
-            ValueError: If a node's bundles cannot be shared out so.
+            ValueError: If `bundles_per_engine` does not divide the bundles of a node.
         """
         if self.engine_bundles_per_node % bundles_per_engine:
             raise ValueError(
@@ -186,15 +189,15 @@ class Cluster:
 
     @property
     def engine_share(self) -> float:
-        """The part of a bundle that an engine's actor takes."""
+        """The share of a bundle that an engine's actor takes."""
         return 1.0 if self.engines_are_apart else ENGINE_SHARE
 
     def actor_options(self, bundle: int, share: float) -> dict[str, Any]:
-        """Options of a Ray actor that takes a share of a bundle.
+        """Returns the options of a Ray actor that takes a share of a bundle.
 
         Args:
-            bundle: 0 .. num_bundles - 1; that of rank N is N.
-            share: Part of the bundle, in (0, 1].
+            bundle: 0 .. num_bundles - 1; rank N has bundle N.
+            share: Share of the bundle, in (0, 1].
         """
         node, of_node = divmod(bundle, self.bundles_per_node)
         return {
@@ -206,16 +209,17 @@ class Cluster:
         }
 
     def stop(self, actors: Sequence[Any], process_refs: Sequence[Any]) -> None:
-        """Kill actors and wait until those of this node are gone.
+        """Kills actors and waits until the processes of those on this node have ended.
 
         Args:
-            actors: Handles; already dead ones do no harm.
-            process_refs: References to (node address, process id) of each, so far as they are known.
+            actors: Actor handles; dead actors are ignored.
+            process_refs: Ray references to the (node address, process id) of each actor; those that are not done are
+                ignored.
         """
         known, _ = ray.wait(list(process_refs), num_returns=len(process_refs), timeout=0)
         processes = []
         for ref in known:
-            with contextlib.suppress(RayError, psutil.NoSuchProcess):  # it never came up, or is gone already
+            with contextlib.suppress(RayError, psutil.NoSuchProcess):  # it has never started, or has already ended
                 address, pid = ray.get(ref)
                 if address == ray.util.get_node_ip_address():
                     processes.append(psutil.Process(pid))
@@ -226,14 +230,18 @@ class Cluster:
             logger.warning("Process %d of an actor did not end within %d s.", process.pid, _EXIT_TIMEOUT_S)
 
     def shutdown(self) -> None:
-        """Give the bundles back; end Ray, and wait for all of its processes, where this object started it."""
+        """Gives the bundles back and disconnects from Ray, if this object connected to it.
+
+        If it also started Ray, it ends Ray and waits for all of its processes.
+        """
         if self._watch is not None:
             self._watch.close()
             self._watch = None
-        if self._must_stop_ray and ray.is_initialized():
+        if ray.is_initialized():
             for group in self._groups:
                 remove_placement_group(group)
-            disconnect_and_kill()
+            if self._must_stop_ray:
+                disconnect_and_kill()
         self._groups = []
         if self._reaper is not None:
             self._reaper.finish(keep_logs=self.keep_logs)
@@ -249,8 +257,9 @@ class Cluster:
         self.shutdown()
 
     def _start_ray(self, num_nodes: int, gpus_per_node: int, segment_size: int | None, log_to_driver: bool) -> None:
-        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # sends nothing anywhere
-        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # an actor without a GPU keeps its environment
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # An actor without a GPU keeps its CUDA_VISIBLE_DEVICES.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         logging_options = {"log_to_driver": log_to_driver, "logging_level": logging.ERROR}
         if not starts_ray_here():
             with handlers_kept():
@@ -261,7 +270,7 @@ class Cluster:
         if num_gpus:
             _require_one_node(num_nodes)
         _require_gpus(num_gpus, num_nodes, gpus_per_node, "this machine")
-        # Idle workers cannot become actors with an environment of their own.
+        # Prestarted workers would be idle: an actor with its own environment needs a new process.
         os.environ.setdefault("RAY_enable_worker_prestart", "0")
         os.environ.setdefault("RAY_prestart_worker_first_driver", "0")
         with ending_signals_blocked(), handlers_kept():
@@ -271,8 +280,7 @@ class Cluster:
                 num_cpus=available_threads(),
                 num_gpus=num_gpus,
                 include_dashboard=False,
-                # Ray 2.60 puts the interpreter's path into a shell command as it is, and so cannot start from a path
-                # with a space in it.
+                # Ray 2.60 does not quote the interpreter's path in a shell command, and so fails if it has a space.
                 runtime_env={"py_executable": shlex.quote(sys.executable)},
                 **object_store_options(num_gpus > 0),
                 **logging_options,
@@ -280,7 +288,7 @@ class Cluster:
         self.logs_folder = Path(context.address_info["session_dir"], "logs")
 
     def _find_nodes(self, num_nodes: int, segment_size: int | None, wait_for_nodes_s: float) -> tuple[bool, list[Node]]:
-        """Choose the nodes; wait for what else runs on them to end, and for further ones as long as asked to.
+        """Chooses the nodes; waits until their resources are free, and up to `wait_for_nodes_s` for further nodes.
 
         Returns:
             Whether ranks have GPUs, and the nodes.
@@ -302,7 +310,7 @@ class Cluster:
             time.sleep(_LOOK_PERIOD_S)
 
     def _share_out_threads(self) -> None:
-        """Sets how many CPU threads each side may use, by the node that has the fewest."""
+        """Sets how many CPU threads policy and generation may use, by the node that has the fewest."""
         threads = {node["NodeID"]: node["Resources"].get("CPU", 1) for node in ray.nodes()}
         self.threads_per_node = max(1, int(min(threads[node_id] for node_id in self.node_ids)))
         nodes_of_ranks = len({node.id for node in self.nodes[: self.num_nodes]})
@@ -313,7 +321,7 @@ class Cluster:
         self.threads_per_engine_bundle = max(1, self.threads_per_node * nodes_of_engines // num_engine_bundles)
 
     def _reserve(self) -> None:
-        """Reserve the ranks' bundles, those of a node on that node alone."""
+        """Reserves all bundles in a placement group per node."""
         self._groups = [
             placement_group(
                 [_bundle(self.has_gpus) for _ in range(self.bundles_per_node)],
@@ -327,19 +335,19 @@ class Cluster:
 
 
 def starts_ray_here() -> bool:
-    """Returns whether a `Cluster` would start Ray on this machine, whose environment its actors then have."""
+    """Returns whether a `Cluster` would start Ray on this machine, with actors that inherit this environment."""
     return "RAY_ADDRESS" not in os.environ and not ray.is_initialized()
 
 
 def available_threads() -> int:
-    """CPU threads that this process may use: its affinity, or OMP_NUM_THREADS where that is set and lower."""
+    """Returns the CPU threads that this process may use: its affinity, or OMP_NUM_THREADS if that is set and lower."""
     cores = len(os.sched_getaffinity(0))
     limit = os.environ.get("OMP_NUM_THREADS", "")
     return min(cores, int(limit)) if limit.isdecimal() and int(limit) else cores
 
 
 def _require_gpus(num_found: int, num_nodes: int, gpus_per_node: int, where: str) -> None:
-    """No GPU at all is fine: the ranks then run on the CPU."""
+    """Checks the number of GPUs; none at all is fine, since ranks then run on the CPU."""
     if 0 < num_found < num_nodes * gpus_per_node:
         raise ValueError(
             f"The recipe asks for {num_nodes * gpus_per_node} GPUs (cluster.num_nodes {num_nodes} x "
@@ -361,7 +369,7 @@ def _no_room(num_nodes: int, gpus_per_node: int) -> ValueError:
 
 
 def _require_no_segments(segment_size: int | None) -> None:
-    """One machine is one segment; of more, Ray started here would know nothing."""
+    """Checks that the recipe asks for no segments of several nodes, since a Ray started here has only this machine."""
     if segment_size is not None and segment_size > 1:
         raise ValueError(
             f"The recipe asks for segments of {segment_size} nodes (cluster.segment_size), but Ray would be started on "

@@ -1,4 +1,4 @@
-"""Prints the doctor's report: a verdict on each fact about this machine, or the facts as JSON."""
+"""Prints the report of `nemo-offload-rl doctor`: checks of this machine, as a table or as JSON."""
 
 import dataclasses
 import json
@@ -12,16 +12,16 @@ from nemo_offload_rl.placement.checks import Check, Verdict, judge
 from nemo_offload_rl.placement.machine import MachineFacts, machine_facts
 
 _STYLES = {Verdict.OK: "green", Verdict.WARNING: "yellow", Verdict.MISSING: "red"}
-# rich takes 80 columns where there is no terminal, in which remedies would be towers of words.
+# Without a terminal rich uses 80 columns, too few for the remedies.
 _WIDTH_WITHOUT_TERMINAL = 160
 
 
 def run_doctor(as_json: bool, console: Console | None = None) -> None:
-    """Examine this machine and print what was found.
+    """Examines this machine and prints the results.
 
     Args:
-        as_json: Print facts and verdicts as one JSON object instead of a table.
-        console: Where to; None for the standard output.
+        as_json: Print facts and checks as one JSON object instead of a table.
+        console: Where to print; None for the standard output.
     """
     if console is None:
         console = Console() if sys.stdout.isatty() else Console(width=_WIDTH_WITHOUT_TERMINAL)
@@ -34,13 +34,13 @@ def run_doctor(as_json: bool, console: Console | None = None) -> None:
 
 
 def facts_as_json(facts: MachineFacts, checks: list[Check]) -> str:
-    """Returns the fields of `MachineFacts`, and the verdicts under `checks`; sizes in bytes, speeds in GB/s."""
+    """Returns the fields of `MachineFacts`, and the checks under `checks`; sizes in bytes, speeds in GB/s."""
     fields = dataclasses.asdict(facts) | {"checks": [dataclasses.asdict(check) for check in checks]}
     return json.dumps(fields, indent=2, default=sorted)  # sorted: sets of CPUs
 
 
 def checks_table(title: str, checks: list[Check]) -> Table:
-    """Returns a row a check."""
+    """Returns a table with a row per check."""
     table = Table(title=f"{title}: what it offers to offloading", title_justify="left")
     for heading in ("what", "found", "verdict", "what to do"):
         table.add_column(heading, overflow="fold")

@@ -1,4 +1,4 @@
-"""Watches the GPUs of all nodes of a run: a small Ray actor on each node reads them, and the driver collects."""
+"""Monitors the GPUs of all nodes of a run: a small Ray actor on each node reads them, and the driver collects."""
 
 import logging
 import threading
@@ -24,25 +24,25 @@ class GpuMetrics(Protocol):
     """Defines where a run gets the metrics of its GPUs."""
 
     def of_step(self, step: int) -> dict[str, float]:
-        """Returns what is known by now of the time since the step before, without waiting for anything."""
+        """Returns metrics of the readings since the previous step that have arrived; does not wait."""
 
     def close(self) -> None:
         """Ends the readings."""
 
 
 class NoGpuMetrics:
-    """Stands in for `GpuMonitor` where GPUs are not watched."""
+    """Replaces `GpuMonitor` where monitoring is off."""
 
     def of_step(self, step: int) -> dict[str, float]:
-        """Returns nothing."""
+        """Returns no metrics."""
         return {}
 
     def close(self) -> None:
-        """Ends nothing."""
+        """Does nothing."""
 
 
 class NodeMonitor:
-    """Reads the GPUs of the node that it runs on; an actor, with the methods of `GpuSampler`.
+    """Reads the GPUs of the node that it runs on, as a Ray actor around `GpuSampler`.
 
     Args:
         interval_s: seconds between readings.
@@ -58,20 +58,20 @@ class NodeMonitor:
             self._why_not = str(error)
 
     def take(self) -> list[GpuSample] | str:
-        """Returns the readings since the last call; or why there are none."""
+        """Returns the readings since the last call, or the reason why GPUs cannot be read."""
         return self._why_not if self._sampler is None else self._sampler.take()
 
 
 @dataclass
 class _Node:
-    """A node's actor; None once it has nothing to say.
+    """Tracks the `NodeMonitor` of a node.
 
     Attributes:
-        name: of the node.
-        actor: its `NodeMonitor`.
-        answer: reference of the readings that it was asked for and has not given; None where there are none.
-        asked_s: when it was asked for them.
-        was_late: whether it has been told that the node is late.
+        name: the node's name.
+        actor: its `NodeMonitor`; None once it has failed.
+        answer: Ray reference of the requested readings that have not arrived; None without such a request.
+        asked_s: when they were requested.
+        was_late: whether the warning about late readings has been logged.
     """
 
     name: str
@@ -82,15 +82,16 @@ class _Node:
 
 
 class GpuMonitor:
-    """Collects the readings of all nodes in a thread of its own, so that no step waits for them.
+    """Collects the readings of all nodes in a background thread, so that no step waits for them.
 
-    A node that cannot read its GPUs, or whose actor has died, is left out from then on, with a warning. One that is
-    late, since its actor still starts or the node is busy, gets one warning; its readings count once they come.
+    A node that cannot read its GPUs, or whose actor has died, is left out from then on, with a warning. For a node that
+    is late, since its actor is still starting or the node is busy, it logs one warning and uses the readings once they
+    arrive.
 
     Args:
         actors: handles of a `NodeMonitor` on each node, in the order of the nodes.
         flush_interval_s: seconds between collections.
-        late_after_s: seconds that a node may take to answer before that is told.
+        late_after_s: seconds without an answer after which a node counts as late.
     """
 
     def __init__(self, actors: Sequence[Any], flush_interval_s: float, *, late_after_s: float = _LATE_AFTER_S) -> None:
@@ -106,10 +107,10 @@ class GpuMonitor:
         self._thread.start()
 
     def of_step(self, step: int) -> dict[str, float]:
-        """Returns means of utilisation and power, and the largest memory and temperature, by GPU.
+        """Returns the mean utilisation and power, and the largest memory and temperature, of each GPU.
 
-        A later call for the same step covers the readings of the earlier ones, too. Readings that have not been
-        collected yet belong to a later step.
+        A later call for the same step includes the readings of the earlier calls. Readings that have not been collected
+        yet count for a later step.
         """
         with self._lock:
             new, self._new = self._new, []
@@ -126,7 +127,7 @@ class GpuMonitor:
         self._end.set()
         for node in self._nodes:
             if node.actor is not None:
-                ray.kill(node.actor)  # a call to it that is under way then ends, too
+                ray.kill(node.actor)  # also ends a pending call to the actor
         self._thread.join(self._interval_s + self._late_after_s)
 
     def _run(self) -> None:
@@ -171,7 +172,7 @@ class GpuMonitor:
 
 
 def watch_gpus(node_ids: Sequence[str], *, collection_interval_s: float, flush_interval_s: float) -> GpuMonitor:
-    """Starts a `NodeMonitor` on each node, without waiting for it, and collects what they read.
+    """Starts a `NodeMonitor` on each node, without waiting for it, and returns the monitor that collects the readings.
 
     Args:
         node_ids: Ray's ids of the nodes.

@@ -1,4 +1,4 @@
-"""Reads utilisation, memory, power and temperature of a machine's GPUs by NVML, in a thread of its own."""
+"""Reads utilisation, memory, power and temperature of a machine's GPUs with NVML, in a background thread."""
 
 import importlib
 import threading
@@ -8,7 +8,7 @@ from typing import Any
 _GIB = 2**30
 
 GpuSample = dict[int, dict[str, float]]
-"""A reading of every GPU of a machine: the driver's number of the GPU, a metric's name, its value."""
+"""A reading of every GPU of a machine: the driver's GPU index -> metric name -> value."""
 
 
 class NoGpuReadingsError(ValueError):
@@ -43,7 +43,7 @@ class GpuReader:
             raise NoGpuReadingsError("the driver knows of no GPU")
 
     def read(self) -> GpuSample:
-        """Returns one reading; what a GPU does not report, such as the power of a part of one, is left out."""
+        """Returns one reading; leaves out values that a GPU does not report, such as the power of a MIG slice."""
         return {index: dict(self._read_one(gpu)) for index, gpu in enumerate(self._gpus)}
 
     def _read_one(self, gpu: Any) -> Iterator[tuple[str, float]]:
@@ -62,11 +62,11 @@ class GpuReader:
 
 
 class GpuSampler:
-    """Keeps a reading for every interval until it is taken.
+    """Reads the GPUs at an interval, and keeps the readings until `take` returns them.
 
     Args:
-        reader: of this machine.
-        interval_s: seconds between readings; the first is at once.
+        reader: reads this machine's GPUs.
+        interval_s: seconds between readings; the first is taken at once.
     """
 
     def __init__(self, reader: GpuReader, interval_s: float) -> None:

@@ -1,4 +1,4 @@
-"""The GPUs of this machine and their links, as the driver and the kernel describe them."""
+"""Reads the GPUs of this machine and their PCIe links from nvidia-smi and sysfs."""
 
 import csv
 import logging
@@ -32,10 +32,10 @@ _SMI_TIMEOUT_S = 60  # without persistence mode the driver initialises every GPU
 
 @dataclass(frozen=True)
 class GpuFacts:
-    """Describes a GPU by what the driver and sysfs say; None for what neither says.
+    """Describes a GPU with values of the driver and sysfs; None for values that neither reports.
 
     Attributes:
-        index: The driver's number, whatever CUDA_VISIBLE_DEVICES says.
+        index: The driver's index, independent of CUDA_VISIBLE_DEVICES.
         name: The product's name.
         uuid: The driver's identifier, such as GPU-1e2d...
         pci_bus_id: The PCI address as sysfs spells it.
@@ -44,7 +44,7 @@ class GpuFacts:
         link_width: Lanes in use.
         max_link_generation: The highest PCI Express generation that the GPU supports.
         max_link_width: Lanes that the GPU has.
-        numa_node: The node with CPUs that is nearest.
+        numa_node: The nearest NUMA node with CPUs.
     """
 
     index: int
@@ -60,7 +60,7 @@ class GpuFacts:
 
 
 def gpu_facts(sysfs: Path = Path("/sys")) -> tuple[GpuFacts, ...]:
-    """This machine's GPUs: from nvidia-smi, or those that torch sees where that is not to be had.
+    """Returns this machine's GPUs: from nvidia-smi or, if that is not available, the GPUs that torch sees.
 
     Args:
         sysfs: Where sysfs is mounted.
@@ -71,7 +71,7 @@ def gpu_facts(sysfs: Path = Path("/sys")) -> tuple[GpuFacts, ...]:
 
 
 def driver_version(sysfs: Path = Path("/sys")) -> str | None:
-    """Returns the version of the NVIDIA kernel driver; None where none is loaded or visible."""
+    """Returns the version of the NVIDIA kernel driver; None if no driver is loaded or visible."""
     version = read_text(sysfs / "module/nvidia/version")
     if version is None:
         version = next((row["driver_version"] for row in _query_nvidia_smi() or ()), None)
@@ -79,7 +79,7 @@ def driver_version(sysfs: Path = Path("/sys")) -> str | None:
 
 
 def torch_pci_bus_id(index: int) -> str:
-    """Returns the PCI address, as sysfs spells it, of the GPU that torch numbers so."""
+    """Returns the PCI address, as sysfs spells it, of the GPU with this index in torch."""
     import torch
 
     properties: Any = torch.cuda.get_device_properties(index)  # torch's stub lacks the PCI fields
@@ -97,7 +97,7 @@ def _query_nvidia_smi() -> list[dict[str, str]] | None:
         logger.warning("nvidia-smi gives no answer: %s", error)
         return None
     rows = csv.DictReader(done.stdout.splitlines(), fieldnames=_SMI_FIELDS, skipinitialspace=True)
-    # A line with fewer fields is a sentence, such as "No devices were found".
+    # A line with fewer fields is a message, such as "No devices were found".
     return [row for row in rows if row["driver_version"] is not None]
 
 
@@ -141,10 +141,10 @@ def _gpus_of_torch() -> list[GpuFacts]:
 
 
 def _with_sysfs(gpu: GpuFacts, sysfs: Path) -> GpuFacts:
-    """Completes what the driver says of a GPU.
+    """Adds values from sysfs to those that the driver reports of a GPU.
 
-    The driver's "max" is that of GPU and slot together, by which a slot with too few lanes would look right; sysfs has
-    what the GPU itself could do, and so comes first there.
+    The driver's "max" is the maximum of GPU and slot together, which hides a slot with too few lanes. sysfs has the
+    maximum of the GPU alone, and so takes precedence.
     """
     device = sysfs / "bus/pci/devices" / gpu.pci_bus_id
     return replace(
@@ -164,7 +164,7 @@ def _generation(path: Path) -> int | None:
 
 def _num_lanes(path: Path) -> int | None:
     lanes = _number(read_text(path))
-    return lanes if lanes in _LINK_WIDTHS else None  # 0 or 255: the link does not say
+    return lanes if lanes in _LINK_WIDTHS else None  # 0 or 255: not known
 
 
 def _number(text: str | None) -> int | None:

@@ -1,4 +1,4 @@
-"""Measures a GPU's link to host memory with page-locked memory, and computes its limit."""
+"""Measures the speed of a GPU's link to page-locked host memory, and computes the link's limit."""
 
 import statistics
 import time
@@ -12,10 +12,11 @@ if TYPE_CHECKING:
 
     from nemo_offload_rl.memory.pinned import PinnedArena
 
-# PCI Express: GB/s of a lane in one direction after line coding (8b/10b, 128b/130b, flits from 6 on), before headers.
+# PCI Express: GB/s per lane in one direction after line coding (8b/10b, 128b/130b, flits from generation 6 on), before
+# headers.
 _LANE_GB_PER_S = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
 
-# A virtual machine may get its memory only when it first touches it: on an H200's, 1.6 GB/s then and 5.3 GB/s later.
+# A virtual machine may get its memory only on first touch: 1.6 GB/s on an H200's host then, and 5.3 GB/s later.
 _PAGE_LOCKINGS = 3
 
 
@@ -30,8 +31,8 @@ class LinkBenchmark:
     Attributes:
         d2h_gb_per_s: From the GPU to the host, alone.
         h2d_gb_per_s: From the host to the GPU, alone.
-        both_gb_per_s: Both directions at once, added up.
-        page_lock_gb_per_s: Host memory of the block's size made usable: mapped, touched and page-locked.
+        both_gb_per_s: Both directions at once, summed.
+        page_lock_gb_per_s: Speed of mapping, touching and page-locking host memory of the block's size.
     """
 
     d2h_gb_per_s: float
@@ -50,22 +51,22 @@ def pcie_gb_per_s(generation: int | None, width: int | None) -> float | None:
 def benchmark_link(
     device: int, *, numa_node: int | None = None, block_bytes: int = GIB, repeats: int = 5, huge_pages: bool = False
 ) -> LinkBenchmark:
-    """Measure a GPU's link. Takes twice the block of host and of GPU memory, and gives both back.
+    """Measures a GPU's link; takes twice `block_bytes` of host and of GPU memory meanwhile.
 
     Args:
-        device: The GPU's number in torch.
-        numa_node: The node that the host memory should come from; None for the process's policy.
-        block_bytes: How much is copied at a time.
-        repeats: Copies that each figure is the median of; one more goes before them, untimed.
-        huge_pages: Whether the host memory is asked for as huge pages.
+        device: The GPU's index in torch.
+        numa_node: The NUMA node to take host memory from; None for the process's memory policy.
+        block_bytes: Bytes of each copy.
+        repeats: Number of copies of which each speed is the median; an untimed copy comes first.
+        huge_pages: Whether to use huge pages for the host memory.
 
     Returns:
-        More than `memory.link.LinkSpeed`: both directions at once, and what page-locking takes.
+        The speeds; beyond `memory.link.LinkSpeed`, of both directions at once and of page-locking.
 
     Raises:
         LinkNotMeasuredError: If host memory could not be page-locked.
-        MemoryError: If the host has not that much memory.
-        RuntimeError: torch's own, if the GPU cannot be used or has not that much memory.
+        MemoryError: If the host does not have that much memory.
+        RuntimeError: From torch, if the GPU cannot be used or does not have that much memory.
     """
     import torch
 
@@ -75,7 +76,7 @@ def benchmark_link(
         torch.cuda.device(device),
         PinnedArena(numa_node=numa_node, pin=True, huge_pages=huge_pages) as arena,
     ):
-        torch.cuda.synchronize()  # the context is there, before the clock starts
+        torch.cuda.synchronize()  # creates the CUDA context before the timing starts
         page_lock_s = statistics.median(_page_lock_seconds(arena, block_bytes) for _ in range(_PAGE_LOCKINGS))
         outward = arena.allocate("the link's measurement, out", block_bytes)
         back = arena.allocate("the link's measurement, back", block_bytes)
@@ -97,7 +98,7 @@ def _page_lock_seconds(arena: "PinnedArena", nbytes: int) -> float:
 
 
 def _copy_speeds(host_out: "torch.Tensor", host_back: "torch.Tensor", repeats: int) -> tuple[float, float, float]:
-    """GB/s out, back and both at once, between host blocks (uint8 [n], page-locked) and blocks of the current GPU."""
+    """Returns the GB/s of copies out, back and both at once, between page-locked blocks (uint8 [n]) and the GPU."""
     import torch
 
     from nemo_offload_rl.memory.link import copy_bytes_per_s

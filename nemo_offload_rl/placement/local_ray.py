@@ -1,4 +1,4 @@
-"""Starts and ends Ray on this machine without its ways that a run cannot do with."""
+"""Works around Ray's behaviour on this machine: object-store size, signal handlers, and slow shutdown."""
 
 import contextlib
 import logging
@@ -21,7 +21,10 @@ _MIN_SHARED_MEMORY_BYTES = 256 << 20
 
 
 def object_store_options(has_gpus: bool) -> dict[str, Any]:
-    """Ray's own size (30% of memory) with GPUs; else a modest one, in shared memory where there is enough of it."""
+    """Returns the options for Ray's object store: Ray's default size (30% of memory) with GPUs, otherwise a small one.
+
+    The small store goes to a temporary folder if /dev/shm has too little space.
+    """
     if has_gpus:
         return {}
     free = shutil.disk_usage("/dev/shm").free
@@ -36,21 +39,21 @@ def object_store_options(has_gpus: bool) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def handlers_kept() -> Iterator[None]:
-    """Undo what is done inside to this process's signal handlers: Ray's own end it in the middle of what it does."""
+    """Restores this process's signal handlers after the `with` block, since Ray's would end the process at once."""
     if threading.current_thread() is not threading.main_thread():
-        yield  # Ray sets none then
+        yield  # outside the main thread Ray sets no handlers
         return
     handlers = {number: signal.getsignal(number) for number in ENDING_SIGNALS}
     try:
         yield
     finally:
         for number, handler in handlers.items():
-            if handler is not None:  # one that Python did not set, and cannot set again
+            if handler is not None:  # None: not set by Python, which cannot restore it
                 signal.signal(number, handler)
 
 
 def disconnect_and_kill() -> None:
-    """Disconnect from Ray and kill its processes; ray.shutdown() alone would wait a second for each to heed SIGTERM."""
+    """Disconnects from Ray and kills its processes; ray.shutdown() alone waits a second for each after SIGTERM."""
     node = ray._private.worker._global_node
     if node is not None:
         kill_all_processes = node.kill_all_processes

@@ -1,4 +1,4 @@
-"""Facts about this machine: the host memory that a process may use, its GPUs with their links, what is installed."""
+"""Reads this machine's properties: usable host memory, GPUs and their links, and installed versions."""
 
 import ctypes
 import importlib.metadata
@@ -26,8 +26,8 @@ PACKAGES = (
     "cuda-bindings",
 )
 
-# By filesystem: the controller in /proc/self/cgroup, then the limit, what is used, and in memory.stat the page cache
-# that the kernel gives up first.
+# By filesystem: the controller in /proc/self/cgroup, the files with the limit and the usage, and the name in
+# memory.stat of the page cache that the kernel reclaims first.
 _CGROUP_FILES = {
     "cgroup2": ("", "memory.max", "memory.current", "inactive_file"),
     "cgroup": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),
@@ -42,11 +42,11 @@ class HostFacts:
 
     Attributes:
         hostname: This machine's name.
-        boot_id: The kernel's random boot id, which no other machine has; "" where it does not say.
+        boot_id: The kernel's random boot id, which identifies the machine; "" where it is not available.
         total_bytes: All memory of the host (MemTotal).
-        available_bytes: MemAvailable: what can be had without swapping.
-        cgroup_free_bytes: Bytes that the tightest of its cgroups still allows, where page cache that the
-            kernel gives up first counts as free; None where no cgroup limits memory.
+        available_bytes: MemAvailable: memory available without swapping.
+        cgroup_free_bytes: Bytes that the tightest of its cgroups still allows, counting page cache that the kernel
+            reclaims first as free; None where no cgroup limits memory.
         memlock_bytes: RLIMIT_MEMLOCK, the soft limit; None where it is unlimited.
     """
 
@@ -60,18 +60,18 @@ class HostFacts:
 
 @dataclass(frozen=True)
 class MachineFacts:
-    """Holds the facts that `nemo-offload-rl doctor` judges.
+    """Holds the properties of a machine that `nemo-offload-rl doctor` checks.
 
     Attributes:
         host: Host memory.
-        gpus: Those of the machine, whether or not this process may use them.
-        visible_gpus: PCI addresses of those that torch can use, in torch's order.
-        links: Measured speeds by PCI address, of the visible GPUs where a measurement was possible.
-        not_measured: Why it was not, by PCI address.
-        numa_nodes: By number.
+        gpus: All GPUs of the machine, whether or not this process may use them.
+        visible_gpus: PCI addresses of the GPUs that torch can use, in torch's order.
+        links: Measured link speeds of visible GPUs, by PCI address.
+        not_measured: Reasons for links that could not be measured, by PCI address.
+        numa_nodes: NUMA nodes by number.
         allowed_cpus: The CPUs that this process may run on.
-        memory_policy_allowed: Whether it may say which node memory comes from; None without NUMA nodes.
-        versions: By name; None for what is not installed.
+        memory_policy_allowed: Whether the process may choose the NUMA node of its memory; None without NUMA nodes.
+        versions: Versions by package name; None for a package that is not installed.
         torch_cuda: The CUDA version that torch was built for; None for a build without CUDA.
     """
 
@@ -88,7 +88,10 @@ class MachineFacts:
 
 
 def machine_facts() -> MachineFacts:
-    """Ask the machine, and measure each link, which takes about a second a GPU and 2 GiB of host and GPU memory."""
+    """Reads the machine's properties and measures each link.
+
+    A measurement takes about a second per GPU, and 2 GiB of host and GPU memory.
+    """
     import torch
 
     host, nodes = host_facts(), numa_nodes()
@@ -131,7 +134,7 @@ def _may_choose_node(node: int) -> bool:
 
 
 def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFacts:
-    """Read what host memory this process may use.
+    """Reads how much host memory this process may use.
 
     Args:
         proc: Where procfs is mounted.
@@ -151,7 +154,7 @@ def host_facts(proc: Path = Path("/proc"), sysfs: Path = Path("/sys")) -> HostFa
 
 
 def stack_versions() -> dict[str, str | None]:
-    """Versions of the kernel, Python and the packages that matter; None for a package that is not installed."""
+    """Returns the versions of kernel, Python and the relevant packages; None for a package that is not installed."""
     versions: dict[str, str | None] = {"linux": platform.release(), "python": platform.python_version()}
     for package in PACKAGES:
         try:
@@ -162,7 +165,7 @@ def stack_versions() -> dict[str, str | None]:
 
 
 def _cgroups_free_bytes(proc: Path, sysfs: Path) -> Iterator[int]:
-    """Yields what each memory limit leaves, of this cgroup and those above it; both versions may be mounted."""
+    """Yields the free bytes under each memory limit of this cgroup and its parents; v1 and v2 may both be mounted."""
     own_paths: dict[str, str] = {}
     for line in (read_text(proc / "self/cgroup") or "").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -185,7 +188,7 @@ def _cgroups_free_bytes(proc: Path, sysfs: Path) -> Iterator[int]:
 
 
 def _below(path: str, root: str) -> PurePosixPath:
-    """Returns a cgroup's path below a mount of `root`; the mount itself if it lies outside, as in some containers."""
+    """Returns a cgroup's path relative to a mount of `root`; the mount itself if outside, as in some containers."""
     if ".." in PurePosixPath(path).parts or not PurePosixPath(path).is_relative_to(root):
         return PurePosixPath()
     return PurePosixPath(path).relative_to(root)

@@ -1,4 +1,4 @@
-"""Notices nodes that are gone without a word: Ray does so after 65 s, and ranks in a collective after half an hour."""
+"""Detects nodes that stop answering; Ray needs 65 s for that, and ranks in a collective half an hour."""
 
 import threading
 import time
@@ -14,18 +14,18 @@ _PATIENCE_S = 30.0
 
 
 class NodeLostError(RayError):
-    """Says that a node does not answer any more."""
+    """Says that a node no longer answers."""
 
 
 class NodeWatch:
-    """Asks the raylets of nodes at an interval, in a thread of its own.
+    """Checks periodically, in a background thread, whether the raylets of nodes answer.
 
-    Where a raylet has ended, Ray itself tells the callers of its actors, mostly sooner.
+    If only a raylet has ended, Ray itself raises errors in the callers of its actors, mostly sooner.
 
     Args:
-        nodes: to watch.
-        period_s: seconds between looks.
-        patience_s: a node that has not answered for so long is lost.
+        nodes: the nodes to watch.
+        period_s: seconds between checks.
+        patience_s: seconds without an answer after which a node is lost.
     """
 
     def __init__(self, nodes: Sequence[Node], period_s: float = _PERIOD_S, patience_s: float = _PATIENCE_S) -> None:
@@ -43,13 +43,13 @@ class NodeWatch:
         return bool(self._losses)
 
     def loss_of(self, node: Node, *, ask: bool = False) -> NodeLostError | None:
-        """Returns the error of a node that is lost; with `ask`, also of one that does not answer now."""
+        """Returns the error of a lost node, otherwise None; with `ask`, a node that does not answer now is lost."""
         if node.id not in self._losses and ask and not answers_at(node.address, node.port, _ANSWER_TIMEOUT_S):
             self._losses[node.id] = NodeLostError(f"node {node} does not answer")
         return self._losses.get(node.id)
 
     def close(self) -> None:
-        """Ends the looks, without waiting for one that is under way."""
+        """Ends the checks, without waiting for one in progress."""
         self._end.set()
 
     def _run(self) -> None:

@@ -1,4 +1,4 @@
-"""Which nodes of a Ray cluster a run gets, in whole segments of NVLink domains where the recipe asks for them."""
+"""Chooses the nodes of a Ray cluster for a run, in whole segments of an NVLink domain if the recipe asks for them."""
 
 import itertools
 import os
@@ -12,13 +12,13 @@ from typing import Any
 import ray
 
 DOMAIN_LABEL = "nvidia.com/gpu.clique"
-"""Ray's node label with the name of the node's NVLink domain; NVIDIA's GPU feature discovery names it so, too."""
+"""Ray's node label with the name of the node's NVLink domain; NVIDIA's GPU feature discovery uses the same name."""
 
-# NeMo-RL's Slurm script tells a node's domain, and its place there, by custom resources instead.
+# NeMo-RL's Slurm script gives a node's domain, and its position there, as custom resources instead.
 _DOMAIN_RESOURCE_PREFIX = "nvlink_domain_"
 _PLACE_RESOURCE = "topo_rank"
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes([0, 0, 0, 4, 0, 0, 0, 0, 0])  # and empty settings
-_MANY = 64  # nodes that are asked at once
+_MANY = 64  # nodes that are queried at the same time
 
 
 @dataclass(frozen=True)
@@ -27,12 +27,12 @@ class Node:
 
     Attributes:
         id: Ray's identifier.
-        address: by which the others reach it.
-        port: where its raylet listens; 0 where Ray does not say.
-        domain: the name of its NVLink domain; None where the node was started without.
-        place: orders the nodes of a domain.
-        num_slots: groups of `gpus_per_node` ranks that it has room for when it is idle.
-        num_free_slots: those that it has room for now.
+        address: the address by which other nodes reach it.
+        port: the port of its raylet; 0 if Ray does not report it.
+        domain: the name of its NVLink domain; None if it is not known.
+        place: sort key of the nodes of a domain.
+        num_slots: number of groups of `gpus_per_node` ranks that fit on the idle node.
+        num_free_slots: number of such groups that fit now.
     """
 
     id: str
@@ -48,16 +48,16 @@ class Node:
 
 
 def living_nodes(bundle: Mapping[str, float], gpus_per_node: int) -> list[Node]:
-    """Returns the nodes that Ray counts as alive, with the room that they have for ranks.
+    """Returns the nodes that Ray counts as alive, and how many groups of ranks fit on each.
 
     Args:
-        bundle: what a rank asks for, by Ray's names of resources.
+        bundle: the resources that a rank requests, by Ray's names.
         gpus_per_node: ranks of a node.
     """
     free = ray._private.state.available_resources_per_node()
 
     def slots(resources: Mapping[str, float]) -> int:
-        # Ray counts in steps of 0.0001: half a step is room for rounding.
+        # Ray counts in steps of 0.0001; adding half a step allows for rounding.
         ranks = min(int((resources.get(name, 0.0) + 5e-5) / amount) for name, amount in bundle.items())
         return ranks // gpus_per_node
 
@@ -77,13 +77,13 @@ def living_nodes(bundle: Mapping[str, float], gpus_per_node: int) -> list[Node]:
 
 
 def that_answer(nodes: Sequence[Node], timeout_s: float) -> list[Node]:
-    """Returns the nodes whose raylets answer, in their order.
+    """Returns the nodes whose raylets answer, in the given order.
 
-    Of a machine that has lost its power or its network Ray needs 65 s to notice.
+    Ray itself needs 65 s to notice a machine without power or network.
 
     Args:
-        nodes: to ask.
-        timeout_s: how long an answer may take.
+        nodes: the nodes to query.
+        timeout_s: seconds that an answer may take.
     """
     if len(nodes) < 2:  # this machine alone
         return list(nodes)
@@ -93,14 +93,17 @@ def that_answer(nodes: Sequence[Node], timeout_s: float) -> list[Node]:
 
 
 def answers_at(address: str, port: int, timeout_s: float) -> bool:
-    """Returns whether a gRPC server answers there, or the port is unknown; with Ray's TLS, whether one can connect."""
+    """Returns whether a gRPC server answers at the address; with Ray's TLS, only whether a connection succeeds.
+
+    Returns True for an unknown port (0).
+    """
     if not port:
         return True
     try:
         with socket.create_connection((address, port), timeout=timeout_s) as connection:
             if os.environ.get("RAY_USE_TLS", "0") != "0":
                 return True
-            # A server's kernel accepts connections even where its process is stopped; only the process greets back.
+            # The kernel accepts connections even if the server's process is stopped; only the process answers.
             connection.sendall(_HTTP2_GREETING)
             return bool(connection.recv(1))
     except OSError:
@@ -112,17 +115,17 @@ def choose_nodes(
 ) -> list[Node] | None:
     """Chooses the nodes of a run, in the order of its ranks.
 
-    Different ones, as far as there are enough; then further slots of the same. With segments: consecutive runs of
-    `segment_size` nodes of one NVLink domain, out of as few domains as possible.
+    It prefers different nodes, and uses further slots of a node only if there are too few nodes. With segments, it
+    chooses groups of `segment_size` consecutive nodes of one NVLink domain, from as few domains as possible.
 
     Args:
-        nodes: of the cluster.
-        num_nodes: to choose; a multiple of `segment_size`.
+        nodes: the cluster's nodes.
+        num_nodes: number of nodes to choose; a multiple of `segment_size`.
         segment_size: nodes of one NVLink domain; None and 1 ask for no domain.
-        num_slots: how often a node can be chosen.
+        num_slots: returns how often a node can be chosen.
 
     Returns:
-        None where there are not enough.
+        The nodes; None if there are too few.
     """
     ordered = sorted((node for node in nodes if num_slots(node) > 0), key=lambda node: node.place)
     if segment_size is None or segment_size == 1:
@@ -135,13 +138,13 @@ def choose_nodes(
 
 
 def why_too_few(nodes: Sequence[Node], num_nodes: int, gpus_per_node: int, segment_size: int | None) -> str:
-    """Returns what a cluster lacks for a run, and the remedy, in one sentence.
+    """Returns the error message for a cluster that is too small for a run: what it lacks, and the remedy.
 
     Args:
-        nodes: of the cluster.
-        num_nodes: that the recipe asks for.
-        gpus_per_node: that the recipe asks for.
-        segment_size: that the recipe asks for.
+        nodes: the cluster's nodes.
+        num_nodes: the recipe's number of nodes.
+        gpus_per_node: the recipe's number of GPUs per node.
+        segment_size: the recipe's segment size.
     """
     usable = [node for node in nodes if node.num_slots > 0]
     listed = ", ".join(str(node) for node in usable) or "none"
@@ -186,7 +189,7 @@ def _domain(node: Mapping[str, Any]) -> str | None:
 
 
 def _place(node: Mapping[str, Any]) -> tuple[float, ...]:
-    """Orders by NeMo-RL's number, where there is one, and else by address, in which neighbours are mostly alike."""
+    """Returns a node's sort key: NeMo-RL's number if there is one, otherwise the address; neighbours' are similar."""
     if _PLACE_RESOURCE in node["Resources"]:
         return (node["Resources"][_PLACE_RESOURCE],)
     address = node["NodeManagerAddress"]

@@ -1,10 +1,10 @@
-"""Ends what a driver's Ray leaves behind, however the driver ended: also when it was killed.
+"""Kills the Ray processes that a driver leaves behind, even if the driver itself was killed.
 
-Ray's own processes die with the driver, but their children do not: agents notice it a minute later, and a worker that
-is still importing notices it when it has. So a small process of its own, which needs nothing but the standard library,
-waits for the driver's end. Everything that Ray starts inherits the driver's mark in its environment, or, where it has
-overwritten that with a title of its own as agents do, writes into Ray's session folder. What is still there then is
-killed, and the session folder is deleted.
+Ray's own processes die with the driver, but their children do not: agents notice the driver's death a minute later, and
+a worker that is still importing only after its imports. So a small separate process, which needs only the standard
+library, waits for the driver's end, kills the remaining processes, and deletes Ray's session folder. It finds them by
+an environment variable that the driver sets and every process started by Ray inherits; agents overwrite their
+environment with a process title, and are found by the files that they write in Ray's session folder.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 MARK = "NEMO_OFFLOAD_RL_DRIVER"
-"""Name of the environment variable."""
+"""Name of the environment variable that marks the processes of a driver's Ray."""
 
 _KEEP = b"keep"
 _CHECK_PERIOD_S = 1.0
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 
 
 class Reaper:
-    """Starts the process that ends what a driver's Ray leaves behind, and is the driver's handle on it.
+    """Starts the process that kills the remaining Ray processes, and is the driver's handle on it.
 
     Args:
         session_root: the folder in which Ray makes its session folders.
@@ -42,11 +42,11 @@ class Reaper:
 
     def __init__(self, session_root: str) -> None:
         mark = f"{os.getpid()}-{uuid.uuid4().hex}"
-        pattern = f"session_*_{os.getpid()}"  # earlier processes of this number may have left some
+        pattern = f"session_*_{os.getpid()}"  # an earlier process with the same id may have left such folders
         others = [str(path) for path in Path(session_root).glob(pattern)]
         arguments = [f"{MARK}={mark}", str(os.getpid()), session_root, pattern, *others]
-        # -I and -S: up in 20 ms, whatever the user's environment says. stdout is the driver's alone: a pipe that reads
-        # it sees its end when the driver ends.
+        # -I and -S: starts in 20 ms, whatever the user's environment is. It does not inherit stdout, so that a pipe
+        # that reads the driver's output ends with the driver.
         self._process = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__, *arguments],
             stdin=subprocess.PIPE,
@@ -59,10 +59,10 @@ class Reaper:
         os.environ[MARK] = mark
 
     def finish(self, *, keep_logs: bool) -> None:
-        """End what is left, and wait until it is gone, but not for long: a disk that does not answer holds processes.
+        """Kills the remaining processes and waits for their end, but not long: a hanging disk can block their exit.
 
         Args:
-            keep_logs: leave Ray's session folder, with the output of its processes, where it is.
+            keep_logs: whether to keep Ray's session folder, with the output of its processes.
         """
         os.environ.pop(MARK, None)
         try:
@@ -72,7 +72,11 @@ class Reaper:
 
 
 def _wait_for_driver(driver: int) -> bytes:
-    """Wait until the driver has closed its end of the pipe, or is gone while a child of its own holds that end."""
+    """Waits until the driver closes its end of the pipe, or has ended while one of its children holds that end open.
+
+    Returns:
+        The bytes that the driver has written.
+    """
     received = b""
     while os.getppid() == driver:
         readable, _, _ = select.select([0], [], [], _CHECK_PERIOD_S)
@@ -85,12 +89,13 @@ def _wait_for_driver(driver: int) -> bytes:
 
 
 def _kill_left(driver: int, mark: str, folders: Sequence[str]) -> None:
-    """Kill what a driver has left, but not itself, until there is nothing: a process may just have started another.
+    """Kills the processes that a driver has left, but not the driver, until none is found.
 
-    A process that waits for a disk ends only when that answers.
+    It looks repeatedly, since a process may just have started another. A process that waits for a disk ends only when
+    the disk answers.
     """
     deadline = time.monotonic() + _KILL_TIMEOUT_S
-    num_empty = 0  # looks that found nothing, in a row: a process that is just being made has no environment yet
+    num_empty = 0  # consecutive looks that found nothing: a process that is being created has no environment yet
     while num_empty < _NUM_LOOKS and time.monotonic() < deadline:
         num_found = 0
         for pid in _pids() - {driver}:
@@ -101,7 +106,7 @@ def _kill_left(driver: int, mark: str, folders: Sequence[str]) -> None:
             try:
                 signal.pidfd_send_signal(descriptor, signal.SIGKILL)
             except ProcessLookupError:
-                pass  # it has just ended
+                pass  # the process has just ended
             finally:
                 os.close(descriptor)
         num_empty = 0 if num_found else num_empty + 1
@@ -113,12 +118,14 @@ def _pids() -> set[int]:
 
 
 def _open_if_left(pid: int, mark: bytes, folders: Sequence[str]) -> int | None:
-    """Return a descriptor of the process, through which no other that gets its number later can be hit; None of others.
+    """Returns a pidfd of a process that the driver's Ray has started; None for other processes.
+
+    With a pidfd, the signal cannot reach another process that gets the same id later.
 
     Args:
-        pid: of the process.
-        mark: in the environment of what the driver has started.
-        folders: where that writes its logs.
+        pid: id of the process.
+        mark: the mark in the environment of processes that the driver has started.
+        folders: Ray's session folders, in which these processes write their logs.
     """
     try:
         descriptor = os.pidfd_open(pid)
@@ -138,7 +145,7 @@ def _has_mark(pid: int, mark: bytes) -> bool:
 
 
 def _writes_into(pid: int, folders: Sequence[str]) -> bool:
-    """Return whether the process has a file of one of the folders open for writing; a reader of a log has not."""
+    """Returns whether the process has a file of one of the folders open for writing, unlike a reader of a log."""
     try:
         streams = os.listdir(f"/proc/{pid}/fd")
     except OSError:  # another user's, or gone
@@ -157,12 +164,12 @@ def _writes_into(pid: int, folders: Sequence[str]) -> bool:
 
 
 def _session_folders(root: Path, pattern: str, others: Sequence[str]) -> list[str]:
-    """Folders of a pattern that were not there when the driver started."""
+    """Returns the folders of a pattern that did not exist when the driver started."""
     return [str(folder) for folder in root.glob(pattern) if str(folder) not in others]
 
 
 def _delete_sessions(root: Path, folders: Sequence[str]) -> None:
-    """Delete session folders, and the link to one."""
+    """Deletes session folders, and the symlink to the latest one if it is dangling."""
     for folder in folders:
         shutil.rmtree(folder, ignore_errors=True)
     latest = root / "session_latest"

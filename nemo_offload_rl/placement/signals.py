@@ -1,4 +1,4 @@
-"""Signals that ask a run to end: the driver takes them, and what it has started does not."""
+"""Lets only the driver react to the signals that end a run, not the processes that it has started."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ ENDING_SIGNALS = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 
 @contextmanager
 def ending_signals_blocked() -> Iterator[None]:
-    """Inside, SIGINT, SIGTERM and SIGHUP wait; processes that are started inside, and theirs, have them blocked.
+    """Blocks SIGINT, SIGTERM and SIGHUP inside the `with` block, and in all processes started inside it.
 
-    A terminal sends them to a group of processes and a scheduler to all of a job, but the driver alone is to take
-    notice: it ends the others when the time has come. SIGKILL is all that ends them before.
+    A terminal sends these signals to a process group and a scheduler to all processes of a job, but only the driver
+    should react: it ends the other processes when it is ready. Before that, only SIGKILL ends them.
     """
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
     try:
@@ -24,10 +24,11 @@ def ending_signals_blocked() -> Iterator[None]:
 
 
 def ignore_ending_signals() -> None:
-    """Ignore SIGINT, SIGTERM and SIGHUP in an actor's process; call it in its main thread, when the actor is made.
+    """Ignores SIGINT, SIGTERM and SIGHUP in an actor's process; to be called in its main thread from `__init__`.
 
-    That they are blocked there does not last: multiprocessing's resource tracker, which writers of checkpoints start,
-    unblocks two of them in its process. Ray's own handlers are set before the actor is made, and end the process.
+    Blocked signals do not stay blocked there: multiprocessing's resource tracker, which checkpoint writers start,
+    unblocks two of them in the process that starts it. Ray's own handlers, which end the process, are set before the
+    actor's `__init__`.
     """
     for number in ENDING_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -128,8 +128,12 @@ def test_a_second_cluster_shares_ray_and_leaves_it_running(ray_cluster):
     with Cluster(num_nodes=1, gpus_per_node=4, master_port_range=(5000, 5010)) as second:
         assert (second.world_size, second.has_gpus) == (4, False)
         assert second.master_port_range == (5000, 5010)
+        [second_group] = second._groups
     assert ray.is_initialized()
     assert ray_cluster.world_size == 2
+    states = {id: group["state"] for id, group in ray.util.placement_group_table().items()}
+    assert states[second_group.id.hex()] == "REMOVED"
+    assert all(states[group.id.hex()] == "CREATED" for group in ray_cluster._groups)
 
 
 def test_threads_are_shared_out_to_the_ranks(ray_cluster):
