@@ -195,7 +195,9 @@ def page_of(result: Mapping[str, Any], data: str) -> str:
         "",
         "Other precisions, several ranks, and kernels that only larger sizes use were not checked.",
     ]
-    return "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) if is_prose(line) else line for line in lines) + "\n"
+    return (
+        "\n".join(textwrap.fill(line, 120, break_on_hyphens=False) if is_prose(line) else line for line in lines) + "\n"
+    )
 
 
 def is_prose(line: str) -> bool:

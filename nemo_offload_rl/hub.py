@@ -29,7 +29,7 @@ def cache_only(name: str) -> bool:
 
 
 @contextmanager
-def asking_no_hub_in_vain(name: str) -> Iterator[None]:
+def offline_if_hub_unreachable(name: str) -> Iterator[None]:
     """Makes the hub's library use only its cache inside this context if the hub is unreachable, without any retry.
 
     Args:

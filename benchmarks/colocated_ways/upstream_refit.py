@@ -15,7 +15,7 @@ import torch
 
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
 from nemo_offload_rl.refit.cuda_ipc import SharedBucket
-from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
 from nemo_offload_rl.run.weight_sync import WeightSync
@@ -52,7 +52,7 @@ class UpstreamTransport:
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Creates a rank's sender; `bucket_bytes` counts only where there is no GPU whose free memory could."""
         receivers = [receiver for receiver in self.receivers if receiver.ranks[0] == rank]
-        return UpstreamSender(plan, receivers, bucket_bytes) if receivers else DrawingSender()
+        return UpstreamSender(plan, receivers, bucket_bytes) if receivers else NullSender()
 
 
 class UpstreamSender(RefitSender):

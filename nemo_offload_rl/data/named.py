@@ -21,7 +21,7 @@ from nemo_offload_rl.data.errors import DataError
 from nemo_offload_rl.data.fields import RowForm
 from nemo_offload_rl.data.named_rows import FORMS
 from nemo_offload_rl.data.split_files import no_files, only_files, require_files_and_folders, split_files
-from nemo_offload_rl.hub import asking_no_hub_in_vain, why_unreachable
+from nemo_offload_rl.hub import offline_if_hub_unreachable, why_unreachable
 from nemo_offload_rl.named_datasets import NAMED_DATASETS, NamedDataset
 
 _ENDINGS = (*PARQUET, ".jsonl")
@@ -131,7 +131,7 @@ def _hub_samples(name: str, dataset: NamedDataset, split: str, form: RowForm[Any
 
     path = dataset.hub_path
     try:
-        with asking_no_hub_in_vain(path):
+        with offline_if_hub_unreachable(path):
             parts = [load_dataset(path, subset, split=split) for subset in dataset.subsets or (None,)]
     except (DatasetsError, HfHubHTTPError, *DAMAGED) as error:
         in_root = "" if root is None else f", {root} has neither a folder {name} nor a file {name}.jsonl"

@@ -47,10 +47,10 @@ _TEX = (
 def dapo_math_verify(response: str, answer: str) -> float:
     """Returns 1 if the response's last `Answer:` equals the known answer after normalisation of both, otherwise 0."""
     stated = _ANSWER.findall(response[-TAIL_CHARS:])
-    return float(evened_out(stated[-1] if stated else _NO_ANSWER) == evened_out(answer))
+    return float(normalize_answer(stated[-1] if stated else _NO_ANSWER) == normalize_answer(answer))
 
 
-def evened_out(answer: str) -> str:
+def normalize_answer(answer: str) -> str:
     """Normalises an answer: removes units, spacing and formatting, so that equal answers mostly become equal texts."""
     text = answer.rpartition("=")[2]
     for before, after in _REPLACED:

@@ -23,7 +23,7 @@ from nemo_offload_rl.refit.interface import WeightBucket, WeightLoader
 
 
 @contextlib.contextmanager
-def cache_named_where_memory_runs_out(arguments: Mapping[str, Any], *, beside_policy: bool) -> Iterator[None]:
+def explain_kv_cache_oom(arguments: Mapping[str, Any], *, beside_policy: bool) -> Iterator[None]:
     """Adds the key to lower to the error of an engine that runs out of memory while it is built.
 
     Args:
@@ -99,7 +99,7 @@ class VllmActor(WeightLoader):
         if stop_strings_of(policy):
             save_tokenizer(load_tokenizer(policy["tokenizer"]["name"]), Path(self._folder.name))
         arguments = engine_arguments(policy, Path(self._folder.name), sleeps=sleeps)
-        with cache_named_where_memory_runs_out(arguments, beside_policy=is_built_beside_policy(policy)):
+        with explain_kv_cache_oom(arguments, beside_policy=is_built_beside_policy(policy)):
             llm = LLM(**arguments)
         self._generator = VllmGenerator(
             llm,

@@ -22,7 +22,7 @@ EngineTable = Mapping[Phase, Mapping[EngineTarget, str]]
 _AWAKE = (Phase.REFIT, Phase.GENERATE)
 
 
-def has_vllm_beside_it(policy: Mapping[str, Any]) -> bool:
+def colocates_vllm(policy: Mapping[str, Any]) -> bool:
     """Returns whether vLLM generates on the GPUs of this policy, given the validated `policy` section."""
     return "generation" in policy and policy["generation"]["backend"] == "vllm" and is_colocated(policy)
 
@@ -33,7 +33,7 @@ def keeps_generation_weights(policy: Mapping[str, Any]) -> bool:
     Args:
         policy: the recipe's `policy` section, validated, with its absent keys resolved.
     """
-    return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "host"
+    return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "host"
 
 
 def stays_awake(policy: Mapping[str, Any]) -> bool:
@@ -43,7 +43,7 @@ def stays_awake(policy: Mapping[str, Any]) -> bool:
         policy: as in `keeps_generation_weights`, with the decision of `plan.awake_engine` where the recipe leaves it
             open.
     """
-    return has_vllm_beside_it(policy) and policy["residency"]["generation_weights"] == "gpu"
+    return colocates_vllm(policy) and policy["residency"]["generation_weights"] == "gpu"
 
 
 def engine_table(policy: Mapping[str, Any]) -> EngineTable:
@@ -61,9 +61,9 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
         return {}
     if stays_awake(policy):
         return {phase: dict.fromkeys(EngineTarget, "gpu") for phase in Phase}
-    asleep = "discarded" if has_vllm_beside_it(policy) and not keeps_generation_weights(policy) else "host"
+    asleep = "discarded" if colocates_vllm(policy) and not keeps_generation_weights(policy) else "host"
     cache = dict.fromkeys(Phase, "discarded") | {Phase.GENERATE: "gpu"}
-    if has_vllm_beside_it(policy):
+    if colocates_vllm(policy):
         cache[Phase.REFIT] = "gpu at its end"
     return {
         phase: {
@@ -76,7 +76,7 @@ def engine_table(policy: Mapping[str, Any]) -> EngineTable:
 
 def engine_remark(policy: Mapping[str, Any]) -> str:
     """Returns a line for the user: which key changes the placements of `engine_table`."""
-    if not has_vllm_beside_it(policy):
+    if not colocates_vllm(policy):
         return "generation_weights and kv_cache are the engine's: what transformers does, not settings"
     if stays_awake(policy):
         return f"vLLM does not sleep; {GENERATION_WEIGHTS_KEY}=discard has it give its memory to training"

@@ -7,7 +7,7 @@ from typing import Any
 from nemo_offload_rl.config.megatron.device_split import is_colocated
 from nemo_offload_rl.memory.units import GIB, show_gib
 from nemo_offload_rl.plan.architecture import Architecture, UnknownArchitectureError, read_architecture
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it, stays_awake
+from nemo_offload_rl.plan.engine_targets import colocates_vllm, stays_awake
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES, num_model_params
 from nemo_offload_rl.plan.plan import OffloadPlan
 from nemo_offload_rl.plan.refit_graphs import refit_graph_bytes
@@ -133,11 +133,11 @@ def asleep_bytes(policy: Mapping[str, Any]) -> int:
     """
     if "generation" not in policy or not is_colocated(policy):
         return 0
-    has_graphs = has_vllm_beside_it(policy) and not policy["generation"]["vllm_cfg"]["enforce_eager"]
+    has_graphs = colocates_vllm(policy) and not policy["generation"]["vllm_cfg"]["enforce_eager"]
     return _CONTEXT_BYTES + (_CUDA_GRAPH_BYTES if has_graphs else 0)
 
 
-def bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
+def engine_bytes_beside_policy(policy: Mapping[str, Any], engine: EngineMemory | None, gpu_bytes: int) -> int:
     """Returns the bytes that generation takes of the policy's GPUs while the policy computes.
 
     Args:
@@ -162,7 +162,7 @@ def free_bytes_for_refit(policy: Mapping[str, Any], hf_config: Mapping[str, Any]
     """
     if "generation" in policy and not is_colocated(policy):
         return 0
-    if not has_vllm_beside_it(policy):
+    if not colocates_vllm(policy):
         return None
     # The driver writes the KV cache's bytes into the section that workers get, if it knows them.
     if not stays_awake(policy) and not (policy["generation"].get("vllm_kwargs") or {}).get("kv_cache_memory_bytes"):

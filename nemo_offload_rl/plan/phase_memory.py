@@ -9,7 +9,7 @@ from nemo_offload_rl.config.algorithms import ALGORITHMS
 from nemo_offload_rl.config.megatron.device_split import split_devices
 from nemo_offload_rl.plan.activation_facts import LOGPROB_TOKENS, TRAIN_TOKENS, activation_facts, with_tokens
 from nemo_offload_rl.plan.activations import EXPERT_LOAD_FACTOR
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, bytes_beside_policy
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, EngineMemory, engine_bytes_beside_policy
 from nemo_offload_rl.plan.plan import RankPlan, settings
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.plan.saved_tensors import ActivationFacts
@@ -84,7 +84,7 @@ def phase_bytes(
     """
     forward = logprob_bytes(config, hf_config, algorithm=algorithm)
     training = training_bytes(config, hf_config, algorithm=algorithm)
-    beside = bytes_beside_policy(config["policy"], engine, gpu_bytes)
+    beside = engine_bytes_beside_policy(config["policy"], engine, gpu_bytes)
     stages = [
         _stage_bytes(
             rank, engine, beside, int(MARGIN * forward[rank.stage]), int(MARGIN * training[rank.stage]), gpu_bytes

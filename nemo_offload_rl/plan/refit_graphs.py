@@ -9,7 +9,7 @@ from typing import Any
 
 from nemo_offload_rl.memory.units import MIB, round_up
 from nemo_offload_rl.plan.architecture import Architecture
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.plan.model_facts import DTYPE_BYTES
 
 # With any of these kinds of parallelism, ranks exchange weights in an export, which is then not captured in a graph.
@@ -28,7 +28,7 @@ def refit_graph_bytes(policy: Mapping[str, Any], architecture: Architecture) -> 
         architecture: the model's sizes.
     """
     sizes = [policy["megatron_cfg"][f"{kind}_parallel_size"] for kind in _EXCHANGED]
-    if not has_vllm_beside_it(policy) or any(size > 1 for size in sizes):
+    if not colocates_vllm(policy) or any(size > 1 for size in sizes):
         return 0
     of_export = export_temporaries(architecture, DTYPE_BYTES[policy["precision"]])
     return pool_bytes(of_export) + pool_bytes(())  # vLLM copies into its parameters, without temporaries

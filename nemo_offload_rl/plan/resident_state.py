@@ -6,7 +6,7 @@ from typing import Any
 
 from nemo_offload_rl.config.rules.residency import AUTO, TABLE
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.plan.generation import refit_fits, share_beside_policy
 from nemo_offload_rl.plan.planner import PlannedRun
 from nemo_offload_rl.residency.table import Phase, Placement, Target
@@ -37,7 +37,7 @@ def with_resident_state(
         The config, and a line for each target that stays on the GPU.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
+    if not colocates_vllm(policy) or gpu_bytes is None:  # with vLLM on other GPUs, nothing needs to move
         return config, []
     lines = []
     if _cell(policy, Phase.GENERATE, Target.PARAMS) in (None, AUTO):

@@ -12,7 +12,7 @@ from nemo_offload_rl.config.megatron.parallel_sizes import data_parallel_size
 from nemo_offload_rl.memory.units import round_up, show_gib
 from nemo_offload_rl.plan.activation_facts import AUTO, LOGPROB_TOKENS, TRAIN_TOKENS, stated_row_tokens, with_tokens
 from nemo_offload_rl.plan.architecture import UnknownArchitectureError
-from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, bytes_beside_policy
+from nemo_offload_rl.plan.generation import POLICY_OVERHEAD_BYTES, engine_bytes_beside_policy
 from nemo_offload_rl.plan.host_budget import HostBudgetError, HostMemory, check_host_budget
 from nemo_offload_rl.plan.phase_memory import MARGIN, logprob_bytes, training_bytes
 from nemo_offload_rl.plan.planner import PlannedRun, plan_run
@@ -200,7 +200,7 @@ class _Room:
         needed = max(state + int(margin * nbytes) for state, nbytes in passes)
         engine = self.run.engine
         graphs = 0 if engine is None else engine.refit_graph_bytes
-        beside = bytes_beside_policy(self.config["policy"], engine, self.gpu_bytes)
+        beside = engine_bytes_beside_policy(self.config["policy"], engine, self.gpu_bytes)
         return needed + POLICY_OVERHEAD_BYTES + beside + graphs - self.gpu_bytes
 
     def _state_bytes(self, key: str) -> list[int]:

@@ -16,9 +16,9 @@ from typing import Any
 import ray
 import torch
 
-from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, MeetingPoint, announcement, joined
+from nemo_offload_rl.refit.broadcast_group import BroadcastGroup, FirstBroadcast, Rendezvous, announcement, joined
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import EngineLoad, answer_of
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
@@ -44,7 +44,7 @@ class BroadcastBucket:
     """
 
     layout: BucketLayout
-    at: MeetingPoint
+    at: Rendezvous
     rank: int
 
     @contextlib.contextmanager
@@ -77,7 +77,7 @@ class BroadcastTransport:
             RefitTimeoutError: If an engine does not answer in time.
         """
         if rank != 0:
-            return DrawingSender()
+            return NullSender()
         buckets = plan.buckets(bucket_bytes)
         return BroadcastSender(buckets, self.receivers, verify=self.verify, timeout_s=self.timeout_s)
 
@@ -95,7 +95,7 @@ class BroadcastSender(RefitSender):
         self._loads: dict[Any, EngineLoad] = {}  # in flight, by their references, in the order of sending
         listener = socket.create_server((self._address(), 0), backlog=len(receivers))
         address, port = listener.getsockname()[:2]
-        self._at = MeetingPoint(address, port, len(receivers) + 1, timeout_s)
+        self._at = Rendezvous(address, port, len(receivers) + 1, timeout_s)
         self._store = self._at.store(listener)
         self._first: FirstBroadcast | None = None  # set once the engines have announced themselves
         self._group: BroadcastGroup | None = None  # set once the engines have joined

@@ -19,7 +19,7 @@ _ABORT_TIMEOUT_S = 5.0
 
 
 @dataclass(frozen=True)
-class MeetingPoint:
+class Rendezvous:
     """Describes where the processes of a group rendezvous.
 
     Attributes:
@@ -50,7 +50,7 @@ class MeetingPoint:
 class BroadcastGroup:
     """Broadcasts the sender's buffers to all receivers: with NCCL between GPUs, with gloo between CPUs."""
 
-    def __init__(self, store: distributed.TCPStore, at: MeetingPoint, rank: int) -> None:
+    def __init__(self, store: distributed.TCPStore, at: Rendezvous, rank: int) -> None:
         """Joins the other processes; with gloo, returns once all have joined."""
         timeout = timedelta(seconds=at.timeout_s)
         if torch.cuda.is_available():
@@ -67,7 +67,7 @@ class BroadcastGroup:
             self._group = distributed.ProcessGroupGloo(store, rank, at.size, options)
 
     @classmethod
-    def announced(cls, at: MeetingPoint, rank: int) -> Self:
+    def announced(cls, at: Rendezvous, rank: int) -> Self:
         """Joins as a receiver, after announcing it: the sender joins once all receivers have announced themselves."""
         store = at.store()
         store.set(announcement(rank), "")
@@ -97,7 +97,7 @@ class FirstBroadcast:
         buffer: the buffer to send.
     """
 
-    def __init__(self, store: distributed.TCPStore, at: MeetingPoint, buffer: torch.Tensor) -> None:
+    def __init__(self, store: distributed.TCPStore, at: Rendezvous, buffer: torch.Tensor) -> None:
         self._group: BroadcastGroup | None = None
         self._started: Future[tuple[BroadcastGroup, Any]] = Future()
         scopes: list[contextlib.AbstractContextManager[Any]] = []

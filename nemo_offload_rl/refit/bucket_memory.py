@@ -8,7 +8,7 @@ from nemo_offload_rl.memory.units import GIB
 
 
 @contextlib.contextmanager
-def keys_named_where_memory_runs_out(nbytes: int) -> Iterator[None]:
+def explain_refit_oom(nbytes: int) -> Iterator[None]:
     """Adds the keys to lower to an out-of-memory error of the allocation inside this context.
 
     Args:

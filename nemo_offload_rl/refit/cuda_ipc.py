@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 
 from nemo_offload_rl.memory.shared_buffer import BufferHandle, SharedBuffer, make_shared_buffer
-from nemo_offload_rl.refit.bucket_memory import keys_named_where_memory_runs_out
+from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.graphs import MIN_GAIN_S, GraphSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import Loads
@@ -67,7 +67,7 @@ class CudaIpcTransport:
         """
         receivers = [receiver for receiver in self.receivers if receiver.ranks[0] == rank]
         if not receivers:
-            return DrawingSender()
+            return NullSender()
         half = plan.buckets(max(1, bucket_bytes // NUM_BUFFERS))
         streamed = CudaIpcSender(half, receivers, verify=self.verify)
         if not self.graphs:
@@ -149,7 +149,7 @@ class CudaIpcSender(RefitSender):
         with contextlib.ExitStack() as stack:
             buffers = []
             for size in sizes:
-                with keys_named_where_memory_runs_out(sum(sizes)):
+                with explain_refit_oom(sum(sizes)):
                     buffers.append(make_shared_buffer(size, self._device))
                 stack.callback(buffers[-1].close)
             yield buffers

@@ -113,7 +113,7 @@ class WeightExport:
         return why_not_recorded(self._sources)
 
 
-class DrawingSender(RefitSender):
+class NullSender(RefitSender):
     """Takes part in the export, which is collective, but sends nothing."""
 
     def send(self, weights: Iterable[NamedTensor]) -> dict[str, int]:

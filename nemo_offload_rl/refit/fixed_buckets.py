@@ -9,7 +9,7 @@ import torch
 
 from nemo_offload_rl.memory.shared_buffer import SharedBufferError
 from nemo_offload_rl.memory.shared_range import PeerRange, RangeHandle, SharedRange, make_shared_range
-from nemo_offload_rl.refit.bucket_memory import keys_named_where_memory_runs_out
+from nemo_offload_rl.refit.bucket_memory import explain_refit_oom
 from nemo_offload_rl.refit.plan import BucketLayout, NamedTensor
 
 
@@ -75,7 +75,7 @@ class FixedBuckets:
         with contextlib.ExitStack() as stack:
             handles = []
             for one in self._ranges:
-                with keys_named_where_memory_runs_out(self._nbytes):
+                with explain_refit_oom(self._nbytes):
                     handles.append(one.map())
                 stack.callback(one.unmap)
             yield handles

@@ -12,7 +12,7 @@ import ray
 import torch
 
 from nemo_offload_rl.refit.checksum import tensor_checksum
-from nemo_offload_rl.refit.export import DrawingSender
+from nemo_offload_rl.refit.export import NullSender
 from nemo_offload_rl.refit.interface import Receiver, RefitSender
 from nemo_offload_rl.refit.loads import Loads
 from nemo_offload_rl.refit.plan import BucketLayout, ExportPlan, NamedTensor
@@ -56,7 +56,7 @@ class ObjectStoreTransport:
     def connect(self, plan: ExportPlan, *, rank: int, bucket_bytes: int) -> RefitSender:
         """Makes a rank's sender; only rank 0 has a buffer."""
         if rank != 0:
-            return DrawingSender()
+            return NullSender()
         return ObjectStoreSender(plan.buckets(bucket_bytes), self.receivers, verify=self.verify)
 
 

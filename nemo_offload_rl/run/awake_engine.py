@@ -5,7 +5,7 @@ from typing import Any
 
 from nemo_offload_rl.hf_config import hf_config
 from nemo_offload_rl.plan.awake_engine import with_awake_engine
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.run.kv_cache import ARGUMENT
 from nemo_offload_rl.run.preflight import check_sizes
 
@@ -18,7 +18,7 @@ def with_awake_engine_here(
     Takes the arguments of `gpu_sizes.fitted_to_gpus`; the size of the KV cache has been decided before.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None or policy["residency"]["generation_weights"] is not None:
+    if not colocates_vllm(policy) or gpu_bytes is None or policy["residency"]["generation_weights"] is not None:
         return config, []
     if ARGUMENT not in (policy["generation"].get("vllm_kwargs") or {}) or check_sizes(config, algorithm) is None:
         return config, []

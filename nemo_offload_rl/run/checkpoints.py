@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 
 from nemo_offload_rl.data.loader import START, DataPosition
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import full_disk_in_words, sync, write_whole
+from nemo_offload_rl.storage.disk import sync, translate_disk_full, write_whole
 from nemo_offload_rl.storage.manifest import MANIFEST_FILE, DamagedError, write_manifest
 
 logger = logging.getLogger(__name__)
@@ -190,7 +190,7 @@ class CheckpointFolder:
         """
         unfinished = self._folder / f"{_UNFINISHED_PREFIX}{state.step}"
         assert not self._finished_as(state).exists(), f"{self._finished_as(state)} was written before"
-        with self._removing(unfinished), full_disk_in_words(unfinished):
+        with self._removing(unfinished), translate_disk_full(unfinished):
             unfinished.mkdir(parents=True)
             writer.start(unfinished)
         return UnfinishedCheckpoint(unfinished, copy.deepcopy(state), dict(metrics), writer)
@@ -205,7 +205,7 @@ class CheckpointFolder:
             DiskFullError: the disk is full; the temporary folder has been removed.
         """
         unfinished, finished = checkpoint.folder, self._finished_as(checkpoint.state)
-        with self._removing(unfinished), full_disk_in_words(unfinished):
+        with self._removing(unfinished), translate_disk_full(unfinished):
             known = checkpoint.writer.finish(unfinished)
             checkpoint.state.write(unfinished, checkpoint.metrics)
             for path in [unfinished, *unfinished.rglob("*")]:

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.plan.engine_build import why_not_at_once
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.run.kv_cache import ARGUMENT
 from nemo_offload_rl.run.preflight import check_sizes
 
@@ -30,7 +30,7 @@ def with_engine_build(
         if the recipe decides it, the sizes are not known, or vLLM measures free memory.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None:
+    if not colocates_vllm(policy) or gpu_bytes is None:
         return config, []
     generation = policy["generation"]
     if generation["vllm_cfg"][KEY] != "auto" or ARGUMENT not in (generation.get("vllm_kwargs") or {}):

@@ -53,7 +53,7 @@ from nemo_offload_rl.run.row_tokens import as_left_open, with_numbers_of
 from nemo_offload_rl.run.setup import Preparation, with_run_length
 from nemo_offload_rl.run.train_loop import Run, StopReason, TimeLimit
 from nemo_offload_rl.storage.checksum import FileSum
-from nemo_offload_rl.storage.disk import full_disk_in_words
+from nemo_offload_rl.storage.disk import translate_disk_full
 from nemo_offload_rl.storage.manifest import read_manifest
 
 logger = logging.getLogger(__name__)
@@ -198,7 +198,7 @@ class Job:
                 session.interrupt.check()  # a signal may have arrived after the last step
             section = self.config[self.algorithm]
             if section.get("export_hf") and ending.reason.is_done:
-                with full_disk_in_words(run_dir / HF_FOLDER):
+                with translate_disk_full(run_dir / HF_FOLDER):
                     algorithm.export_hf(run_dir / HF_FOLDER)
                     save_tokenizer(self.preparation.tokenizer, run_dir / HF_FOLDER)
         return ending
@@ -306,7 +306,7 @@ def _draw(run_dir: Path, pictures: Mapping[str, Callable[[], Path]], console: Co
     drawn = {}
     for what, draw in pictures.items():
         try:
-            with full_disk_in_words(run_dir):
+            with translate_disk_full(run_dir):
                 drawn[what] = draw()
         except Exception as error:  # noqa: BLE001 - a run that has done its work does not fail for a picture
             _say(console, f"There is no picture of the {what}: {error}.")

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from nemo_offload_rl.memory.units import show_gib
-from nemo_offload_rl.plan.engine_targets import has_vllm_beside_it
+from nemo_offload_rl.plan.engine_targets import colocates_vllm
 from nemo_offload_rl.plan.generation import check_longest_sequence_fits
 from nemo_offload_rl.run.preflight import check_sizes
 
@@ -30,7 +30,7 @@ def with_kv_cache_bytes(
         ValueError: the share of the GPU leaves no room for one sequence.
     """
     policy = config["policy"]
-    if not has_vllm_beside_it(policy) or gpu_bytes is None:  # on GPUs of its own, vLLM measures free memory
+    if not colocates_vllm(policy) or gpu_bytes is None:  # on GPUs of its own, vLLM measures free memory
         return config, []
     if ARGUMENT in (policy["generation"].get("vllm_kwargs") or {}):
         return config, []

@@ -51,7 +51,7 @@ def disk_full(path: Path, error: OSError, needed_bytes: int | None = None) -> Di
 
 
 @contextmanager
-def full_disk_in_words(path: Path) -> Iterator[None]:
+def translate_disk_full(path: Path) -> Iterator[None]:
     """Turns errors of a full disk inside the `with` block into `DiskFullError`.
 
     Raises:

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from nemo_offload_rl.config import for_machine
-from nemo_offload_rl.storage.disk import full_disk_in_words
+from nemo_offload_rl.storage.disk import translate_disk_full
 from nemo_offload_rl.storage.manifest import require_whole
 from nemo_offload_rl.worker.export_source import read_export_source
 from nemo_offload_rl.worker.worker import MegatronPolicyWorker
@@ -56,5 +56,5 @@ def export_checkpoint(checkpoint: Path, folder: Path) -> None:
         worker.export_hf(str(folder))
     finally:
         worker.shutdown()
-    with full_disk_in_words(folder):  # with the modes of the user's umask, not of the checkpoint's files
+    with translate_disk_full(folder):  # with the modes of the user's umask, not of the checkpoint's files
         shutil.copytree(source.tokenizer, folder, copy_function=shutil.copyfile, dirs_exist_ok=True)

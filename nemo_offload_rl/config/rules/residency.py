@@ -42,7 +42,7 @@ def training_has_its_state_on_the_gpu(table: _Cells | None) -> Verdict:
 
 
 @rule(f"{TABLE}?")
-def the_plan_decides_for_generation(table: _Cells | None) -> Verdict:
+def auto_only_in_generate(table: _Cells | None) -> Verdict:
     """Refuses auto outside of generate: the plan decides there, for optimizer state in refit, too."""
     for phase in ("logprob", "refit"):
         if _cell(table, phase, "optimizer_state") == AUTO:

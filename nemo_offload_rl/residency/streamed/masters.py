@@ -28,7 +28,7 @@ def model_shards(part: Any) -> dict[int, torch.Tensor]:
     return {}
 
 
-def leave_copies_to_the_step(part: Any) -> Callable[[], None]:
+def disable_master_copies(part: Any) -> Callable[[], None]:
     """Keep an optimizer of megatron-core from copying masters to the model, which the streamed step has done.
 
     Returns:

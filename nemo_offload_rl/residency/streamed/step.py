@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from nemo_offload_rl.memory.streams import Event, record_current_stream
-from nemo_offload_rl.residency.streamed.birth import state_or_sample
 from nemo_offload_rl.residency.streamed.chain import ChainStep
+from nemo_offload_rl.residency.streamed.init_state import state_or_sample
 from nemo_offload_rl.residency.streamed.layout import MASTER, Chunk
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays, PieceStepper, placed_pieces
 from nemo_offload_rl.residency.streamed.placeholder import placeholder

@@ -12,10 +12,10 @@ from nemo_offload_rl.memory.units import GIB, MIB
 from nemo_offload_rl.residency.context import TargetContext
 from nemo_offload_rl.residency.metrics import Started
 from nemo_offload_rl.residency.optimizer_state import model_storages, optimizer_parts
-from nemo_offload_rl.residency.streamed.birth import bear, layouts, parameters_to_stream
 from nemo_offload_rl.residency.streamed.chain import ChainStep
 from nemo_offload_rl.residency.streamed.host_copies import HostCopies
-from nemo_offload_rl.residency.streamed.masters import leave_copies_to_the_step
+from nemo_offload_rl.residency.streamed.init_state import init_host_state, layouts, parameters_to_stream
+from nemo_offload_rl.residency.streamed.masters import disable_master_copies
 from nemo_offload_rl.residency.streamed.pieces import ParameterArrays
 from nemo_offload_rl.residency.streamed.report import StepTransfer
 from nemo_offload_rl.residency.streamed.step import StreamedStep
@@ -57,12 +57,14 @@ def make(context: TargetContext) -> "StreamedState | None":
         for part, inner, found in planned:
             arrays: list[ParameterArrays] = []
             for layout, parameters in found:
-                one = bear(inner, layout, parameters, context.arena, window, pin=options.pinned_optimizer_state)
+                one = init_host_state(
+                    inner, layout, parameters, context.arena, window, pin=options.pinned_optimizer_state
+                )
                 undo.callback(context.arena.release, one.segment)
                 arrays.append(one)
             sums = ChunkSums() if options.verify else None
             steps.append(StreamedStep(inner, arrays, window, device, chain, sums=sums, on_step=record))
-            ways_back += [steps[-1].close, leave_copies_to_the_step(part)]
+            ways_back += [steps[-1].close, disable_master_copies(part)]
             all_arrays += arrays
         undo.pop_all()
     state = StreamedState(steps, all_arrays, window, context.mover, ways_back, context)

@@ -230,7 +230,7 @@ BROKEN = {
         ["+policy.residency.table.train.grads=dropped"],
         "policy.residency.table.train.grads: must be gpu, since a training step works on it; found 'dropped'",
     ),
-    "the_plan_decides_for_generation": (
+    "auto_only_in_generate": (
         ["policy.residency.table={refit: {optimizer_state: host}, generate: {optimizer_state: auto}}"],
         "policy.residency.table.generate.optimizer_state: is auto, which decides "
         "policy.residency.table.refit.optimizer_state, too, but that is host; delete one of the two",

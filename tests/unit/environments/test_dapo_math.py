@@ -2,7 +2,7 @@ r"""DAPO's judge: expected texts are worked out by hand from its rules."""
 
 import pytest
 
-from nemo_offload_rl.environments.dapo_math import dapo_math_verify, evened_out
+from nemo_offload_rl.environments.dapo_math import dapo_math_verify, normalize_answer
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ from nemo_offload_rl.environments.dapo_math import dapo_math_verify, evened_out
     ],
 )
 def test_answers_are_evened_out(written, even):
-    assert evened_out(written) == even
+    assert normalize_answer(written) == even
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ import torch
 
 from nemo_offload_rl.config import load
 from nemo_offload_rl.generation.vllm_arguments import engine_arguments
-from nemo_offload_rl.generation.vllm_backend import cache_named_where_memory_runs_out
+from nemo_offload_rl.generation.vllm_backend import explain_kv_cache_oom
 from nemo_offload_rl.memory.units import GIB
 from nemo_offload_rl.run.kv_cache import with_kv_cache_bytes
 
@@ -72,5 +72,5 @@ def test_memory_that_runs_out_while_an_engine_is_built_names_the_keys(beside, be
         torch.OutOfMemoryError,
         match=rf"of 3\.00 GiB \(Tried to .*\); {behind}lower .*kv_cache_memory_bytes \(bytes of each",
     )
-    with found, cache_named_where_memory_runs_out({"kv_cache_memory_bytes": 3 * GIB}, beside_policy=beside):
+    with found, explain_kv_cache_oom({"kv_cache_memory_bytes": 3 * GIB}, beside_policy=beside):
         raise torch.OutOfMemoryError("Tried to allocate 4 GiB. GPU 0 has less")

@@ -15,9 +15,9 @@ from nemo_offload_rl.storage.disk import (
     DiskFullError,
     as_by_umask,
     free_bytes,
-    full_disk_in_words,
     require_free,
     system_error,
+    translate_disk_full,
     write_whole,
 )
 from nemo_offload_rl.storage.manifest import (
@@ -134,11 +134,11 @@ def test_the_sentence_has_the_path_and_the_sizes_and_can_travel():
 
 
 def test_what_is_no_lack_of_space_stays_what_it_is(tmp_path):
-    with pytest.raises(FileNotFoundError), full_disk_in_words(tmp_path):
+    with pytest.raises(FileNotFoundError), translate_disk_full(tmp_path):
         (tmp_path / "absent").read_text()
     with (
         pytest.raises(DiskFullError, match=r"cannot be written: No space left on device .* free"),
-        full_disk_in_words(tmp_path),
+        translate_disk_full(tmp_path),
     ):
         Path("/dev/full").write_text("x")
 

@@ -23,14 +23,14 @@ from nemo_offload_rl.residency.table import Target
 
 
 def parameters_to_stream(
-    part: Any, optimizer: torch.optim.Optimizer, but_in: Container[int]
+    part: Any, optimizer: torch.optim.Optimizer, model_storages: Container[int]
 ) -> list[StreamedParameter]:
     """Returns the parameters of an optimizer whose state can be streamed.
 
     Args:
         part: megatron-core's optimizer around `optimizer`, or `optimizer` itself.
         optimizer: a torch optimizer.
-        but_in: addresses of the storages of the model's parameters; a parameter outside of these is a master.
+        model_storages: addresses of the storages of the model's parameters; a parameter outside of these is a master.
 
     Raises:
         ValueError: a parameter's state cannot be stepped in pieces.
@@ -41,7 +41,7 @@ def parameters_to_stream(
         for parameter in group["params"]:
             if not parameter.numel():
                 continue
-            is_master = parameter.untyped_storage().data_ptr() not in but_in
+            is_master = parameter.untyped_storage().data_ptr() not in model_storages
             if is_master and id(parameter) not in shards:
                 raise ValueError(
                     f"Optimizer state cannot be streamed: {_name(optimizer)} steps a tensor of shape "
@@ -79,7 +79,7 @@ def layouts(
     ]
 
 
-def bear(
+def init_host_state(
     optimizer: torch.optim.Optimizer,
     layout: FlatLayout,
     parameters: Sequence[StreamedParameter],
