@@ -104,6 +104,17 @@ SIGNATURES = {
     # residency.streamed.masters
     f"{CORE}.optimizer.distrib_optimizer:DistributedOptimizer._copy_main_params_to_model_params": "(self)",
     f"{CORE}.optimizer.optimizer:Float16OptimizerWithFloat16Params._copy_main_params_to_model_params": "(self)",
+    # object_collectives: a group that is given by name
+    "torch.distributed.distributed_c10d:all_gather_object": "(object_list, obj, group=None)",
+    "torch.distributed.distributed_c10d:gather_object": (
+        "(obj, object_gather_list=None, dst=None, group=None, group_dst=None)"
+    ),
+    "torch.distributed.distributed_c10d:scatter_object_list": (
+        "(scatter_object_output_list, scatter_object_input_list=None, src=None, group=None, group_src=None)"
+    ),
+    "torch.distributed.distributed_c10d:broadcast_object_list": (
+        "(object_list, src=None, group=None, device=None, group_src=None)"
+    ),
     # output_layer, whose call goes through the hooks; the weight is the layer's or the one that the processor gets
     f"{CORE}.tensor_parallel.layers:ColumnParallelLinear.forward": (
         "(self, input_, weight=None, runtime_gather_output=None)"
